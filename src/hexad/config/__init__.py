@@ -1,0 +1,16 @@
+"""One tree of typed settings; the lowest layer of the house."""
+
+from .errors import ConfigError, HexadError, did_you_mean
+from .load import build_config, dump_config, load_config, setting_names
+from .schema import Config
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "HexadError",
+    "build_config",
+    "did_you_mean",
+    "dump_config",
+    "load_config",
+    "setting_names",
+]

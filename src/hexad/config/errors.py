@@ -1,0 +1,29 @@
+"""The one kind of exception that a user can cause and mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class HexadError(Exception):
+    """A mistake the user can mend: shown as one line, without a traceback, with exit status 2."""
+
+
+class ConfigError(HexadError):
+    """A setting that is unknown, malformed or does not fit the others.
+
+    Args:
+        field: dotted name of the setting, such as ``parallel.tensor``.
+        problem: what was found, what was expected, and how to mend it.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the known word nearest to ``word``, or an empty string."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{near[0]}'?)" if near else ""

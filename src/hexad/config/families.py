@@ -1,0 +1,40 @@
+"""What a family or a preset fills in, so that a resolved model has no ``auto`` but the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import ConfigError, did_you_mean
+from .presets import PRESETS
+from .schema import ModelSettings
+
+
+def complete_model(model: ModelSettings) -> ModelSettings:
+    """Fill in the preset, then the family's defaults; keys the user gave win.
+
+    Raises:
+        ConfigError: an unknown preset.
+    """
+    given: dict[str, Any] = {name: getattr(model, name) for name in model.model_fields_set}
+    if model.preset is not None:
+        if model.preset not in PRESETS:
+            hint = did_you_mean(model.preset, PRESETS) or f"; known: {', '.join(sorted(PRESETS))}"
+            raise ConfigError("model.preset", f"unknown preset '{model.preset}'{hint}")
+        given = {**PRESETS[model.preset], **given}
+    model = ModelSettings.model_validate(given)
+    gpt2 = model.family == "gpt2"
+    defaults = {
+        "kv_heads": model.heads if gpt2 or model.heads % 4 else 4,
+        "head_dim": model.hidden // model.heads,
+        "ffn_hidden": 4 * model.hidden if gpt2 else -(-8 * model.hidden // (3 * 64)) * 64,
+        "tied_embeddings": gpt2,
+        "qkv_bias": gpt2 or model.family == "qwen2",
+        "qk_norm": model.family == "qwen3",
+    }
+    if model.head_dim == "auto" and model.hidden % model.heads:
+        raise ConfigError(
+            "model.hidden",
+            f"{model.hidden} is not divisible by model.heads {model.heads}; change one or set model.head_dim",
+        )
+    filled = {name: value for name, value in defaults.items() if getattr(model, name) == "auto"}
+    return model.model_copy(update=filled)

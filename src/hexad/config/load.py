@@ -1,0 +1,189 @@
+"""From YAML and ``a.b=value`` overrides to a checked, fully resolved :class:`Config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from .errors import ConfigError, HexadError, did_you_mean
+from .families import complete_model
+from .schema import Config
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice instead of keeping the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key '{name}' is given twice", key.start_mark
+                )
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise HexadError(f"{source}{where}: not valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise HexadError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def load_config(
+    path: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()
+) -> Config:
+    """Read a configuration file, apply ``a.b=value`` overrides and check it.
+
+    Args:
+        path: a YAML file, an already parsed mapping, or None for all defaults.
+        overrides: ``parallel.tensor=2`` style strings; values are YAML.
+
+    Raises:
+        ConfigError: an unknown or malformed setting, naming it and the nearest known one.
+        HexadError: a missing file or text that is not YAML.
+    """
+    if path is None:
+        tree: Any = {}
+    elif isinstance(path, Mapping):
+        tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in path.items()}
+    else:
+        tree = _read(Path(path))
+    for override in overrides:
+        _apply(tree, override)
+    return build_config(tree)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise HexadError(f"{path}: no such configuration file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HexadError(f"{path}: cannot be read: {error}") from None
+    tree = _parse_yaml(text, str(path)) or {}
+    if not isinstance(tree, dict):
+        raise HexadError(f"{path}: found a {type(tree).__name__}, expected a mapping of settings")
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set ``a.b.c=value`` in the raw tree."""
+    name, equals, text = override.partition("=")
+    if not equals or not name:
+        raise ConfigError(override, "an override has the form name=value, such as parallel.tensor=2")
+    *parents, last = name.split(".")
+    here = tree
+    for part in parents:
+        if here.get(part) is None:
+            here[part] = {}
+        here = here[part]
+        if not isinstance(here, dict):
+            raise ConfigError(name, f"'{part}' is a value, not a group of settings")
+    here[last] = _parse_yaml(text, f"override {name}")
+
+
+def build_config(tree: Mapping[str, Any]) -> Config:
+    """A checked :class:`Config` from a raw tree; presets and ``auto`` model settings are filled in."""
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        raise _readable(error) from None
+    return config.model_copy(update={"model": complete_model(config.model)})
+
+
+def _readable(error: ValidationError) -> ConfigError:
+    """The first problem of a pydantic error as field, value found, and fix."""
+    problem = error.errors(include_url=False)[0]
+    # Locations carry the tried branches of a union too ("constrained-int", "literal[...]"): keep settings.
+    field, model = _field_of(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return ConfigError(field, f"unknown key{_nearest(field, model)}")
+    found = problem["input"]
+    if isinstance(found, Mapping) and problem["type"] not in ("model_type", "dict_type"):
+        found = dict(found)
+    expected = "; or ".join(
+        dict.fromkeys(
+            _expectation(p["msg"]) for p in error.errors(include_url=False) if _field_of(p["loc"])[0] == field
+        )
+    )
+    hint = did_you_mean(found, _choices(model, field)) if isinstance(found, str) else ""
+    return ConfigError(field, f"found {found!r}, {expected}{hint}")
+
+
+def _expectation(message: str) -> str:
+    message = message.removeprefix("Input should be ").removeprefix("Value error, ")
+    return f"expected {message}".replace("a valid integer", "an integer").replace("a valid", "a")
+
+
+def _field_of(loc: Sequence[int | str]) -> tuple[str, type[BaseModel]]:
+    """Dotted setting name of a pydantic location, and the settings group it stands in."""
+    model: type[BaseModel] = Config
+    names: list[str] = []
+    for index, part in enumerate(loc):
+        names.append(str(part))
+        field = next((f for n, f in model.model_fields.items() if (f.alias or n) == part), None)
+        nested = field and next((t for t in _types(field.annotation) if issubclass(t, BaseModel)), None)
+        if nested is None or index == len(loc) - 1:
+            break
+        model = nested
+    return ".".join(names), model
+
+
+def _types(annotation: Any) -> list[type]:
+    if isinstance(annotation, type):
+        return [annotation]
+    return [t for inner in get_args(annotation) for t in _types(inner)]
+
+
+def _choices(model: type[BaseModel], field: str) -> list[str]:
+    """The strings a setting may take, through any nesting of Literal and union."""
+    info = next(
+        (f for n, f in model.model_fields.items() if (f.alias or n) == field.rsplit(".", 1)[-1]), None
+    )
+
+    def strings(annotation: Any) -> list[str]:
+        if isinstance(annotation, str):
+            return [annotation]
+        return [s for inner in get_args(annotation) for s in strings(inner)]
+
+    return strings(info.annotation) if info else []
+
+
+def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Dotted names of every setting and group."""
+    names = []
+    for name, field in model.model_fields.items():
+        key = prefix + (field.alias or name)
+        names.append(key)
+        for inner in _types(field.annotation):
+            if issubclass(inner, BaseModel):
+                names += setting_names(inner, key + ".")
+    return names
+
+
+def _nearest(field: str, model: type[BaseModel]) -> str:
+    """Suggest the same word elsewhere in the tree, else the most similar sibling, else list the siblings."""
+    parent, _, last = field.rpartition(".")
+    same = [name for name in setting_names() if name.rsplit(".", 1)[-1] == last]
+    if same:
+        return f" (did you mean '{same[0]}'?)"
+    siblings = [f.alias or n for n, f in model.model_fields.items()]
+    if hint := did_you_mean(last, siblings):
+        return hint.replace("'", f"'{parent}." if parent else "'", 1)
+    return f"; known here: {', '.join(siblings)}"
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML, in the order of the schema."""
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, width=110)

@@ -1,0 +1,271 @@
+"""Every setting of Hexad: its type, default, unit and meaning, declared once, here.
+
+``docs/configuration.md`` is generated from this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Settings(BaseModel):
+    """A strict, immutable group of settings: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSettings(Settings):
+    """The run as a whole."""
+
+    dir: str = "runs/demo"
+    """Directory for everything the run writes: resolved configuration, metrics, logs, checkpoints."""
+    seed: Count = 1234
+    """Seed of weights and data order. The same seed gives the same run in every layout."""
+    steps: Positive = 200
+    """Optimizer updates to make in all, counted from the very first start."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute: ``auto`` is ``cuda`` where a GPU is visible, else ``cpu``."""
+    timeout: PositiveFloat = 600.0
+    """Seconds a collective may wait for its peers before the run is stopped."""
+    compile: bool = False
+    """Compile every transformer block with ``torch.compile`` (needs ``parallel.tensor: 1``)."""
+
+
+class RopeScaling(Settings):
+    """Llama-3 scaling of rotary frequencies (Llama 3.1 model card; ``rope_type: llama3``)."""
+
+    factor: PositiveFloat = 8.0
+    """Factor by which low frequencies are slowed down."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above ``original_positions / low_freq_factor`` are scaled fully."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below ``original_positions / high_freq_factor`` are left alone."""
+    original_positions: Positive = 8192
+    """Sequence length of the first training phase, in tokens."""
+
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe"]
+
+
+class ModelSettings(Settings):
+    """The transformer's architecture."""
+
+    preset: str | None = None
+    """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys given
+    beside it win."""
+    family: Family = "llama"
+    """Architecture family; it also sets the defaults of the variant switches below."""
+    layers: Positive = 4
+    """Transformer blocks."""
+    hidden: Positive = 256
+    """Width of the residual stream."""
+    heads: Positive = 8
+    """Query heads per layer."""
+    kv_heads: Positive | Literal["auto"] = "auto"
+    """Key/value heads per layer (grouped-query attention). ``auto``: ``heads`` for gpt2; otherwise 4 where
+    that divides ``heads``, else ``heads``."""
+    head_dim: Positive | Literal["auto"] = "auto"
+    """Width of one head. ``auto``: ``hidden / heads``."""
+    ffn_hidden: Positive | Literal["auto"] = "auto"
+    """Inner width of the feed-forward layer. ``auto``: ``4 * hidden`` for gpt2, else ``8/3 * hidden`` rounded
+    up to a multiple of 64."""
+    vocab: Positive | Literal["auto"] = "auto"
+    """Vocabulary size. ``auto``: the tokenizer's. Padded internally; results never depend on padding."""
+    max_positions: Positive | Literal["auto"] = "auto"
+    """Rows of the learned position table (gpt2). ``auto``: ``data.sequence``."""
+    tied_embeddings: bool | Literal["auto"] = "auto"
+    """Whether the output head shares the embedding's weight. ``auto``: true for gpt2, else false."""
+    qkv_bias: bool | Literal["auto"] = "auto"
+    """Bias on the query, key and value projections. ``auto``: true for gpt2 and qwen2."""
+    qk_norm: bool | Literal["auto"] = "auto"
+    """RMSNorm on each query and key head before rotation. ``auto``: true for qwen3."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of the normalisations."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama-3 frequency scaling, or null."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of initial weights; projections back into the residual stream are divided by
+    ``sqrt(2 * layers)`` (GPT-2 paper)."""
+    moe: dict[str, Any] | None = None
+    """Mixture-of-experts settings. Not supported in this version."""
+
+
+class DataSettings(Settings):
+    """Where samples come from."""
+
+    train: str | list[tuple[PositiveFloat, str]] | None = None
+    """A ``.bin/.idx`` prefix, or a blend ``[[weight, prefix], ...]``."""
+    validation: str | list[tuple[PositiveFloat, str]] | None = None
+    """Like ``train``, for evaluation."""
+    tokenizer: str = "byte"
+    """``byte``, or a directory or file: Hugging Face ``tokenizer.json``, SentencePiece ``.model``, or
+    ``.tiktoken``."""
+    sequence: Positive = 512
+    """Tokens per sample."""
+    documents: Literal["join", "isolate"] = "join"
+    """``isolate`` confines attention and positions to each document of a packed sample."""
+
+
+class BatchSettings(Settings):
+    """How many sequences make a microbatch and a step."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    micro: Positive = 2
+    """Sequences per microbatch and data rank."""
+    global_: Annotated[int, Field(ge=1, alias="global")] = 32
+    """Sequences per step, over all data ranks."""
+
+
+class ParallelSettings(Settings):
+    """The layout: how the work is divided among ranks."""
+
+    tensor: Positive = 1
+    """Tensor-parallel degree: every layer's matrices are divided among this many ranks."""
+    sequence: bool = True
+    """Sequence parallel: activations outside attention and feed-forward are divided among the tensor ranks
+    too. In force where ``tensor > 1``."""
+    context: Positive = 1
+    """Context-parallel degree: every sequence is divided among this many ranks."""
+    context_method: Literal["ring", "ulysses", "all_gather"] = "ring"
+    """How attention reaches across context ranks."""
+    pipeline: Positive = 1
+    """Pipeline-parallel degree: the layers are divided among this many ranks."""
+    virtual_stages: Positive = 1
+    """Stages per pipeline rank."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto"] = "1f1b"
+    """Order of forward and backward passes on the pipeline ranks."""
+    split: Literal["cost", "even"] | list[Count] = "cost"
+    """How layers are divided among stages: by cost, evenly, or an explicit list of layers per stage."""
+    expert: Positive = 1
+    """Expert-parallel degree."""
+    expert_tensor: Positive = 1
+    """Tensor-parallel degree inside each expert."""
+    data: Positive | Literal["auto"] = "auto"
+    """Data-parallel degree. ``auto``: ``world / (tensor * context * pipeline)``."""
+    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    """What data ranks divide among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    replicas: Positive = 1
+    """Hybrid sharding: state is sharded inside ``data / replicas`` ranks and replicated across."""
+    order: str = "tensor-context-expert-data-pipeline"
+    """Rank order, fastest-varying axis first."""
+    bucket_mb: PositiveFloat = 25.0
+    """Size of a gradient bucket in MiB, the unit of reduction over data ranks."""
+
+
+class PrecisionSettings(Settings):
+    """Number formats."""
+
+    dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "bf16"
+    """Format of parameters and activations. bf16 keeps fp32 master weights, gradients and optimizer state."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients are reduced over data ranks (bf16 runs only)."""
+    loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
+    """Loss scaling for fp16."""
+
+
+class MemorySettings(Settings):
+    """What is traded for memory."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Which activations are computed again in the backward pass instead of kept."""
+    recompute_layers: Literal["all"] | Positive = "all"
+    """How many layers per stage recompute."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What is kept in the host's memory."""
+
+
+class OptimizerSettings(Settings):
+    """The update rule."""
+
+    name: Literal["adamw"] = "adamw"
+    """Update rule: AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
+    lr: PositiveFloat = 3.0e-4
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: PositiveFloat = 1.0e-8
+    """Added to the denominator."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay; norms and biases are excluded."""
+    clip: NonNegativeFloat = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class LrScheduleSettings(Settings):
+    """The learning rate over the run. The rate of step ``n`` (counted from 1) is the schedule at ``n``."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = "cosine"
+    """Shape after warm-up."""
+    warmup: Count = 100
+    """Steps of linear warm-up from 0."""
+    decay_steps: Positive | Literal["auto"] = "auto"
+    """Step at which ``min_lr`` is reached (``wsd``: length of the final decay). ``auto``: ``run.steps``
+    (``wsd``: a fifth of it)."""
+    min_lr: NonNegativeFloat = 3.0e-5
+    """Learning rate at the end of the decay."""
+
+
+class CheckpointSettings(Settings):
+    """Saving and resuming."""
+
+    every: Count = 100
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: Positive = 3
+    """Newest checkpoints to keep."""
+    asynchronous: bool = True
+    """Write in the background; training waits only for the copy to memory."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """``auto``: go on from the newest complete checkpoint of ``run.dir`` if there is one. ``must``: fail
+    without one. ``never``: start anew, refused where the directory already holds a run's checkpoints."""
+    load: str | None = None
+    """Checkpoint to start from (weights, optimizer and data position) when ``run.dir`` has none of its own."""
+
+
+class LogSettings(Settings):
+    """What is recorded."""
+
+    every: Positive = 1
+    """Steps between lines of ``metrics.jsonl``."""
+    tensorboard: bool = False
+    """Write TensorBoard scalars to ``run.dir/tensorboard`` (``pip install hexad[tensorboard]``)."""
+    wandb: str | None = None
+    """Weights & Biases project to log to (``pip install hexad[wandb]``)."""
+
+
+class ValidateSettings(Settings):
+    """Evaluation during training."""
+
+    every: Count = 0
+    """Steps between evaluations; 0 turns them off."""
+    batches: Positive = 10
+    """Global batches per evaluation."""
+
+
+class Config(Settings):
+    """The whole configuration: one tree, one YAML file."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    batch: BatchSettings = BatchSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    memory: MemorySettings = MemorySettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    lr_schedule: LrScheduleSettings = LrScheduleSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    log: LogSettings = LogSettings()
+    validate_: Annotated[ValidateSettings, Field(alias="validate")] = ValidateSettings()
+
+    model_config = ConfigDict(serialize_by_alias=True)

@@ -1,0 +1,41 @@
+"""What the loader hands to the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+IGNORED = -100
+"""Label of a position that has no target (the convention of torch and Hugging Face)."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch of one data rank.
+
+    Attributes:
+        tokens: int64 ``[sequences, sequence]``, input token ids.
+        labels: int64 ``[sequences, sequence]``, the target at each position (already shifted: the label of
+            position ``i`` is the token at ``i + 1``), or ``IGNORED``.
+        documents: None where each sequence is one document; else the start offsets of all documents in
+            the flattened ``[sequences * sequence]`` tokens, in order, beginning with 0 and ending with the
+            total (``cu_seqlens``). Every sequence's start is among them. Attention and positions are then
+            confined to each document.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    documents: tuple[int, ...] | None = None
+
+    def targets(self) -> int:
+        """Number of positions that have a target."""
+        return int((self.labels != IGNORED).sum())
+
+    def to(self, device: torch.device) -> Microbatch:
+        """The same microbatch on ``device``."""
+        return Microbatch(
+            self.tokens.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.documents,
+        )

@@ -1,0 +1,400 @@
+"""Which ranks work together: pure arithmetic on rank numbers, without torch.
+
+A :class:`Layout` places ``world`` ranks on two grids that share the pipeline axis:
+
+- dense layers: ``tensor x context x data x pipeline``;
+- expert layers: ``expert_tensor x expert x expert_data x pipeline``.
+
+Both follow one rank order, in which ``tensor`` also stands for ``expert_tensor`` and ``data`` for
+``expert_data``. This is Megatron-Core's convention (``RankGenerator`` with ``tp-cp-ep-dp-pp``) and its
+"parallel folding" of expert layers (arXiv 2504.14960). A rank is a mixed-radix number whose digits
+are its coordinates, so every question is answered from (degree, stride) pairs and nothing of the size of the
+world is ever stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import isqrt, prod
+from typing import Literal, NamedTuple, Protocol
+
+from hexad.config import ConfigError, did_you_mean
+
+DENSE_AXES = ("tensor", "context", "data", "pipeline")
+EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
+AXES = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor", "expert_data")
+ORDER_NAMES = ("tensor", "context", "expert", "data", "pipeline")
+DEFAULT_ORDER = "-".join(ORDER_NAMES)
+
+# What a name in the order means on each grid; a grid skips the names it does not have.
+_DENSE_OF = {"tensor": "tensor", "context": "context", "data": "data", "pipeline": "pipeline"}
+_EXPERT_OF = {"tensor": "expert_tensor", "expert": "expert", "data": "expert_data", "pipeline": "pipeline"}
+_MEGATRON_NAMES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
+
+
+class Digit(NamedTuple):
+    """One digit of a rank: the coordinate is ``rank // stride % degree``."""
+
+    degree: int
+    stride: int
+
+
+class LayoutSettings(Protocol):
+    """The settings a layout is made of (``hexad.config.schema.ParallelSettings``)."""
+
+    @property
+    def tensor(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def pipeline(self) -> int: ...
+    @property
+    def expert(self) -> int: ...
+    @property
+    def expert_tensor(self) -> int: ...
+    @property
+    def data(self) -> int | Literal["auto"]: ...
+    @property
+    def order(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of every axis plus the rank order.
+
+    Args:
+        world: ranks in all.
+        tensor, context, pipeline: degrees of the dense grid.
+        data: data degree; ``auto`` is ``world / (tensor * context * pipeline)``. Always an int afterwards.
+        expert, expert_tensor: degrees of the expert grid; ``expert_data`` is
+            ``world / (expert_tensor * expert * pipeline)``.
+        order: names out of :data:`ORDER_NAMES`, fastest-varying first, joined by ``-``. Axes of
+            degree 1 may be left out.
+
+    Raises:
+        ConfigError: degrees that do not fit the world, or a malformed order.
+    """
+
+    world: int
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    data: int | Literal["auto"] = "auto"
+    order: str = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        _check_number("world", self.world, "ranks to start")
+        for name in ("tensor", "context", "pipeline", "expert", "expert_tensor"):
+            _check_number(f"parallel.{name}", getattr(self, name), "a degree")
+        if self.data != "auto":
+            _check_number("parallel.data", self.data, "a degree or auto")
+        object.__setattr__(self, "data", self._data_degree())
+        self._check_divisible(("expert_tensor", "expert", "pipeline"))
+        self._check_order()
+
+    @classmethod
+    def from_settings(cls, settings: LayoutSettings, world: int) -> Layout:
+        """The layout that the ``parallel`` settings describe in a world of ``world`` ranks."""
+        return cls(
+            world=world,
+            tensor=settings.tensor,
+            context=settings.context,
+            pipeline=settings.pipeline,
+            expert=settings.expert,
+            expert_tensor=settings.expert_tensor,
+            data=settings.data,
+            order=settings.order,
+        )
+
+    # Questions about axes
+
+    @cached_property
+    def degrees(self) -> dict[str, int]:
+        """Degree of each of the seven :data:`AXES`."""
+        return {axis: prod(digit.degree for digit in self._digits[axis]) for axis in AXES}
+
+    def degree(self, axis: str) -> int:
+        """Number of ranks along ``axis``."""
+        return self.degrees[_known(axis)]
+
+    # Questions about groups
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups of ranks that differ only in their coordinates along ``axes``.
+
+        Several axes make one combined group. Ranks ascend within a group, and groups ascend by first rank.
+
+        Raises:
+            ValueError: no axis, an unknown one, or axes of different grids.
+        """
+        return list(self.iter_groups(*axes))
+
+    def iter_groups(self, *axes: str) -> Iterator[list[int]]:
+        """:meth:`groups`, one at a time."""
+        inside = self._digits_of(axes)
+        outside = [digit for digit in self._grid_of(axes) if digit not in inside]
+        members = _numbers(inside)
+        return ([first + member for member in members] for first in _iter_numbers(outside))
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The ranks that share every coordinate with ``rank`` but those along ``axes``, itself included."""
+        self._check_rank(rank)
+        inside = self._digits_of(axes)
+        first = rank - sum(rank // digit.stride % digit.degree * digit.stride for digit in inside)
+        return [first + member for member in _numbers(inside)]
+
+    # Questions about ranks
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinate of ``rank`` along each of the seven :data:`AXES`."""
+        self._check_rank(rank)
+        return {axis: _coordinate(rank, self._digits[axis]) for axis in AXES}
+
+    def rank_of(self, **coordinates: int) -> int:
+        """The rank at these coordinates; the inverse of :meth:`coordinates`.
+
+        Either grid's axes determine a rank; axes of degree 1 may be left out.
+
+        Raises:
+            ValueError: a coordinate is unknown, missing or out of range, or the two grids' disagree.
+        """
+        for axis, value in coordinates.items():
+            if not 0 <= value < self.degree(axis):
+                raise ValueError(f"{axis}: found coordinate {value}, expected 0 to {self.degree(axis) - 1}")
+        complete = [
+            grid
+            for grid in (DENSE_AXES, EXPERT_AXES)
+            if all(axis in coordinates or self.degree(axis) == 1 for axis in grid)
+        ]
+        if not complete:
+            missing = [a for a in DENSE_AXES if a not in coordinates and self.degree(a) > 1]
+            raise ValueError(f"no coordinate given along {', '.join(missing)}")
+        ranks = [
+            sum(_number(coordinates.get(axis, 0), self._digits[axis]) for axis in grid) for grid in complete
+        ]
+        if len(set(ranks)) > 1:
+            raise ValueError(f"dense coordinates name rank {ranks[0]}, expert coordinates rank {ranks[1]}")
+        return ranks[0]
+
+    def neighbours(self, rank: int, axis: str) -> tuple[int, int]:
+        """The (previous, next) rank on the ring along ``axis``; ``rank`` itself where the degree is 1."""
+        self._check_rank(rank)
+        digits = self._digits[_known(axis)]
+        here, degree = _coordinate(rank, digits), self.degree(axis)
+        first = rank - _number(here, digits)
+        return (
+            first + _number((here - 1) % degree, digits),
+            first + _number((here + 1) % degree, digits),
+        )
+
+    # The grids
+
+    @cached_property
+    def _digits(self) -> dict[str, tuple[Digit, ...]]:
+        """Each axis's digits, fastest first. One digit, but for an ``expert_data`` without expert axes."""
+        dense = self._strides(_DENSE_OF, self._dense_degrees())
+        if self.expert == self.expert_tensor == 1:
+            # Nothing is laid out by the expert grid then: its data axis is all of a stage, in any order.
+            stage = sorted(
+                (digit for axis, digit in dense.items() if axis != "pipeline"), key=lambda digit: digit.stride
+            )
+            unit = (Digit(1, 1),)
+            folded = {"expert": unit, "expert_tensor": unit, "expert_data": tuple(stage)}
+            return {**{axis: (digit,) for axis, digit in dense.items()}, **folded}
+        expert = self._strides(_EXPERT_OF, self._expert_degrees())
+        return {axis: (digit,) for axis, digit in {**expert, **dense}.items()}
+
+    def _dense_degrees(self) -> dict[str, int]:
+        assert self.data != "auto"  # resolved on construction
+        return {
+            "tensor": self.tensor,
+            "context": self.context,
+            "data": self.data,
+            "pipeline": self.pipeline,
+        }
+
+    def _expert_degrees(self) -> dict[str, int]:
+        return {
+            "expert_tensor": self.expert_tensor,
+            "expert": self.expert,
+            "expert_data": self.world // (self.expert_tensor * self.expert * self.pipeline),
+            "pipeline": self.pipeline,
+        }
+
+    def _strides(self, meaning: dict[str, str], degrees: dict[str, int]) -> dict[str, Digit]:
+        """Walk the order, the fastest axis having stride 1. Axes it leaves out have degree 1."""
+        digits = {axis: Digit(1, 1) for axis in degrees}
+        stride = 1
+        for name in self.order.split("-"):
+            if name in meaning:
+                axis = meaning[name]
+                digits[axis] = Digit(degrees[axis], stride)
+                stride *= degrees[axis]
+        return digits
+
+    def _grid_of(self, axes: tuple[str, ...]) -> list[Digit]:
+        """Digits longer than 1 of the grid that holds all of ``axes``, fastest first."""
+        if not axes:
+            raise ValueError(f"name at least one axis out of {', '.join(AXES)}")
+        for axis in axes:
+            _known(axis)
+        grid = next((grid for grid in (DENSE_AXES, EXPERT_AXES) if set(axes) <= set(grid)), None)
+        if grid is None:
+            raise ValueError(
+                f"{', '.join(axes)}: axes of two grids; combine axes out of {', '.join(DENSE_AXES)} "
+                f"or out of {', '.join(EXPERT_AXES)}"
+            )
+        digits = [digit for axis in grid for digit in self._digits[axis] if digit.degree > 1]
+        return sorted(digits, key=lambda digit: digit.stride)
+
+    def _digits_of(self, axes: tuple[str, ...]) -> list[Digit]:
+        wanted = {digit for axis in axes for digit in self._digits[_known(axis)]}
+        return [digit for digit in self._grid_of(axes) if digit in wanted]
+
+    # Checks
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world:
+            raise ValueError(f"found rank {rank}, expected 0 to {self.world - 1}")
+
+    def _data_degree(self) -> int:
+        self._check_divisible(("tensor", "context", "pipeline"))
+        model = self.tensor * self.context * self.pipeline
+        if self.data not in ("auto", self.world // model):
+            raise ConfigError(
+                "parallel.data",
+                f"found {self.data}, but world {self.world} / (tensor {self.tensor} x context {self.context} "
+                f"x pipeline {self.pipeline}) = {self.world // model}; use {self.world // model} or auto, "
+                f"or start {_ranks(model * int(self.data))}",
+            )
+        return self.world // model
+
+    def _check_divisible(self, axes: tuple[str, ...]) -> None:
+        """Blame the first axis whose degree the world cannot be divided by any more."""
+        degrees = {axis: int(getattr(self, axis)) for axis in axes}
+        product = 1
+        for axis, degree in degrees.items():
+            product *= degree
+            if self.world % product:
+                raise ConfigError(f"parallel.{axis}", self._misfit(axis, degrees))
+
+    def _misfit(self, axis: str, degrees: dict[str, int]) -> str:
+        product = prod(degrees.values())
+        text = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+        fitting = f"start {_nearest_multiples(product, self.world)} ranks"
+        others = product // degrees[axis]
+        if self.world % others == 0:
+            choices = _nearest_divisors(self.world // others, degrees[axis])
+            fitting += f", or use {axis} {' or '.join(map(str, choices))}"
+        return (
+            f"found {degrees[axis]}, but world {self.world} is not divisible by {text} = {product}; {fitting}"
+        )
+
+    def _check_order(self) -> None:
+        names = str(self.order).split("-")
+        example = f"use each of {', '.join(ORDER_NAMES)} once, fastest first, such as {DEFAULT_ORDER}"
+        for name in names:
+            if name not in ORDER_NAMES:
+                known = _MEGATRON_NAMES.get(name)
+                hint = f" (did you mean '{known}'?)" if known else did_you_mean(name, ORDER_NAMES)
+                raise ConfigError(
+                    "parallel.order", f"found '{self.order}' with unknown axis '{name}'{hint}; {example}"
+                )
+            if names.count(name) > 1:
+                raise ConfigError("parallel.order", f"found '{self.order}' with '{name}' twice; {example}")
+        used = {**self._dense_degrees(), "expert": self.expert}
+        if self.expert * self.expert_tensor > 1:
+            used["tensor"] = max(self.tensor, self.expert_tensor)
+            used["data"] = max(used["data"], self._expert_degrees()["expert_data"])
+        for name, degree in used.items():
+            if name not in names and degree != 1:
+                raise ConfigError(
+                    "parallel.order", f"found '{self.order}' without '{name}' (degree {degree}); {example}"
+                )
+        self._check_same_stages()
+
+    def _check_same_stages(self) -> None:
+        """Dense and expert layers of one stage must stand on the same ranks."""
+        if self.pipeline == 1 or self.expert * self.expert_tensor == 1:
+            return
+        dense = self._strides(_DENSE_OF, self._dense_degrees())["pipeline"]
+        expert = self._strides(_EXPERT_OF, self._expert_degrees())["pipeline"]
+        if dense != expert:
+            names = [name for name in self.order.split("-") if name != "pipeline"]
+            raise ConfigError(
+                "parallel.order",
+                f"found '{self.order}', which puts dense and expert layers of one pipeline stage on "
+                f"different ranks (stride {dense.stride} against {expert.stride}); put pipeline last: "
+                f"{'-'.join([*names, 'pipeline'])}",
+            )
+
+
+def _known(axis: str) -> str:
+    if axis not in AXES:
+        raise ValueError(f"unknown axis '{axis}'{did_you_mean(axis, AXES)}; known: {', '.join(AXES)}")
+    return axis
+
+
+def _check_number(field: str, value: object, meaning: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(field, f"found {value!r}, expected {meaning}: an integer of at least 1")
+
+
+def _coordinate(rank: int, digits: tuple[Digit, ...]) -> int:
+    """The number that a rank's ``digits`` spell, the first digit being the fastest."""
+    coordinate, weight = 0, 1
+    for degree, stride in digits:
+        coordinate += rank // stride % degree * weight
+        weight *= degree
+    return coordinate
+
+
+def _number(coordinate: int, digits: tuple[Digit, ...]) -> int:
+    """What ``coordinate`` along an axis adds to a rank; the inverse of :func:`_coordinate`."""
+    total = 0
+    for degree, stride in digits:
+        total += coordinate % degree * stride
+        coordinate //= degree
+    return total
+
+
+def _numbers(digits: list[Digit]) -> list[int]:
+    """Every value that ``digits`` (fastest first) can add to a rank, ascending."""
+    values = [0]
+    for degree, stride in digits:
+        values = [value + step * stride for step in range(degree) for value in values]
+    return values
+
+
+def _iter_numbers(digits: list[Digit]) -> Iterator[int]:
+    """:func:`_numbers` without keeping them."""
+    if not digits:
+        yield 0
+        return
+    *faster, (degree, stride) = digits
+    for step in range(degree):
+        for value in _iter_numbers(faster):
+            yield step * stride + value
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def _nearest_multiples(factor: int, value: int) -> str:
+    below = value // factor * factor
+    return f"{below} or {below + factor}" if below else f"{factor}"
+
+
+def _nearest_divisors(number: int, value: int) -> list[int]:
+    """The divisors of ``number`` next below and next above ``value``."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
+    if value > divisors[-1]:
+        return divisors[-1:]
+    return next([low, high] for low, high in pairwise(divisors) if low < value < high)

@@ -1,0 +1,185 @@
+"""Presets and counts against published figures and against transformers' own models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hexad.config import ConfigError, build_config
+from hexad.config.presets import PRESETS
+from hexad.config.schema import ModelSettings
+from hexad.model.counts import flops_per_token, parameter_count
+
+# Parameters of the published checkpoints (safetensors metadata on the Hugging Face hub; for tied
+# embeddings counted once).
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+# Small odd shapes, one per way in which a family's count can differ.
+SMALL = [
+    {"family": "gpt2", "layers": 3, "hidden": 40, "heads": 5, "vocab": 101, "max_positions": 19},
+    {"family": "llama", "layers": 2, "hidden": 48, "heads": 6, "kv_heads": 2, "vocab": 97},
+    {"family": "llama", "layers": 2, "hidden": 48, "heads": 6, "kv_heads": 3, "head_dim": 10, "vocab": 97},
+    {"family": "llama", "layers": 1, "hidden": 64, "heads": 4, "vocab": 97, "tied_embeddings": True},
+    {"family": "mistral", "layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 100, "vocab": 97},
+    {"family": "qwen2", "layers": 3, "hidden": 64, "heads": 8, "kv_heads": 2, "vocab": 97},
+    {"family": "qwen3", "layers": 3, "hidden": 40, "heads": 8, "kv_heads": 4, "head_dim": 16, "vocab": 97},
+]
+
+
+def model_of(settings: dict) -> ModelSettings:
+    return build_config({"model": settings}).model
+
+
+def counted_by_transformers(model: ModelSettings) -> int:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    if model.family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=model.vocab,
+            n_positions=model.max_positions,
+            n_layer=model.layers,
+            n_embd=model.hidden,
+            n_head=model.heads,
+            n_inner=model.ffn_hidden,
+        )
+    else:
+        config = transformers.AutoConfig.for_model(
+            model.family,
+            vocab_size=model.vocab,
+            hidden_size=model.hidden,
+            num_hidden_layers=model.layers,
+            num_attention_heads=model.heads,
+            num_key_value_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            intermediate_size=model.ffn_hidden,
+            tie_word_embeddings=model.tied_embeddings,
+        )
+    with torch.device("meta"):
+        built = transformers.AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in built.parameters())  # shared ones come once
+
+
+def test_every_preset_has_a_published_count() -> None:
+    assert set(PUBLISHED) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_has_exactly_the_published_parameters(name: str) -> None:
+    model = model_of({"preset": name})
+    assert parameter_count(model) == PUBLISHED[name]
+    assert parameter_count(ModelSettings(preset=name)) == PUBLISHED[name]
+    assert "auto" not in {
+        getattr(model, key) for key in ("kv_heads", "head_dim", "ffn_hidden", "vocab", "tied_embeddings")
+    }
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_equals_transformers(name: str) -> None:
+    model = model_of({"preset": name})
+    assert parameter_count(model) == counted_by_transformers(model)
+
+
+@pytest.mark.parametrize("settings", SMALL)
+def test_small_models_equal_transformers(settings: dict) -> None:
+    model = model_of(settings)
+    assert parameter_count(model) == counted_by_transformers(model)
+
+
+def test_frequency_scaling_belongs_to_llama_3_1_and_3_2() -> None:
+    factors = {name: model_of({"preset": name}).rope_scaling for name in PRESETS}
+    scaled = {name: scaling.factor for name, scaling in factors.items() if scaling}
+    assert scaled == {
+        "llama3.1-8b": 8.0,
+        "llama3.1-70b": 8.0,
+        "llama3.1-405b": 8.0,
+        "llama3.2-1b": 32.0,
+        "llama3.2-3b": 32.0,
+    }
+
+
+def test_keys_given_beside_a_preset_win() -> None:
+    layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096
+    whole = model_of({"preset": "llama2-7b"})
+    less = model_of({"preset": "llama2-7b", "layers": 31})
+    assert parameter_count(whole) - parameter_count(less) == layer
+
+
+def test_flops_equal_a_count_by_hand() -> None:
+    """llama2-7b at 4096 tokens: every matrix product written out."""
+    hidden, ffn, layers, vocab, sequence = 4096, 11008, 32, 32000, 4096
+    forward = 2 * layers * (4 * hidden * hidden + 3 * hidden * ffn) + 2 * hidden * vocab
+    scores_and_values = layers * 2 * 2 * hidden * sequence / 2
+    expected = 3 * (forward + scores_and_values)
+    assert flops_per_token(model_of({"preset": "llama2-7b"}), sequence) == expected
+
+
+def test_flops_equal_torchs_counter() -> None:
+    """PyTorch counts what transformers' forward pass does; it does not know of the causal half."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = model_of({"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 97})
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=model.ffn_hidden,
+        attn_implementation="eager",
+    )
+    built = transformers.LlamaForCausalLM(config)
+    tokens = torch.zeros(1, 32, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        built(tokens)
+    attention = 12 * 2 * 64 * 32  # per token, before halving
+    ours = flops_per_token(model, 32) * 32 / 3 + attention / 2 * 32 / 3
+    assert counter.get_total_flops() == ours
+
+
+def test_unresolved_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab: found auto"):
+        parameter_count(ModelSettings())
+    with pytest.raises(ConfigError, match=r"model\.max_positions: found auto"):
+        parameter_count(ModelSettings(family="gpt2", vocab=256))
+    short = parameter_count(ModelSettings(family="gpt2", vocab=256), sequence=10)
+    assert parameter_count(ModelSettings(family="gpt2", vocab=256), sequence=11) - short == 256
+    with pytest.raises(ConfigError, match=r"model\.family: .*not supported"):
+        parameter_count(ModelSettings(family="mixtral", vocab=256))
+
+
+def test_counting_does_not_import_torch() -> None:
+    code = "import sys, hexad.model.counts; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

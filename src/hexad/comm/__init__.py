@@ -1,0 +1,35 @@
+"""Collectives and point-to-point messages over axes; the only caller of ``torch.distributed``'s."""
+
+from .collectives import (
+    CommError,
+    Pending,
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    barrier,
+    broadcast,
+    gather_objects,
+    receive_async,
+    reduce_scatter,
+    reduce_scatter_async,
+    send_async,
+)
+from .volume import sent_bytes
+
+__all__ = [
+    "CommError",
+    "Pending",
+    "all_gather",
+    "all_gather_async",
+    "all_reduce",
+    "all_reduce_async",
+    "barrier",
+    "broadcast",
+    "gather_objects",
+    "receive_async",
+    "reduce_scatter",
+    "reduce_scatter_async",
+    "send_async",
+    "sent_bytes",
+]

@@ -1,0 +1,6 @@
+"""Data parallelism over flat buffers."""
+
+from .flat import FlatGroup, flatten
+from .reducer import GradientReducer
+
+__all__ = ["FlatGroup", "GradientReducer", "flatten"]

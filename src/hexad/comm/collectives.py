@@ -1,0 +1,185 @@
+"""Every collective goes through here: checked, counted, labelled for the profiler.
+
+A group of size 1 is the identity and costs nothing. Tensors must be contiguous: torch treats a strided view
+as contiguous memory and corrupts it in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hexad.topology.mesh import Axis
+
+from .volume import sent_bytes
+
+# torch 2.13 renamed two collectives; 2.11 and 2.12 know the old names only.
+_all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_tensor: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
+
+_OPERATORS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class CommError(RuntimeError):
+    """A collective failed, most often because a peer died or hung."""
+
+
+class Pending:
+    """A collective under way. ``wait()`` returns its result; waiting again is free."""
+
+    def __init__(self, result: torch.Tensor, work: Any = None, what: str = "") -> None:
+        self._result = result
+        self._work = work
+        self._what = what
+
+    def wait(self) -> torch.Tensor:
+        """Block until the result may be used (on a GPU: until the stream may use it)."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CommError(f"{self._what} failed: {error}") from error
+        return self._result
+
+
+def _start(
+    operation: str, axis: Axis, nbytes: int, result: torch.Tensor, call: Callable[[], Any], *inputs: torch.Tensor
+) -> Pending:
+    for tensor in (result, *inputs):
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{operation} over axis {axis.name}: the tensor of shape {tuple(tensor.shape)} is not contiguous"
+            )
+    axis.sent[operation] += sent_bytes(operation, axis.size, nbytes)
+    axis.calls[operation] += 1
+    what = f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})"
+    try:
+        with torch.profiler.record_function(f"hexad.{axis.name}.{operation}"):
+            return Pending(result, call(), what)
+    except RuntimeError as error:
+        raise CommError(f"{what} failed: {error}") from error
+
+
+def _compact(ranks: tuple[int, ...]) -> str:
+    return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]}..{ranks[-1]}"
+
+
+def all_reduce_async(tensor: torch.Tensor, axis: Axis, operator: str = "sum") -> Pending:
+    """Reduce ``tensor`` in place over the axis (``sum``, ``max`` or ``min``)."""
+    if axis.size == 1:
+        return Pending(tensor)
+
+    def call() -> Any:
+        return dist.all_reduce(tensor, _OPERATORS[operator], group=axis.group, async_op=True)
+
+    return _start("all_reduce", axis, tensor.nbytes, tensor, call)
+
+
+def all_reduce(tensor: torch.Tensor, axis: Axis, operator: str = "sum") -> torch.Tensor:
+    """Reduce ``tensor`` in place over the axis and return it."""
+    return all_reduce_async(tensor, axis, operator).wait()
+
+
+def all_gather_async(tensor: torch.Tensor, axis: Axis) -> Pending:
+    """Concatenate every rank's ``[n, ...]`` along dim 0 to ``[size * n, ...]``."""
+    if axis.size == 1:
+        return Pending(tensor)
+    result = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
+
+    def call() -> Any:
+        return _all_gather_tensor(result, tensor, group=axis.group, async_op=True)
+
+    return _start("all_gather", axis, result.nbytes, result, call, tensor)
+
+
+def all_gather(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Concatenate every rank's ``[n, ...]`` along dim 0 to ``[size * n, ...]``."""
+    return all_gather_async(tensor, axis).wait()
+
+
+def reduce_scatter_async(tensor: torch.Tensor, axis: Axis) -> Pending:
+    """Sum ``[size * n, ...]`` over the ranks; this rank keeps its ``[n, ...]`` slice of dim 0."""
+    if axis.size == 1:
+        return Pending(tensor)
+    if tensor.shape[0] % axis.size:
+        raise ValueError(
+            f"reduce_scatter over axis {axis.name}: {tensor.shape[0]} rows do not divide by {axis.size}"
+        )
+    result = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
+
+    def call() -> Any:
+        return _reduce_scatter_tensor(result, tensor, group=axis.group, async_op=True)
+
+    return _start("reduce_scatter", axis, tensor.nbytes, result, call, tensor)
+
+
+def reduce_scatter(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sum ``[size * n, ...]`` over the ranks; this rank keeps its ``[n, ...]`` slice of dim 0."""
+    return reduce_scatter_async(tensor, axis).wait()
+
+
+def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
+    """Overwrite ``tensor`` with that of the axis's rank ``source``, in place, and return it."""
+    if axis.size == 1:
+        return tensor
+
+    def call() -> Any:
+        return dist.broadcast(tensor, axis.ranks[source], group=axis.group, async_op=True)
+
+    return _start("broadcast", axis, tensor.nbytes, tensor, call).wait()
+
+
+def send_async(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Pending:
+    """Send ``tensor`` to the axis's rank ``to``; keep it unchanged until ``wait()``."""
+
+    def call() -> Any:
+        return dist.isend(tensor, axis.ranks[to], group=axis.group, tag=tag)
+
+    axis.sent["send"] += tensor.nbytes
+    return _start_p2p("send", axis, to, tensor, call)
+
+
+def receive_async(tensor: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Pending:
+    """Receive into ``tensor`` from the axis's rank ``source``."""
+
+    def call() -> Any:
+        return dist.irecv(tensor, axis.ranks[source], group=axis.group, tag=tag)
+
+    return _start_p2p("receive", axis, source, tensor, call)
+
+
+def _start_p2p(
+    operation: str, axis: Axis, peer: int, tensor: torch.Tensor, call: Callable[[], Any]
+) -> Pending:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{operation} over axis {axis.name}: the tensor is not contiguous")
+    axis.calls[operation] += 1
+    what = f"{operation} over axis {axis.name} with rank {axis.ranks[peer]}"
+    try:
+        with torch.profiler.record_function(f"hexad.{axis.name}.{operation}"):
+            return Pending(tensor, call(), what)
+    except RuntimeError as error:
+        raise CommError(f"{what} failed: {error}") from error
+
+
+def gather_objects(value: object, axis: Axis) -> list[Any]:
+    """Every rank's picklable ``value``, in rank order. For set-up and errors, not for the training step."""
+    if axis.size == 1:
+        return [value]
+    result: list[Any] = [None] * axis.size
+    try:
+        dist.all_gather_object(result, value, group=axis.group)
+    except RuntimeError as error:
+        raise CommError(f"agreement over axis {axis.name} failed: {error}") from error
+    return result
+
+
+def barrier(axis: Axis) -> None:
+    """Wait for every rank of the axis."""
+    gather_objects(None, axis)

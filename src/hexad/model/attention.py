@@ -1,0 +1,96 @@
+"""Self-attention with grouped key/value heads, over this rank's heads."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hexad.config.schema import ModelSettings
+from hexad.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from hexad.topology.mesh import Axis
+
+from .norms import RmsNorm
+from .ops import rotate
+from .positions import Geometry
+
+
+class KeyValueStore(Protocol):
+    """Keeps one layer's keys and values between forward passes (generation)."""
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append ``[sequences, heads, new, width]`` and return everything so far."""
+        ...
+
+
+class Attention(nn.Module):
+    """Causal self-attention (Vaswani et al., arXiv 1706.03762; grouped queries: arXiv 2305.13245)."""
+
+    def __init__(
+        self, model: ModelSettings, axis: Axis, *, sequence: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.width = width = int(model.head_dim)
+        self.heads = model.heads // axis.size
+        self.kv_heads = int(model.kv_heads) // axis.size
+        outputs = {"q": model.heads * width, "k": int(model.kv_heads) * width, "v": int(model.kv_heads) * width}
+        common = {"sequence": sequence, "dtype": dtype, "device": device}
+        self.qkv = ColumnParallelLinear(
+            model.hidden, outputs, axis, bias=bool(model.qkv_bias), std=model.init_std, **common
+        )
+        self.out = RowParallelLinear(
+            model.heads * width,
+            model.hidden,
+            axis,
+            bias=model.family == "gpt2",
+            std=model.init_std / (2 * model.layers) ** 0.5,
+            **common,
+        )
+        self.q_norm: RmsNorm | None = None
+        self.k_norm: RmsNorm | None = None
+        if model.qk_norm:
+            # Every tensor rank normalises its own heads, so its gradient is a part of the whole.
+            partial = axis.size > 1
+            self.q_norm = RmsNorm(width, model.norm_eps, partial=partial, dtype=dtype, device=device)
+            self.k_norm = RmsNorm(width, model.norm_eps, partial=partial, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
+        qkv = self.qkv(x)
+        tokens, width, heads, kv_heads = qkv.shape[0], self.width, self.heads, self.kv_heads
+        qk, v = qkv.split([(heads + kv_heads) * width, kv_heads * width], dim=1)
+        qk = qk.view(tokens, heads + kv_heads, width)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([heads, kv_heads], dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        if where.cos is not None and where.sin is not None:
+            qk = rotate(qk, where.cos, where.sin)
+        q, k = qk.split([heads, kv_heads], dim=1)
+        return self.out(_attend(q, k, v.view(tokens, kv_heads, width), where, store))
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Geometry, store: KeyValueStore | None
+) -> torch.Tensor:
+    """Causal attention of ``[tokens, heads, width]`` inside each sequence or document; ``[tokens, all]``."""
+    if where.documents is None:
+        return _attend_sequences(q, k, v, where.sequences, store)
+    # One call per document: no mask to build, and no arithmetic between documents.
+    lengths = [end - begin for begin, end in zip(where.documents, where.documents[1:])]
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths))
+    return torch.cat([_attend_sequences(*part, 1, None) for part in parts])
+
+
+def _attend_sequences(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int, store: KeyValueStore | None
+) -> torch.Tensor:
+    tokens = q.shape[0]
+    q, k, v = (t.unflatten(0, (sequences, -1)).transpose(1, 2) for t in (q, k, v))
+    if store is not None:
+        k, v = store.extend(k, v)
+    # A single new token may see everything stored; several at once start from an empty store.
+    causal = q.shape[2] > 1
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2).reshape(tokens, -1)

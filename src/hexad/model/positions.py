@@ -1,0 +1,69 @@
+"""Where each token stands: batch geometry, document boundaries, rotary angles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from hexad.config.schema import ModelSettings, RopeScaling
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How flattened tokens are arranged in sequences, computed once per microbatch for all layers.
+
+    Attributes:
+        sequences: number of sequences.
+        documents: start offsets of documents in the flattened tokens with the total at the end, or None where
+            every sequence is one document.
+        positions: int64 ``[tokens]``, place of each token in its document.
+        cos, sin: ``[tokens, 1, head_dim / 2]`` rotary factors; None with learned positions.
+    """
+
+    sequences: int
+    documents: tuple[int, ...] | None
+    positions: torch.Tensor
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+
+
+def document_positions(
+    sequences: int, length: int, documents: tuple[int, ...] | None, device: torch.device
+) -> torch.Tensor:
+    """int64 ``[sequences * length]``: each token's place in its sequence, or in its document if given."""
+    if documents is None:
+        return torch.arange(length, device=device).repeat(sequences)
+    starts = torch.tensor(documents, device=device)
+    lengths = starts.diff()
+    return torch.arange(sequences * length, device=device) - starts[:-1].repeat_interleave(lengths)
+
+
+def rotary_frequencies(model: ModelSettings, device: torch.device) -> torch.Tensor:
+    """float32 ``[head_dim / 2]`` angular frequencies, in radians per token."""
+    width = int(model.head_dim)
+    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
+    frequencies = 1.0 / (model.rope_theta**exponents)
+    return frequencies if model.rope_scaling is None else _llama3_scaled(frequencies, model.rope_scaling)
+
+
+def _llama3_scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Slow low frequencies down, keep high ones, blend in between (Llama 3.1 model card)."""
+    wavelengths = 2 * math.pi / frequencies
+    blend = (scaling.original_positions / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    low = wavelengths > scaling.original_positions / scaling.low_freq_factor
+    high = wavelengths < scaling.original_positions / scaling.high_freq_factor
+    return torch.where(low, frequencies / scaling.factor, torch.where(high, frequencies, blended))
+
+
+def rotary_factors(
+    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``cos, sin`` of shape ``[tokens, 1, head_dim / 2]``. Angles are float32 in every precision, the
+    convention of published checkpoints."""
+    angles = positions.float()[:, None, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)

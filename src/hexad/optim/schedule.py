@@ -1,0 +1,36 @@
+"""The learning rate as a function of the step. No torch."""
+
+from __future__ import annotations
+
+import math
+
+from hexad.config.schema import LrScheduleSettings
+
+
+def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: int, step: int) -> float:
+    """Learning rate of step ``step``, counted from 1.
+
+    Linear warm-up from 0 to ``peak`` at step ``warmup``; then, until ``decay_steps``:
+    ``constant``; ``linear`` or ``cosine`` (Loshchilov & Hutter, arXiv 1608.03983) to ``min_lr``;
+    ``wsd``, constant with a linear decay over the last steps (Hu et al., arXiv 2404.06395);
+    ``inverse_sqrt``, ``peak * sqrt(warmup / step)`` (arXiv 1706.03762), not below ``min_lr``.
+    """
+    warmup = schedule.warmup
+    if step < warmup:
+        return peak * step / warmup
+    low = min(schedule.min_lr, peak)
+    if schedule.kind == "constant":
+        return peak
+    if schedule.kind == "inverse_sqrt":
+        return max(low, peak * math.sqrt(max(warmup, 1) / max(step, 1)))
+    if schedule.kind == "wsd":
+        length = max(1, total_steps // 5) if schedule.decay_steps == "auto" else schedule.decay_steps
+        begin = max(warmup, total_steps - length)
+        end = total_steps
+    else:
+        begin = warmup
+        end = total_steps if schedule.decay_steps == "auto" else schedule.decay_steps
+    done = 1.0 if step >= end else max(0, step - begin) / (end - begin)
+    if schedule.kind == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return peak + (low - peak) * done

@@ -1,0 +1,82 @@
+"""Gradients summed over the data ranks, bucket by bucket, while backward still runs.
+
+The idea is that of PyTorch DDP (Li et al., arXiv 2006.15704) and Megatron's distributed optimizer: a bucket's
+all-reduce starts as soon as its last gradient is complete. Gradients are *summed*: the loss is already divided
+by the global number of target tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hexad.comm import Pending, all_reduce, all_reduce_async
+from hexad.topology.mesh import Axis
+
+from ..slot import GradientSlot, attach_slot
+from .flat import Bucket, FlatGroup
+
+
+class GradientReducer:
+    """Accumulates gradients in the groups' flat buffers and reduces them.
+
+    Buckets are started in one fixed order, the same on all ranks whatever the order in which gradients
+    complete, because collectives of one group must be started in the same order everywhere.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup], data: Axis, tensor: Axis) -> None:
+        self.groups = groups
+        self.data = data
+        self.tensor = tensor
+        # Gradients that are partial over the tensor axis take two reductions; being few, they go last.
+        self._queue = sorted(
+            ((group, bucket) for group in groups if not group.kind.partial for bucket in group.buckets),
+            key=lambda entry: -entry[1].earliest,
+        )
+        self._next = 0
+        self._pending: list[Pending] = []
+        self._slots: list[GradientSlot] = []
+        for group in groups:
+            for (_, declared, view), offset in zip(group.views(group.gradients), group.offsets):
+                slot = GradientSlot(view, declared.uses, self._completer(group.bucket_of(offset)))
+                attach_slot(declared.parameter, slot)
+                self._slots.append(slot)
+
+    def begin(self, microbatches: int) -> None:
+        """Start a step in which every slot will be contributed to by this many microbatches."""
+        for slot in self._slots:
+            slot.begin(microbatches)
+        for group in self.groups:
+            for bucket in group.buckets:
+                bucket.missing = bucket.members
+        self._next = 0
+
+    def finish(self) -> None:
+        """Reduce what has not been reduced yet and wait for everything."""
+        for slot in self._slots:
+            slot.finish()
+        self._start(len(self._queue))
+        for group in self.groups:
+            if group.kind.partial:
+                for bucket in group.buckets:
+                    slice_ = group.gradients[bucket.start : bucket.end]
+                    all_reduce(slice_, self.tensor)
+                    self._pending.append(all_reduce_async(slice_, self.data))
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
+
+    def _completer(self, bucket: Bucket) -> Callable[[], None]:
+        def complete() -> None:
+            bucket.missing -= 1
+            ready = self._next
+            while ready < len(self._queue) and self._queue[ready][1].missing == 0:
+                ready += 1
+            self._start(ready)
+
+        return complete
+
+    def _start(self, until: int) -> None:
+        for group, bucket in self._queue[self._next : until]:
+            slice_ = group.gradients[bucket.start : bucket.end]
+            self._pending.append(all_reduce_async(slice_, self.data))
+        self._next = max(self._next, until)

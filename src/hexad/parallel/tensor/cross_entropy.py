@@ -1,0 +1,82 @@
+"""Vocabulary-parallel cross-entropy (Shoeybi et al., arXiv 1909.08053, section 3).
+
+No rank ever holds full logits: only each token's maximum, sum of exponentials and target logit cross the
+tensor axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hexad.comm import all_reduce
+from hexad.topology.mesh import Axis
+
+IGNORED = -100
+_CACHED_ELEMENTS = 1 << 20  # rows are worked on in slices of about this many logits, which stay in cache
+
+
+def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Overwrite ``[tokens, columns]`` with ``exp(logits - highest)``; return each row's highest and sum."""
+    highest = logits.new_empty(logits.shape[0])
+    sums = torch.empty_like(highest)
+    rows = max(1, _CACHED_ELEMENTS // logits.shape[1])
+    for block, high, total in zip(logits.split(rows), highest.split(rows), sums.split(rows)):
+        torch.amax(block, dim=1, out=high)
+        high.clamp_(min=torch.finfo(logits.dtype).min)  # a rank may hold padding only
+        torch.sum(block.sub_(high[:, None]).exp_(), dim=1, out=total)
+    return highest, sums
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum of token losses. The logits are overwritten: by exponentials, then in backward by their gradient.
+
+    Each rank works relative to its own maximum, so that its logits are read once before anything is sent.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis
+    ) -> torch.Tensor:
+        ctx.dtype = logits.dtype
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        first = axis.rank * logits.shape[1]
+        real = min(max(vocab - first, 0), logits.shape[1])
+        logits[:, real:] = -torch.inf  # padding takes no part
+        rows = labels - first
+        here = (rows >= 0) & (rows < real) & (labels != IGNORED)
+        rows = rows.masked_fill_(~here, 0)
+        targets = logits.gather(1, rows[:, None]).squeeze(1).masked_fill_(~here, 0)
+        local_highest, sums = _exponentials(logits)
+        highest = all_reduce(local_highest.clone(), axis, "max")
+        shift = (local_highest - highest).exp_()
+        sums, targets = all_reduce(torch.stack([sums * shift, targets]), axis)
+        ctx.save_for_backward(logits, rows, here, labels, shift / sums)
+        return (sums.log() + highest - targets).masked_fill_(labels == IGNORED, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exponentials, rows, here, labels, factor = ctx.saved_tensors
+        weight = gradient.expand_as(factor).masked_fill(labels == IGNORED, 0)
+        exponentials.mul_((factor * weight)[:, None])
+        exponentials.scatter_add_(1, rows[:, None], (-weight * here)[:, None])
+        return exponentials.to(ctx.dtype), None, None, None
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis
+) -> torch.Tensor:
+    """Sum of ``-log softmax(logits)[label]`` over the tokens that have a label, in nats.
+
+    Args:
+        logits: ``[tokens, padded vocab / size]``, this rank's columns. **Overwritten.**
+        labels: int64 ``[tokens]``, global token ids; -100 marks a token without a target.
+        vocab: real vocabulary size; columns beyond it are ignored.
+        axis: the tensor axis.
+
+    Returns:
+        A scalar, equal on all ranks of the axis; in at least float32.
+    """
+    return _CrossEntropy.apply(logits, labels, vocab, axis)

@@ -1,0 +1,186 @@
+"""Column- and row-parallel linear layers (Shoeybi et al., arXiv 1909.08053), with sequence parallel
+(Korthikanti et al., arXiv 2205.05198).
+
+Activations are ``[tokens, features]``: batch and sequence flattened, so that sequence-parallel gathers and
+scatters act on dim 0 and move contiguous memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hexad.comm import (
+    all_gather,
+    all_gather_async,
+    all_reduce,
+    all_reduce_async,
+    reduce_scatter,
+    reduce_scatter_async,
+)
+from hexad.topology.mesh import Axis
+
+from ..sharding import Declaration, Piece, ShardedModule, replicated
+from ..slot import bias_gradient, weight_gradient
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """``y = x W^T + b`` with W's rows divided over the axis.
+
+    Backward: the input gradient's reduction runs while the weight gradient is computed, and in sequence
+    parallel the input is gathered again (it is not kept) while the input gradient is computed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.axis, ctx.sequence = weight, bias, axis, sequence
+        return F.linear(all_gather(x, axis) if sequence else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        gathering = all_gather_async(x, ctx.axis) if ctx.sequence else None
+        reducing = None
+        if ctx.needs_input_grad[0]:
+            grad_x = gradient @ ctx.weight
+            reduce = reduce_scatter_async if ctx.sequence else all_reduce_async
+            reducing = reduce(grad_x, ctx.axis)
+        if gathering is not None:
+            x = gathering.wait()
+        grad_weight = weight_gradient(ctx.weight, gradient, x)
+        grad_bias = bias_gradient(ctx.bias, gradient)
+        return reducing and reducing.wait(), grad_weight, grad_bias, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """``y = sum over ranks of x_r W_r^T`` with W's columns divided over the axis; y is scattered over tokens
+    in sequence parallel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, axis: Axis, sequence: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
+        return (reduce_scatter if sequence else all_reduce)(x @ weight.t(), axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        if ctx.sequence:
+            gradient = all_gather(gradient, ctx.axis)
+        grad_x = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
+        return grad_x, weight_gradient(ctx.weight, gradient, x), None, None
+
+
+def column_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence: bool
+) -> torch.Tensor:
+    """``x W^T + b`` for this rank's rows of W; see :class:`ColumnParallelLinear`."""
+    return _ColumnLinear.apply(x, weight, bias, axis, sequence)
+
+
+class ColumnParallelLinear(ShardedModule):
+    """A linear layer, or several fused ones that share an input, with the outputs divided over the axis.
+
+    Args:
+        inputs: input features.
+        outputs: name -> global output features. One entry named ``""`` is a plain layer; several are fused
+            into one multiplication, and each is divided over the axis by itself, so that this rank's output
+            is ``[first's share | second's share | ...]``.
+        axis: the tensor axis.
+        bias: add a bias.
+        sequence: the input is divided over tokens and is gathered first (sequence parallel).
+        std: standard deviation of the initial weights.
+
+    Raises:
+        ValueError: an output that does not divide by the axis's size.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: dict[str, int],
+        axis: Axis,
+        *,
+        bias: bool,
+        sequence: bool,
+        std: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        for name, size in outputs.items():
+            if size % axis.size:
+                raise ValueError(f"output '{name}' of {size} features does not divide by {axis.size} ranks")
+        self.axis = axis
+        self.sequence = sequence and axis.size > 1
+        self.widths = tuple(size // axis.size for size in outputs.values())
+        weight = nn.Parameter(torch.empty(sum(self.widths), inputs, dtype=dtype, device=device))
+        self.declare("weight", weight, self._declaration("weight", outputs, (inputs,), std, decay=True))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            values = nn.Parameter(torch.empty(sum(self.widths), dtype=dtype, device=device))
+            self.declare("bias", values, self._declaration("bias", outputs, (), 0.0, decay=False))
+
+    def _declaration(
+        self, kind: str, outputs: dict[str, int], rest: tuple[int, ...], std: float, decay: bool
+    ) -> Declaration:
+        pieces, start = [], 0
+        for (name, size), width in zip(outputs.items(), self.widths):
+            offset = (self.axis.rank * width, *(0 for _ in rest))
+            full_name = f".{name}.{kind}" if name else kind
+            pieces.append(Piece(full_name, (size, *rest), offset, (width, *rest), start, std))
+            start += width
+        return Declaration(tuple(pieces), sharded=self.axis.size > 1, partial=False, decay=decay)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``."""
+        return column_linear(x, self.weight, self.bias, self.axis, self.sequence)
+
+
+class RowParallelLinear(ShardedModule):
+    """A linear layer with the inputs divided over the axis; outputs are summed over it.
+
+    The bias is added once, after the sum. In sequence parallel the output is divided over tokens.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        axis: Axis,
+        *,
+        bias: bool,
+        sequence: bool,
+        std: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        if inputs % axis.size:
+            raise ValueError(f"{inputs} input features do not divide by {axis.size} ranks")
+        self.axis = axis
+        self.sequence = sequence and axis.size > 1
+        width = inputs // axis.size
+        piece = Piece("weight", (outputs, inputs), (0, axis.rank * width), (outputs, width), std=std)
+        weight = nn.Parameter(torch.empty(outputs, width, dtype=dtype, device=device))
+        self.declare("weight", weight, Declaration((piece,), axis.size > 1, partial=False, decay=True))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            values = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
+            # In sequence parallel each rank sees the gradient of its own tokens only.
+            self.declare("bias", values, replicated("bias", (outputs,), partial=self.sequence))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``."""
+        y = _RowLinear.apply(x, self.weight, self.axis, self.sequence)
+        return y if self.bias is None else y + self.bias

@@ -1,0 +1,97 @@
+"""A layout bound to live process groups for this rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .layout import Layout
+
+TRAINING_AXES = ("tensor", "context", "pipeline", "data", "expert")
+
+
+@dataclass(eq=False)
+class Axis:
+    """One dimension of the device grid as this rank sees it.
+
+    Attributes:
+        name: ``tensor``, ``data``, ...
+        ranks: global ranks of this rank's group along the axis, in order.
+        rank: this rank's place among them.
+        group: the process group; None where the axis has size 1.
+        sent: bytes this rank has sent, by operation (filled by :mod:`hexad.comm`).
+        calls: number of collectives, by operation.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    sent: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def size(self) -> int:
+        """The axis's degree."""
+        return len(self.ranks)
+
+
+class Mesh:
+    """This rank's axes. Built once and handed down; there is no global one.
+
+    Attributes:
+        layout: the arithmetic behind it.
+        rank: this process's global rank.
+        device: where this rank computes.
+        tensor, context, pipeline, data: the axes of the dense layers.
+        world: all ranks, for agreement outside the training step.
+    """
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device, axes: dict[str, Axis]) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.device = device
+        self.axes = axes
+        self.world = axes["world"]
+        self.tensor = axes["tensor"]
+        self.context = axes["context"]
+        self.pipeline = axes["pipeline"]
+        self.data = axes["data"]
+
+    @classmethod
+    def create(cls, layout: Layout, device: torch.device, timeout: float = 600.0) -> Mesh:
+        """Build the groups in use, and only those.
+
+        Every rank of the default process group calls this together; a world of one needs no process group.
+        ``timeout`` is in seconds.
+        """
+        rank = dist.get_rank() if layout.world > 1 else 0
+        everyone = dist.group.WORLD if layout.world > 1 else None
+        axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone)}
+        for name in TRAINING_AXES:
+            ranks = tuple(layout.group(rank, name))
+            group = None
+            if len(ranks) > 1:
+                # Only members take part, so that the cost does not grow with the world.
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=timedelta(seconds=timeout),
+                    use_local_synchronization=True,
+                    group_desc=name,
+                )
+            axes[name] = Axis(name, ranks, ranks.index(rank), group)
+        return cls(layout, rank, device, axes)
+
+    def training_axes(self) -> list[Axis]:
+        """The axes whose traffic a step is charged for."""
+        return [self.axes[name] for name in TRAINING_AXES]
+
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes this rank has sent so far, per axis."""
+        return {axis.name: axis.sent.total() for axis in self.training_axes()}

@@ -1,0 +1,127 @@
+"""Everything that must fit together before a run may start. No torch: runs before any process is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hexad.config import Config, ConfigError
+from hexad.topology.layout import Layout
+
+# What the configuration can name but this version cannot do yet: field -> values it can.
+_SUPPORTED: dict[str, tuple[object, ...]] = {
+    "model.family": ("llama", "mistral", "qwen2", "qwen3", "gpt2"),
+    "model.moe": (None,),
+    "parallel.context": (1,),
+    "parallel.context_method": ("ring",),
+    "parallel.pipeline": (1,),
+    "parallel.virtual_stages": (1,),
+    "parallel.schedule": ("1f1b",),
+    "parallel.split": ("cost",),
+    "parallel.expert": (1,),
+    "parallel.expert_tensor": (1,),
+    "parallel.zero": (0,),
+    "parallel.replicas": (1,),
+    "precision.dtype": ("fp64", "fp32", "bf16"),
+    "precision.reduce": ("fp32",),
+    "precision.loss_scale": ("dynamic",),
+    "memory.recompute": ("none",),
+    "memory.recompute_layers": ("all",),
+    "memory.offload": ("none",),
+}
+
+
+def check_config(config: Config, layout: Layout) -> None:
+    """Refuse what is unsupported or does not fit the layout.
+
+    Raises:
+        ConfigError: the first problem, naming the field, the value found and the fix.
+    """
+    for problem in _problems(config, layout):
+        raise problem
+
+
+def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
+    yield from _unsupported(config)
+    yield from _model(config)
+    yield from _tensor(config, layout.tensor)
+    yield from _batch(config, layout)
+
+
+def _unsupported(config: Config) -> Iterator[ConfigError]:
+    for field, supported in _SUPPORTED.items():
+        group, name = field.split(".")
+        found = getattr(getattr(config, group), name)
+        if found not in supported:
+            choices = ", ".join("null" if value is None else str(value) for value in supported)
+            yield ConfigError(field, f"found {found!r}, which this version does not support; use {choices}")
+
+
+def _model(config: Config) -> Iterator[ConfigError]:
+    model, sequence = config.model, config.data.sequence
+    kv_heads, width = int(model.kv_heads), int(model.head_dim)
+    if model.heads % kv_heads:
+        yield ConfigError(
+            "model.kv_heads",
+            f"found {kv_heads}, which does not divide model.heads {model.heads}; "
+            f"use {_divisors(model.heads)}",
+        )
+    if model.family != "gpt2" and width % 2:
+        yield ConfigError("model.head_dim", f"found {width}, expected an even number (rotary pairs)")
+    if model.family == "gpt2" and model.max_positions != "auto" and sequence > model.max_positions:
+        yield ConfigError(
+            "data.sequence",
+            f"found {sequence}, more than the model's {model.max_positions} positions (model.max_positions)",
+        )
+    if model.family == "gpt2" and (model.rope_scaling is not None or model.qk_norm):
+        field = "model.rope_scaling" if model.rope_scaling is not None else "model.qk_norm"
+        yield ConfigError(field, "gpt2 has no rotary positions and no query/key norm; remove it")
+
+
+def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
+    model = config.model
+    for name, why in (("heads", "each rank takes whole heads"), ("kv_heads", "each rank takes whole heads"),
+                      ("ffn_hidden", "each rank takes an equal share")):  # fmt: skip
+        size = int(getattr(model, name))
+        if size % tensor:
+            yield ConfigError(
+                "parallel.tensor",
+                f"found {tensor}, which does not divide model.{name} {size} ({why}); use {_divisors(size)}",
+            )
+    tokens = config.batch.micro * config.data.sequence
+    if config.parallel.sequence and tokens % tensor:
+        yield ConfigError(
+            "parallel.sequence",
+            f"batch.micro * data.sequence = {tokens} tokens do not divide by parallel.tensor {tensor}; "
+            "change one, or set parallel.sequence: false",
+        )
+    if config.run.compile and tensor > 1:
+        yield ConfigError("run.compile", f"found true with parallel.tensor {tensor}; it needs parallel.tensor 1")
+
+
+def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
+    size, per_pass = config.batch.global_, config.batch.micro * int(layout.data)
+    if size % per_pass:
+        low = size // per_pass * per_pass
+        near = f"{low} or {low + per_pass}" if low else str(per_pass)
+        yield ConfigError(
+            "batch.global",
+            f"found {size}, expected a multiple of batch.micro {config.batch.micro} x data degree "
+            f"{layout.data} = {per_pass}; the nearest are {near}",
+        )
+    schedule = config.lr_schedule
+    if schedule.kind in ("linear", "cosine") and schedule.decay_steps != "auto":
+        if schedule.decay_steps <= schedule.warmup:
+            yield ConfigError(
+                "lr_schedule.decay_steps",
+                f"found {schedule.decay_steps}, expected more than lr_schedule.warmup {schedule.warmup}",
+            )
+    if schedule.min_lr > config.optimizer.lr:
+        yield ConfigError(
+            "lr_schedule.min_lr", f"found {schedule.min_lr}, more than optimizer.lr {config.optimizer.lr}"
+        )
+
+
+def _divisors(number: int) -> str:
+    """``1, 2 or 4``: the divisors of ``number`` up to 64."""
+    found = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -1,0 +1,156 @@
+"""One training step: the only place where it happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hexad.comm import Pending, all_reduce, all_reduce_async
+from hexad.config import Config, ConfigError, HexadError
+from hexad.dataset.microbatch import Microbatch
+from hexad.model.transformer import Transformer
+from hexad.optim.adamw import FlatAdamW
+from hexad.optim.schedule import learning_rate
+from hexad.parallel.data import GradientReducer, flatten
+from hexad.parallel.sharding import initialise
+from hexad.topology.mesh import Mesh
+
+from .checks import check_config
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        step: its number, counted from 1.
+        loss: mean cross-entropy per target token over the global batch before the update, in nats.
+        grad_norm: global gradient norm before clipping.
+        lr: learning rate applied.
+        targets: target tokens in the global batch.
+        skipped: the gradient was not finite and nothing was updated.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    targets: int
+    skipped: bool
+
+
+class Engine:
+    """A model with its gradients and optimizer on this rank's share of the mesh.
+
+    Args:
+        config: resolved; ``model.vocab`` must be a number.
+        mesh: from :func:`hexad.launch`.
+
+    Attributes:
+        step: updates made so far. Set it together with the state when resuming.
+        samples: sequences consumed so far.
+
+    Raises:
+        ConfigError: settings that do not fit each other or the mesh.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        check_config(config, mesh.layout)
+        if config.model.vocab == "auto":
+            raise ConfigError("model.vocab", "found 'auto', expected a number: the tokenizer's vocabulary size")
+        self.config = config
+        self.mesh = mesh
+        self.step = 0
+        self.samples = 0
+        model = config.model
+        if model.max_positions == "auto":
+            model = model.model_copy(update={"max_positions": config.data.sequence})
+        self.model = Transformer(
+            model,
+            mesh.tensor,
+            sequence=config.parallel.sequence,
+            dtype=DTYPES[config.precision.dtype],
+            device=mesh.device,
+        )
+        initialise(self.model, config.run.seed)
+        self.groups = flatten(self.model, config.parallel.bucket_mb * 2**20)
+        self.reducer = GradientReducer(self.groups, mesh.data, mesh.tensor)
+        self.optimizer = FlatAdamW(self.groups, config.optimizer, mesh.tensor)
+        if config.run.compile:
+            for layer in self.model.layers:
+                layer.compile()
+
+    def train_step(self, microbatches: Sequence[Microbatch]) -> StepResult:
+        """Accumulate this data rank's microbatches, reduce, clip and update.
+
+        Every rank of the mesh calls this together with the same number of microbatches; tensor ranks of one
+        data rank pass the same ones.
+
+        Raises:
+            HexadError: no microbatch, no target token, different numbers of microbatches, or token ids
+                outside the vocabulary.
+        """
+        microbatches = [self._placed(microbatch) for microbatch in microbatches]
+        counting = self._count(microbatches)
+        self.reducer.begin(len(microbatches))
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        targets = 0
+        for microbatch in microbatches:
+            loss_sum = self.model.loss_sum(microbatch.tokens, microbatch.labels, microbatch.documents)
+            # The count was on its way during the first forward.
+            targets = targets or self._targets(counting.wait())
+            (loss_sum / targets).backward()
+            total += loss_sum.detach()
+        loss_reduction = all_reduce_async(total, self.mesh.data)
+        self.reducer.finish()
+        schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
+        lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
+        norm = float(self.optimizer.step(lr))
+        self.step += 1
+        sequences = sum(microbatch.tokens.shape[0] for microbatch in microbatches)
+        self.samples += sequences * self.mesh.data.size
+        loss = float(loss_reduction.wait()) / targets
+        skipped = not torch.isfinite(torch.tensor(norm)).item()
+        return StepResult(self.step, loss, norm, lr, targets, skipped)
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+        """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing."""
+        result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for microbatch in microbatches:
+            placed = self._placed(microbatch)
+            result[0] += self.model.loss_sum(placed.tokens, placed.labels, placed.documents)
+            result[1] += microbatch.targets()
+        loss_sum, targets = all_reduce(result, self.mesh.data).tolist()
+        return loss_sum, int(targets)
+
+    def _placed(self, microbatch: Microbatch) -> Microbatch:
+        """Check a microbatch and move it to the device."""
+        vocab = self.model.vocab
+        for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
+            low, high = (int(x) for x in ids.aminmax())
+            if low < lowest or high >= vocab or (lowest and -100 < low < 0):
+                bad = high if high >= vocab else low
+                raise HexadError(f"{name} id {bad} is outside the model's vocabulary of {vocab} (model.vocab)")
+        return microbatch.to(self.mesh.device)
+
+    def _count(self, microbatches: Sequence[Microbatch]) -> Pending:
+        """Start summing (target tokens, microbatches, microbatches squared) over the data ranks."""
+        if not microbatches:
+            raise HexadError("train_step needs at least one microbatch")
+        number = len(microbatches)
+        counts = [sum(m.targets() for m in microbatches), number, number**2]
+        return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.mesh.data)
+
+    def _targets(self, counts: torch.Tensor) -> int:
+        targets, number, squares = counts.tolist()
+        # Equality in Cauchy-Schwarz: only when every rank has the same number.
+        if number**2 != squares * self.mesh.data.size:
+            raise HexadError("data ranks were given different numbers of microbatches in one step")
+        if targets == 0:
+            raise HexadError("no position of the global batch has a target: all labels are -100")
+        return int(targets)

@@ -1,0 +1,94 @@
+"""A pool of worker processes that form gloo worlds of any size, started once per test session.
+
+Importing torch costs seconds of CPU per process; on two cores, fresh interpreters per test would dominate.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+MAX_RANKS = 8
+TIMEOUT = 60.0
+
+
+def _worker(pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        rank, world, store, function, arguments = job
+        try:
+            if world > 1:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.FileStore(store, world),
+                    rank=rank,
+                    world_size=world,
+                    timeout=timedelta(seconds=TIMEOUT),
+                )
+            pipe.send((True, function(*arguments)))
+        except BaseException as error:
+            pipe.send((False, (error.__class__.__name__, str(error), traceback.format_exc())))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class RankError(AssertionError):
+    """A function raised on at least one rank."""
+
+
+class Pool:
+    """Runs a function on N ranks at once and returns every rank's result."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="hexad-pool-")
+        self._jobs = 0
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call ``function(*arguments)`` on ranks 0..world-1 of a fresh gloo world.
+
+        Raises:
+            RankError: with every failing rank's traceback.
+        """
+        if world > MAX_RANKS:
+            raise ValueError(f"{world} ranks: at most {MAX_RANKS}")
+        while len(self._workers) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        self._jobs += 1
+        store = os.path.join(self._directory.name, str(self._jobs))
+        for rank in range(world):
+            self._workers[rank][1].send((rank, world, store, function, arguments))
+        results, failures = [], []
+        for rank in range(world):
+            process, pipe = self._workers[rank]
+            if not pipe.poll(2 * TIMEOUT):
+                self.close()
+                raise RankError(f"rank {rank} of {world} did not answer within {2 * TIMEOUT:.0f} s")
+            good, value = pipe.recv()
+            results.append(value)
+            if not good:
+                failures.append(f"--- rank {rank}: {value[2]}")
+        if failures:
+            raise RankError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        """End all workers."""
+        for process, _ in self._workers:
+            process.kill()
+        self._workers.clear()

@@ -1,0 +1,356 @@
+"""Megatron's ``.bin/.idx`` token files: a memory-mapped reader and a streaming, atomic writer.
+
+``PREFIX.bin`` is nothing but token ids, one sequence after another. ``PREFIX.idx`` is (little endian)::
+
+    9 bytes   b"MMIDIDX\\0\\0"
+    uint64    version, always 1
+    uint8     code of the token dtype (see DTYPES)
+    uint64    S, number of sequences
+    uint64    D, number of document boundaries = documents + 1
+    int32[S]  tokens in each sequence
+    int64[S]  byte offset of each sequence in the .bin
+    int64[D]  first sequence of each document, ending with S
+
+The format is that of ``megatron.core.datasets.indexed_dataset`` (megatron-core 0.16.1), read and written byte
+for byte. Its multimodal variant, one more int8 per sequence, is refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hexad.config.errors import HexadError
+
+from .files import sync_and_close, sync_directory, temporary_name
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+_FLOATS = {6: "float64", 7: "float32"}
+_CHUNK = 1 << 22
+"""Elements handled at once where an index is too large to be copied."""
+
+
+def dtype_for(vocab: int) -> np.dtype[Any]:
+    """The token dtype for ids below ``vocab``: uint16 below 65500 ids, else int32 (Megatron's rule)."""
+    return DTYPES[8] if vocab < 65500 else DTYPES[4]
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """``PREFIX.bin``."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """``PREFIX.idx``."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedDataset:
+    """The token file at a prefix, memory mapped: opening reads the index, never the tokens.
+
+    Args:
+        prefix: path without ``.bin`` / ``.idx``.
+
+    Attributes:
+        tokens: ``[tokens]`` in the file's dtype, all documents one after another; read-only, on disk.
+        lengths: int32 ``[sequences]``, tokens in each sequence; read-only, on disk.
+        boundaries: int64 ``[documents + 1]``, first sequence of each document; read-only, on disk.
+
+    Raises:
+        HexadError: a file is missing, of another format or version, cut off or longer than its index says, or
+            the dataset holds no tokens. Empty documents are allowed: they contribute nothing.
+    """
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int32]
+    boundaries: NDArray[np.int64]
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self._idx, self._bin = idx_path(prefix), bin_path(prefix)
+        for path in (self._idx, self._bin):
+            if not path.is_file():
+                raise HexadError(_missing(self.prefix, path))
+        self.dtype, sequences, boundaries = self._header()
+        self._map_index(sequences, boundaries)
+        self._check_index()
+        self._map_tokens()
+
+    def _header(self) -> tuple[np.dtype[Any], int, int]:
+        with self._idx.open("rb") as stream:
+            raw = stream.read(HEADER.size)
+        if raw[: len(MAGIC)] != MAGIC:
+            raise HexadError(
+                f"{self._idx}: starts with {raw[:9]!r}, expected {MAGIC!r}; this is not a Megatron index: "
+                "build the data with 'hexad data build'"
+            )
+        if len(raw) < HEADER.size:
+            raise HexadError(f"{self._idx}: {len(raw)} bytes, cut off inside the header; {_AGAIN}")
+        _, version, code, sequences, boundaries = HEADER.unpack(raw)
+        if version != VERSION:
+            raise HexadError(f"{self._idx}: format version {version}, expected {VERSION}; {_AGAIN}")
+        if code not in DTYPES:
+            found = (
+                f"dtype code {code} ({_FLOATS[code]})" if code in _FLOATS else f"unknown dtype code {code}"
+            )
+            known = ", ".join(f"{c} ({d.name})" for c, d in DTYPES.items())
+            raise HexadError(f"{self._idx}: {found}, expected one of {known}; {_AGAIN}")
+        return DTYPES[code], sequences, boundaries
+
+    def _map_index(self, sequences: int, boundaries: int) -> None:
+        size, expected = self._idx.stat().st_size, HEADER.size + 12 * sequences + 8 * boundaries
+        if sequences and size == expected + sequences:
+            raise HexadError(
+                f"{self._idx}: a multimodal index (one mode per sequence), which is not supported; "
+                "build it again without multimodal=True"
+            )
+        if size != expected:
+            state = "cut off" if size < expected else "longer than it says"
+            raise HexadError(
+                f"{self._idx}: {state}: {size} bytes, expected {expected} for {sequences} sequences and "
+                f"{boundaries} document boundaries; {_AGAIN}"
+            )
+        if not sequences or boundaries < 2:
+            raise HexadError(f"{self._idx}: the dataset holds no tokens; give 'hexad data build' text")
+        # A plain ndarray over the map: indexing a memmap object itself costs microseconds more per call.
+        raw = np.asarray(np.memmap(self._idx, mode="r", dtype=np.uint8))
+        offset = HEADER.size
+        self.lengths = raw[offset : offset + 4 * sequences].view("<i4")
+        offset += 4 * sequences
+        self._pointers: NDArray[np.int64] = raw[offset : offset + 8 * sequences].view("<i8")
+        self.boundaries = raw[offset + 8 * sequences :].view("<i8")
+
+    def _check_index(self) -> None:
+        """Sequences must follow one another without gaps, and documents must cover them in order."""
+        total = 0
+        for start in range(0, len(self.lengths), _CHUNK):
+            lengths = self.lengths[start : start + _CHUNK].astype(np.int64)
+            ends = total + np.cumsum(lengths)
+            expected = (ends - lengths) * self.dtype.itemsize
+            wrong = np.flatnonzero((lengths < 0) | (expected != self._pointers[start : start + _CHUNK]))
+            if wrong.size:
+                raise HexadError(
+                    f"{self._idx}: damaged: sequence {start + wrong[0]} does not begin where the one before "
+                    f"it ends; {_AGAIN}"
+                )
+            total = int(ends[-1])
+        falling = any(
+            (np.diff(self.boundaries[start : start + _CHUNK + 1]) < 0).any()
+            for start in range(0, len(self.boundaries), _CHUNK)
+        )
+        if falling or self.boundaries[0] != 0 or self.boundaries[-1] != len(self.lengths):
+            raise HexadError(
+                f"{self._idx}: damaged: document boundaries run from {self.boundaries[0]} to "
+                f"{self.boundaries[-1]}, expected 0 to {len(self.lengths)} without falling; {_AGAIN}"
+            )
+        self._total = total
+
+    def _map_tokens(self) -> None:
+        size, expected = self._bin.stat().st_size, self._total * self.dtype.itemsize
+        if size != expected:
+            state = "cut off" if size < expected else "longer than its index says"
+            raise HexadError(
+                f"{self._bin}: {state}: {size} bytes, expected {expected} ({self._total} {self.dtype.name} "
+                f"tokens by {self._idx.name}); {_AGAIN}"
+            )
+        if not size:
+            raise HexadError(f"{self._bin}: the dataset holds no tokens; give 'hexad data build' text")
+        self.tokens = np.asarray(np.memmap(self._bin, mode="r", dtype=self.dtype))
+
+    @property
+    def documents(self) -> int:
+        """Number of documents, empty ones included."""
+        return len(self.boundaries) - 1
+
+    def __len__(self) -> int:
+        return self.documents
+
+    def starts(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Position in :attr:`tokens` at which each document begins (and the one before it ends).
+
+        Args:
+            documents: int64 ``[n]``, values 0 to :attr:`documents`; the last gives the total.
+
+        Returns:
+            int64 ``[n]``, in tokens.
+        """
+        first = self.boundaries[documents]
+        inside = self._pointers[np.minimum(first, len(self._pointers) - 1)] // self.dtype.itemsize
+        return np.where(first < len(self._pointers), inside, self._total)
+
+    def __getitem__(self, document: int) -> NDArray[Any]:
+        """The tokens of one document, ``[length]`` in the file's dtype, a view on the map."""
+        if not -self.documents <= document < self.documents:
+            raise IndexError(f"document {document} of {self.documents}")
+        document %= self.documents
+        start, stop = self.starts(np.array([document, document + 1]))
+        return self.tokens[start:stop]
+
+
+_AGAIN = "build or copy it again"
+
+
+def _missing(prefix: str, path: Path) -> str:
+    for ending in (".bin", ".idx"):
+        if prefix.endswith(ending) and Path(prefix).is_file():
+            return f"{prefix}: expected a prefix; leave out the '{ending}': {prefix.removesuffix(ending)}"
+    message = f"{path}: no such file; expected both {prefix}.bin and {prefix}.idx"
+    parent = Path(prefix).parent
+    if not parent.is_dir():
+        return f"{message}; the directory {parent} does not exist"
+    known = sorted(p.name.removesuffix(".idx") for p in parent.glob("*.idx"))
+    if known:
+        return f"{message}; datasets in {parent}: {', '.join(known[:8])}"
+    return f"{message}; make them with 'hexad data build --input ... --output {prefix}'"
+
+
+class IndexedWriter:
+    """Writes a dataset, one document after another; both files appear under their names when it is whole.
+
+    Use as a context manager: leaving it normally completes the dataset, leaving it by an exception removes
+    what was written. A killed process leaves only hidden ``.tmp`` files.
+
+    Args:
+        prefix: path without ``.bin`` / ``.idx``; its directory is made if missing. A dataset of that name is
+            replaced.
+        dtype: one of :data:`DTYPES`; see :func:`dtype_for`.
+
+    Attributes:
+        tokens, documents: what was written so far.
+        max_token: largest id written so far, -1 before the first.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype[Any] | type[np.integer[Any]]) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        code = next((code for code, known in DTYPES.items() if known == self.dtype), None)
+        if code is None:
+            raise ValueError(f"dtype {dtype} is not one of {[d.name for d in DTYPES.values()]}")
+        self._code = code
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        self._temporary = (temporary_name(self._bin), temporary_name(self._idx))
+        self._lengths = array("i")
+        self._boundaries = array("q", [0])
+        self.tokens = 0
+        self.max_token = -1
+        try:
+            self._bin.parent.mkdir(parents=True, exist_ok=True)
+            self._stream: BinaryIO = self._temporary[0].open("wb")
+        except OSError as error:
+            raise HexadError(f"{self._bin}: cannot be written: {error.strerror}") from None
+
+    @property
+    def documents(self) -> int:
+        """Documents written so far."""
+        return len(self._boundaries) - 1
+
+    def add_document(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> None:
+        """Append one document.
+
+        Args:
+            tokens: ids ``[length]``; may be empty.
+            lengths: tokens of each of its sequences, summing to ``length``; None: it is one sequence.
+
+        Raises:
+            ValueError: the lengths do not add up, or an id does not fit the dtype.
+        """
+        count = self._append(tokens, lengths)
+        self._boundaries.append(self._boundaries[-1] + count)
+
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
+        """Append many documents of one sequence each.
+
+        Args:
+            tokens: ids ``[sum(lengths)]``, the documents one after another.
+            lengths: tokens of each document.
+
+        Raises:
+            ValueError: as for :meth:`add_document`.
+        """
+        count = self._append(tokens, lengths)
+        first = self._boundaries[-1] + 1
+        self._boundaries.extend(range(first, first + count))
+
+    def _append(self, tokens: ArrayLike, lengths: ArrayLike | None) -> int:
+        ids = np.asarray(tokens).reshape(-1)
+        sizes = np.asarray([len(ids)] if lengths is None else lengths, dtype=np.int64).reshape(-1)
+        if sizes.sum() != len(ids) or (sizes < 0).any() or (sizes > np.iinfo(np.int32).max).any():
+            raise ValueError(f"lengths of {int(sizes.sum())} tokens for {len(ids)} tokens")
+        if len(ids):
+            low, high, limits = int(ids.min()), int(ids.max()), np.iinfo(self.dtype)
+            if low < limits.min or high > limits.max:
+                raise ValueError(f"token ids {low} to {high} do not fit {self.dtype.name}")
+            self.max_token = max(self.max_token, high)
+        self._stream.write(ids.astype(self.dtype, copy=False).tobytes())
+        self._lengths.frombytes(sizes.astype(np.int32).tobytes())
+        self.tokens += len(ids)
+        return len(sizes)
+
+    def finish(self) -> None:
+        """Complete both files on disk, then let them appear under their names.
+
+        The index is renamed last and an old one removed first: whoever finds an index finds its tokens.
+
+        Raises:
+            HexadError: the disk is full or the files cannot be written.
+        """
+        try:
+            sync_and_close(self._stream)
+            with self._temporary[1].open("wb") as stream:
+                self._write_index(stream)
+                sync_and_close(stream)
+            self._idx.unlink(missing_ok=True)
+            self._temporary[0].replace(self._bin)
+            self._temporary[1].replace(self._idx)
+            sync_directory(self._idx.parent)
+        except OSError as error:
+            self.discard()
+            raise HexadError(f"{self._bin}: cannot be written: {error.strerror}") from None
+
+    def _write_index(self, stream: BinaryIO) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        boundaries = np.frombuffer(self._boundaries, dtype=np.int64)
+        stream.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(boundaries)))
+        stream.write(lengths.astype("<i4", copy=False).data)
+        position = 0
+        for start in range(0, len(lengths), _CHUNK):
+            sizes = lengths[start : start + _CHUNK].astype(np.int64) * self.dtype.itemsize
+            ends = position + np.cumsum(sizes)
+            stream.write((ends - sizes).astype("<i8", copy=False).data)
+            position = int(ends[-1])
+        stream.write(boundaries.astype("<i8", copy=False).data)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        with suppress(OSError):
+            self._stream.close()
+        for path in self._temporary:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.discard()

@@ -1,0 +1,218 @@
+"""This rank's microbatches of any step: a pure function of the settings and the samples consumed so far.
+
+Samples are numbered over the whole run. The step that begins at ``consumed`` takes samples ``consumed`` to
+``consumed + global_batch - 1`` in every layout; row ``i`` of microbatch ``m`` of data rank ``r`` is sample
+``consumed + m * micro * data_size + r * micro + i``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hexad.config import Config
+from hexad.config.errors import ConfigError, HexadError
+
+from .blend import Blend
+from .indexed import IndexedDataset
+from .microbatch import IGNORED, Microbatch
+from .samples import SampleSource
+from .sidecar import check_token_range, read_sidecar
+from .tokenizer import Tokenizer
+
+Data = str | Sequence[tuple[float, str]]
+
+
+class DataLoader:
+    """Microbatches of one data rank. Its only state worth saving is the number of samples consumed.
+
+    While a step computes, the next one is read by a thread of its own.
+
+    Args:
+        data: a prefix, or a blend ``[[weight, prefix], ...]``.
+        sequence: inputs per sample, in tokens.
+        documents: ``join``, or ``isolate``: positions whose target lies in the next document get no label,
+            and microbatches say where documents begin.
+        micro: samples per microbatch.
+        global_batch: samples per step, over all data ranks.
+        seed: of the order of documents and samples.
+        data_rank, data_size: this rank's place on the data axis, and its degree.
+        vocab: ids must be below this; None leaves them unchecked.
+        eod: the run's end-of-document token; data known to be built with another is refused. None: unchecked.
+        cache_dir: where to keep the indexes of very large data if its own directory cannot be written.
+        setting: the setting that ``data`` is from, for messages.
+
+    Raises:
+        ConfigError: the data cannot be used (the message says why), or the batch cannot be divided.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        sequence: int,
+        documents: Literal["join", "isolate"] = "join",
+        micro: int,
+        global_batch: int,
+        seed: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        vocab: int | None = None,
+        eod: int | None = None,
+        cache_dir: str | Path | None = None,
+        setting: str = "data.train",
+    ) -> None:
+        if global_batch % (micro * data_size):
+            raise ConfigError(
+                "batch.global",
+                f"{global_batch} is not divisible by batch.micro {micro} x {data_size} data ranks; "
+                f"expected a multiple of {micro * data_size}",
+            )
+        blend = [(1.0, data)] if isinstance(data, str) else list(data)
+        if not blend:
+            raise ConfigError(setting, "an empty blend; give a prefix or [[weight, prefix], ...]")
+        self.sequence, self.documents = sequence, documents
+        self.micro, self.global_batch = micro, global_batch
+        self.data_rank, self.data_size = data_rank, data_size
+        self._blend = Blend([weight for weight, _ in blend])
+        try:
+            self._sources = [
+                _open(prefix, number, sequence, seed, vocab, eod, cache_dir)
+                for number, (_, prefix) in enumerate(blend)
+            ]
+        except HexadError as error:
+            raise ConfigError(setting, str(error)) from None
+        # One worker: reads are in order, and a source's caches need no lock.
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-data")
+        self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step and data rank."""
+        return self.global_batch // (self.micro * self.data_size)
+
+    @property
+    def samples_per_epoch(self) -> list[int]:
+        """Samples in an epoch of each source."""
+        return [source.per_epoch for source in self._sources]
+
+    def step(self, samples_consumed: int) -> list[Microbatch]:
+        """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.
+
+        Steps may be asked for in any order; the following one is read ahead.
+
+        Raises:
+            HexadError, OSError: the data can no longer be read (also when reading ahead failed).
+        """
+        if self._ahead is not None and self._ahead[0] == samples_consumed:
+            future = self._ahead[1]
+        else:
+            if self._ahead is not None:
+                self._ahead[1].cancel()
+            future = self._reader.submit(self._read, samples_consumed)
+        following = samples_consumed + self.global_batch
+        self._ahead = (following, self._reader.submit(self._read, following))
+        return future.result()
+
+    def _read(self, consumed: int) -> list[Microbatch]:
+        stride = self.micro * self.data_size
+        first = consumed + self.data_rank * self.micro
+        return [
+            self._microbatch(first + m * stride + np.arange(self.micro)) for m in range(self.microbatches)
+        ]
+
+    def _microbatch(self, samples: NDArray[np.int64]) -> Microbatch:
+        tokens = np.empty((len(samples), self.sequence + 1), dtype=np.int64)
+        begins = np.empty(tokens.shape, dtype=np.bool_)
+        sources, numbers = self._blend.locate(samples)
+        for source in np.unique(sources):
+            rows = np.flatnonzero(sources == source)
+            tokens[rows], begins[rows] = self._sources[source].read(numbers[rows])
+        inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        offsets = None
+        if self.documents == "isolate":
+            labels[begins[:, 1:]] = IGNORED
+            inside = begins[:, :-1].copy()
+            inside[:, 0] = True
+            offsets = (*map(int, np.flatnonzero(inside)), inputs.size)
+        return Microbatch(torch.from_numpy(inputs), torch.from_numpy(labels), offsets)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open(
+    prefix: str,
+    number: int,
+    sequence: int,
+    seed: int,
+    vocab: int | None,
+    eod: int | None,
+    cache_dir: str | Path | None,
+) -> SampleSource:
+    data = IndexedDataset(prefix)
+    built = read_sidecar(prefix)
+    if eod is not None and built is not None and built.eod not in (None, eod):
+        raise HexadError(
+            f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, but "
+            f"that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data again"
+        )
+    if vocab is not None:
+        check_token_range(prefix, vocab, dataset=data)
+    return SampleSource(data, sequence=sequence, seed=seed, source=number, cache_dir=cache_dir)
+
+
+def loader_from_config(
+    config: Config,
+    data_rank: int,
+    data_size: int,
+    tokenizer: Tokenizer,
+    which: Literal["train", "validation"] = "train",
+) -> DataLoader:
+    """The loader that a configuration describes.
+
+    Args:
+        config: uses ``data``, ``batch``, ``run.seed``, ``run.dir`` and ``model.vocab``.
+        data_rank, data_size: this rank's place on the data axis, and its degree.
+        tokenizer: of ``data.tokenizer``; its vocabulary is the model's where ``model.vocab`` is ``auto``.
+        which: ``data.train`` or ``data.validation``.
+
+    Raises:
+        ConfigError: the setting is null, or as for :class:`DataLoader`.
+    """
+    data = config.data.train if which == "train" else config.data.validation
+    if data is None:
+        raise ConfigError(
+            f"data.{which}", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]"
+        )
+    vocab = config.model.vocab
+    return DataLoader(
+        data,
+        sequence=config.data.sequence,
+        documents=config.data.documents,
+        micro=config.batch.micro,
+        global_batch=config.batch.global_,
+        seed=config.run.seed,
+        data_rank=data_rank,
+        data_size=data_size,
+        vocab=tokenizer.vocab_size if vocab == "auto" else vocab,
+        eod=tokenizer.eod,
+        cache_dir=Path(config.run.dir) / "index-cache",
+        setting=f"data.{which}",
+    )

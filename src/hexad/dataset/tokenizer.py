@@ -1,0 +1,312 @@
+"""Text to token ids and back: bytes, Hugging Face, SentencePiece, tiktoken. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hexad.config.errors import HexadError
+
+Ids = NDArray[np.int32]
+
+END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>")
+"""Usual names of an end-of-document token, tried in this order where the tokenizer's files name none."""
+
+_ACCEPTED = (
+    "expected 'byte', a directory with tokenizer.json or tokenizer.model, a Hugging Face .json, "
+    "a SentencePiece .model or a .tiktoken file"
+)
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer can do.
+
+    Attributes:
+        name: what to give :func:`load_tokenizer` to get it again.
+        vocab_size: ids are below this.
+        eod: id of the end-of-document token, or None. ``encode`` never adds it, nor any other special token.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eod(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``; text that looks like the end-of-document token is treated as the file says."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, int32 ``[length]``."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """The 256 byte values of UTF-8, and 256 for the end of a document."""
+
+    name = "byte"
+    vocab_size = 257
+    eod = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, through the ``tokenizers`` package.
+
+    Args:
+        file: the ``tokenizer.json``; ``tokenizer_config.json`` and ``special_tokens_map.json`` beside it name
+            the end-of-document token (``eos_token``), else :data:`END_NAMES` are tried.
+        name: what the user called it.
+
+    Raises:
+        HexadError: the file is not a tokenizer.
+    """
+
+    def __init__(self, file: Path, name: str) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self._backend = Backend.from_file(str(file))
+        except Exception as error:  # the package raises bare Exception
+            raise HexadError(f"{file}: not a Hugging Face tokenizer.json: {_one_line(error)}") from None
+        # Files saved after use may carry limits that would cut documents short.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.name = name
+        # The largest id, not the count: vocabularies may have holes.
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        named = _named_end(file.parent)
+        ids = (self._backend.token_to_id(end) for end in ([named] if named else END_NAMES))
+        self.eod: int | None = next((i for i in ids if i is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=True))
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece ``.model``; end of document is its end-of-sentence piece, if it has one."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        backend = _extra("sentencepiece", f"{file} is a SentencePiece model")
+        try:
+            self._backend: Any = backend.SentencePieceProcessor(model_file=str(file))
+        except Exception as error:
+            raise HexadError(f"{file}: not a SentencePiece model: {_one_line(error)}") from None
+        self.name = name
+        self.vocab_size = int(self._backend.get_piece_size())
+        end = int(self._backend.eos_id())
+        self.eod = end if end >= 0 else None
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(ids, dtype=np.int32) for ids in self._backend.encode(list(texts))]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._backend.decode([int(i) for i in ids]))
+
+
+# Llama 3's split pattern and special tokens (meta-llama/llama3, llama/tokenizer.py).
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_NAMED = {
+    0: "<|begin_of_text|>",
+    1: "<|end_of_text|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "<|eot_id|>",
+}
+_LLAMA3_SPECIALS = 256
+
+
+class TiktokenTokenizer:
+    """A tiktoken rank file (lines of base64 token and rank) with Llama 3's split pattern.
+
+    Llama 3's 256 special tokens follow the ranks: ``<|begin_of_text|>``, ``<|end_of_text|>`` (the end of a
+    document), and so on. Rank files of other models are split as Llama 3 would.
+    """
+
+    def __init__(self, file: Path, name: str) -> None:
+        tiktoken = _extra("tiktoken", f"{file} is a tiktoken rank file")
+        ranks = _read_ranks(file)
+        first = max(ranks.values()) + 1
+        reserved = iter(range(_LLAMA3_SPECIALS))
+        specials = {
+            _LLAMA3_NAMED[i] if i in _LLAMA3_NAMED else f"<|reserved_special_token_{next(reserved)}|>": first
+            + i
+            for i in range(_LLAMA3_SPECIALS)
+        }
+        self._backend: Any = tiktoken.Encoding(
+            file.stem, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.name = name
+        self._first_special = first
+        self.vocab_size = first + _LLAMA3_SPECIALS
+        self.eod = specials["<|end_of_text|>"]
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._backend.encode_ordinary(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(self.encode(text), dtype=np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._backend.decode([int(i) for i in ids if i < self._first_special]))
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer named by ``data.tokenizer`` or ``--tokenizer``.
+
+    Args:
+        spec: ``byte``; a directory with ``tokenizer.json`` or ``tokenizer.model``; or such a file itself
+            (``.json``, ``.model``, ``.tiktoken``). Llama 3's ``tokenizer.model`` is recognised as tiktoken's.
+
+    Raises:
+        HexadError: there is no such file, it is not a tokenizer, or its package is not installed.
+    """
+    if spec == "byte":
+        return ByteTokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        path = _file_in(path)
+    if not path.is_file():
+        raise HexadError(f"tokenizer '{spec}': no such file or directory; {_ACCEPTED}")
+    name = str(Path(spec).resolve())
+    if path.suffix == ".json":
+        return HuggingFaceTokenizer(path, name)
+    if _has_ranks(path):
+        return TiktokenTokenizer(path, name)
+    if path.suffix == ".tiktoken":
+        raise HexadError(f"{path}: not a tiktoken file: expected lines of a base64 token and its rank")
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(path, name)
+    raise HexadError(f"tokenizer '{spec}': unknown kind of file '{path.name}'; {_ACCEPTED}")
+
+
+def _file_in(directory: Path) -> Path:
+    for pattern in ("tokenizer.json", "tokenizer.model", "*.tiktoken"):
+        if found := sorted(directory.glob(pattern)):
+            return found[0]
+    raise HexadError(
+        f"tokenizer '{directory}': the directory has no tokenizer.json, tokenizer.model or .tiktoken file; "
+        "save it with transformers' AutoTokenizer(...).save_pretrained"
+    )
+
+
+def _named_end(directory: Path) -> str | None:
+    """``eos_token`` of the files beside a ``tokenizer.json``."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            token = json.loads((directory / file).read_text(encoding="utf-8")).get("eos_token")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as error:
+            raise HexadError(f"{directory / file}: not readable as JSON: {_one_line(error)}") from None
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def _has_ranks(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", stream.read(4096)) is not None
+
+
+def _read_ranks(file: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            if line.strip():
+                raise HexadError(f"{file}:{number}: expected a base64 token and its rank") from None
+    return ranks
+
+
+def _extra(package: str, why: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError:
+        raise HexadError(f"{why}, which needs a package: pip install 'hexad[{package}]'") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HuggingFaceTokenizer:
+    """Train a byte-level BPE tokenizer with ``<|endoftext|>`` and save it in Hugging Face form.
+
+    Args:
+        texts: what to learn from, one document each.
+        vocab_size: ids to learn, the 256 bytes and ``<|endoftext|>`` included; fewer result where the texts
+            hold too few pairs.
+        path: directory for ``tokenizer.json`` and ``tokenizer_config.json``; made if missing.
+
+    Returns:
+        The tokenizer, as :func:`load_tokenizer` gives it.
+
+    Raises:
+        HexadError: ``vocab_size`` is below 257.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise HexadError(f"vocabulary size {vocab_size}: expected at least 257, every byte and <|endoftext|>")
+    end = END_NAMES[0]
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}, indent=2) + "\n"
+    )
+    return HuggingFaceTokenizer(directory / "tokenizer.json", str(directory.resolve()))

@@ -1,0 +1,166 @@
+"""``hexad show``: pictures of layouts and runs, in the terminal or as files."""
+
+from __future__ import annotations
+
+import json
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hexad.config import ConfigError, HexadError, load_config
+from hexad.config.schema import ParallelSettings
+
+# torch, matplotlib and rich are imported where they are used: `--json` must answer at once.
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from hexad.topology.layout import Layout
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+_output_option = click.option(
+    "--output", metavar="FILE", help="Draw into FILE.png, FILE.svg or FILE.html instead of the terminal."
+)
+
+
+@click.group()
+def show() -> None:
+    """Draw a layout or a run."""
+
+
+@show.command("layout")
+@click.argument("settings", metavar="[RUN.YAML] [KEY=VALUE]...", nargs=-1)
+@click.option("--world", type=int, help="Ranks in all. Default: the fewest that the degrees need.")
+@click.option("--tensor", type=int, help="Tensor-parallel degree.")
+@click.option("--context", type=int, help="Context-parallel degree.")
+@click.option("--pipeline", type=int, help="Pipeline-parallel degree.")
+@click.option("--expert", type=int, help="Expert-parallel degree.")
+@click.option("--expert-tensor", type=int, help="Tensor-parallel degree inside each expert.")
+@click.option("--data", help="Data-parallel degree, or auto (world / (tensor * context * pipeline)).")
+@click.option("--order", help="Rank order, fastest first, such as tensor-context-expert-data-pipeline.")
+@_json_option
+@_output_option
+def layout_command(
+    settings: tuple[str, ...], world: int | None, as_json: bool, output: str | None, **degrees: Any
+) -> None:
+    """Show which ranks work together.
+
+    Degrees come from options, or from a run's configuration, whose degrees the options then replace.
+    """
+    from hexad.show.layout import layout_figure, layout_json, layout_text
+
+    _check_output(output)
+    layout = _layout(settings, world, {name: value for name, value in degrees.items() if value is not None})
+    if output:
+        _save(layout_figure(layout), output)
+    if as_json:
+        click.echo(json.dumps(layout_json(layout)))
+    elif not output:
+        width = _terminal_width()
+        _print(layout_text(layout, width), width)
+
+
+@show.command("run")
+@click.argument("directory", metavar="DIR")
+@click.option(
+    "--reference",
+    "references",
+    metavar="NAME=NATS",
+    multiple=True,
+    help="Draw a horizontal line in the loss panel, such as 'unigram entropy=7.1'. May be repeated.",
+)
+@_json_option
+@_output_option
+def run_command(directory: str, references: tuple[str, ...], as_json: bool, output: str | None) -> None:
+    """Show a run's loss, speed and communication from its metrics.jsonl."""
+    from hexad.show.run import read_metrics, run_figure, run_text, summary
+
+    _check_output(output)
+    lines = dict(_reference(text) for text in references)
+    metrics = read_metrics(directory)
+    if metrics.unfinished:
+        click.echo("note: the last line of metrics.jsonl is unfinished and was left out", err=True)
+    if output:
+        _save(run_figure(metrics, lines), output)
+    if as_json:
+        click.echo(json.dumps(summary(metrics)))
+    elif not output:
+        width = _terminal_width()
+        _print(run_text(metrics, width), width)
+
+
+# What the commands are given
+
+
+def _layout(settings: tuple[str, ...], world: int | None, degrees: dict[str, Any]) -> Layout:
+    from hexad.topology.layout import Layout
+
+    files = [text for text in settings if "=" not in text]
+    if len(files) > 1:
+        raise HexadError(f"show layout: found several configuration files ({', '.join(files)}); give one")
+    overrides = [text for text in settings if "=" in text]
+    if "data" in degrees:
+        degrees["data"] = _degree_or_auto(degrees["data"])
+    # Degrees given as options are checked by the layout itself, whose messages know the world.
+    parallel = load_config(files[0] if files else None, overrides).parallel
+    chosen = parallel.model_copy(update=degrees)
+    if world is None:
+        world = _fewest_ranks(chosen)
+    return Layout.from_settings(chosen, world)
+
+
+def _fewest_ranks(parallel: ParallelSettings) -> int:
+    """Ranks that both grids need; with ``data: auto`` the smallest common number."""
+    dense = parallel.tensor * parallel.context * parallel.pipeline
+    if parallel.data != "auto":
+        return dense * parallel.data
+    return lcm(dense, parallel.expert_tensor * parallel.expert * parallel.pipeline) or 1
+
+
+def _degree_or_auto(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError("parallel.data", f"found '{text}', expected an integer or auto") from None
+
+
+def _reference(text: str) -> tuple[str, float]:
+    name, equals, value = text.rpartition("=")
+    try:
+        if equals and name.strip():
+            return name.strip(), float(value)
+    except ValueError:
+        pass
+    raise HexadError(f"--reference: found '{text}', expected NAME=NATS such as 'unigram entropy=7.1'")
+
+
+# What the commands give
+
+
+def _check_output(output: str | None) -> None:
+    """Before any work is done for a file that cannot be written."""
+    if output:
+        from hexad.show.figure import output_path
+
+        output_path(output)
+
+
+def _save(figure: Any, output: str) -> None:
+    from hexad.show.figure import save_figure
+
+    save_figure(figure, output)
+    click.echo(f"wrote {output}", err=True)
+
+
+def _terminal_width() -> int:
+    from shutil import get_terminal_size
+
+    return get_terminal_size((100, 24)).columns
+
+
+def _print(content: RenderableType, width: int) -> None:
+    from rich.console import Console
+
+    Console(width=width, highlight=False).print(content)

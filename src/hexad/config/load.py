@@ -60,7 +60,7 @@ def load_config(
     else:
         tree = _read(Path(path))
     for override in overrides:
-        _apply(tree, override)
+        apply_override(tree, override)
     return build_config(tree)
 
 
@@ -77,8 +77,8 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
-    """Set ``a.b.c=value`` in the raw tree."""
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set ``a.b.c=value`` in a raw tree of settings, in place; the value is YAML."""
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise ConfigError(override, "an override has the form name=value, such as parallel.tensor=2")

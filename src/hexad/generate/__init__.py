@@ -1,0 +1,1 @@
+"""Generation: key/value cache, sampling, tensor-parallel ranks."""

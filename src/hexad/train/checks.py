@@ -125,3 +125,10 @@ def _divisors(number: int) -> str:
     """``1, 2 or 4``: the divisors of ``number`` up to 64."""
     found = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def smallest_world(config: Config) -> int:
+    """Ranks of the smallest world this configuration can run in."""
+    parallel = config.parallel
+    data = 1 if parallel.data == "auto" else parallel.data
+    return parallel.tensor * parallel.context * parallel.pipeline * data

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hexad.checkpoint.chunks import Chunk
 from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, ConfigError, HexadError
+from hexad.config.schema import ModelSettings
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.transformer import Transformer
 from hexad.optim.adamw import FlatAdamW
 from hexad.optim.schedule import learning_rate
-from hexad.parallel.data import GradientReducer, flatten
+from hexad.parallel.data import FlatGroup, GradientReducer, flatten
 from hexad.parallel.sharding import initialise
 from hexad.topology.mesh import Mesh
 
@@ -43,6 +46,23 @@ class StepResult:
     skipped: bool
 
 
+def model_chunks(groups: Sequence[FlatGroup]) -> list[Chunk]:
+    """The model's master weights as chunks of global tensors."""
+    return [
+        Chunk(f"model.{piece.name}", piece.shape, piece.offset, values)
+        for group in groups
+        for piece, values in group.pieces(group.master)
+        if values.numel()
+    ]
+
+
+def with_positions(config: Config) -> ModelSettings:
+    """The model settings with ``max_positions: auto`` resolved to ``data.sequence``."""
+    if config.model.max_positions != "auto":
+        return config.model
+    return config.model.model_copy(update={"max_positions": config.data.sequence})
+
+
 class Engine:
     """A model with its gradients and optimizer on this rank's share of the mesh.
 
@@ -66,11 +86,8 @@ class Engine:
         self.mesh = mesh
         self.step = 0
         self.samples = 0
-        model = config.model
-        if model.max_positions == "auto":
-            model = model.model_copy(update={"max_positions": config.data.sequence})
         self.model = Transformer(
-            model,
+            with_positions(config),
             mesh.tensor,
             sequence=config.parallel.sequence,
             dtype=DTYPES[config.precision.dtype],
@@ -114,8 +131,7 @@ class Engine:
         sequences = sum(microbatch.tokens.shape[0] for microbatch in microbatches)
         self.samples += sequences * self.mesh.data.size
         loss = float(loss_reduction.wait()) / targets
-        skipped = not torch.isfinite(torch.tensor(norm)).item()
-        return StepResult(self.step, loss, norm, lr, targets, skipped)
+        return StepResult(self.step, loss, norm, lr, targets, skipped=not math.isfinite(norm))
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
@@ -127,6 +143,24 @@ class Engine:
             result[1] += microbatch.targets()
         loss_sum, targets = all_reduce(result, self.mesh.data).tolist()
         return loss_sum, int(targets)
+
+    def chunks(self) -> list[Chunk]:
+        """This rank's share of the state: master weights and optimizer state, as views."""
+        return [
+            *model_chunks(self.groups),
+            *(
+                Chunk(f"optimizer.{name}.{piece.name}", piece.shape, piece.offset, values)
+                for name, piece, values in self.optimizer.pieces()
+                if values.numel()
+            ),
+        ]
+
+    def restored(self, step: int, samples: int) -> None:
+        """Go on from ``step``, after :meth:`chunks` have been overwritten."""
+        self.step, self.samples = step, samples
+        self.optimizer.set_updates(step)
+        for group in self.groups:
+            group.publish()
 
     def _placed(self, microbatch: Microbatch) -> Microbatch:
         """Check a microbatch and move it to the device."""

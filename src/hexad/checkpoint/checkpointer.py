@@ -1,0 +1,158 @@
+"""Saving and resuming a run: when, where, in the background or not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hexad.config import Config, HexadError, dump_config
+from hexad.topology.mesh import Mesh
+
+from .chunks import Chunk, load_chunks, save_chunks
+from .directory import STATE_FILE, CheckpointDirectory, read_state, write_durably
+
+
+class Checkpointer:
+    """Writes a run's checkpoints, at most one at a time, and finds the one to go on from.
+
+    Args:
+        config: resolved configuration, stored with every checkpoint.
+        mesh: all its ranks take part in every call.
+
+    Background saves use a process group of their own, so that they cannot mix with the step's collectives.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.directory = CheckpointDirectory(config.run.dir)
+        self._group = dist.new_group(backend="gloo") if mesh.layout.world > 1 else None
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
+        self._saving: Future[None] | None = None
+
+    def save(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str = "schedule") -> None:
+        """Save the state after ``step``. Returns once the values are copied (or, synchronously, on disk).
+
+        Raises:
+            OSError, CheckpointException: this save failed, or the previous one that ran in the background.
+        """
+        self.wait()
+        if self.config.checkpoint.asynchronous:
+            copies = [Chunk(c.name, c.shape, c.offset, c.tensor.detach().to("cpu", copy=True)) for c in chunks]
+            self._saving = self._writer.submit(self._write, copies, step, samples, reason)
+        else:
+            self._write(chunks, step, samples, reason)
+
+    def wait(self) -> None:
+        """Wait for a save under way and raise its error, if any."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def check(self) -> None:
+        """Raise the error of a background save that has failed; does not wait."""
+        if self._saving is not None and self._saving.done():
+            self.wait()
+
+    def close(self) -> None:
+        """Finish the save under way."""
+        self.wait()
+        self._writer.shutdown()
+
+    def inspect(self, path: Path) -> dict[str, Any]:
+        """The ``state.json`` of a checkpoint of this configuration's model.
+
+        Raises:
+            HexadError: damaged, or of another model.
+        """
+        state = read_state(path)
+        check_same_model(path, state, self.config)
+        return state
+
+    def load(self, path: Path, chunks: Sequence[Chunk]) -> None:
+        """Fill ``chunks`` from a checkpoint, all ranks together.
+
+        Raises:
+            HexadError: a tensor is missing or does not fit, or the files are damaged.
+        """
+        load_chunks(path, chunks, self._group)
+
+    def find(self) -> Path | None:
+        """The checkpoint to start from according to ``checkpoint.resume`` and ``checkpoint.load``, or None.
+
+        Raises:
+            HexadError: ``must`` without a checkpoint, or ``never`` with one.
+        """
+        resume, load = self.config.checkpoint.resume, self.config.checkpoint.load
+        newest = self.directory.newest()
+        where = self.directory.path
+        if resume == "never" and newest is not None:
+            raise HexadError(
+                f"checkpoint.resume: found never, but {where} holds {newest.name}; "
+                "choose another run.dir, remove it, or set checkpoint.resume=auto"
+            )
+        if newest is not None:
+            return newest
+        if resume == "must" and load is None:
+            raise HexadError(f"checkpoint.resume: found must, but {where} holds no complete checkpoint")
+        if load is None:
+            return None
+        path = Path(load)
+        if not (path / STATE_FILE).is_file():
+            raise HexadError(f"checkpoint.load: {path} is not a checkpoint ({STATE_FILE} is missing)")
+        return path
+
+    def _write(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str) -> None:
+        partial = self._on_first(lambda: self.directory.begin(step))
+        save_chunks(partial, chunks, self._group)
+
+        def commit() -> None:
+            write_durably(partial / "config.yaml", dump_config(self.config))
+            state = {
+                "format": 1,
+                "step": step,
+                "samples": samples,
+                "reason": reason,
+                "saved_at": time.time(),
+                "world": self.mesh.layout.world,
+                "torch": str(torch.__version__),
+                "config": self.config.model_dump(mode="json", by_alias=True),
+            }
+            self.directory.commit(partial, step, state)
+            self.directory.retain(self.config.checkpoint.keep)
+
+        self._on_first(commit)
+
+    def _on_first(self, action: Callable[[], Any]) -> Any:
+        """Do something on rank 0 only; every rank gets its result, or fails with it."""
+        outcome: tuple[bool, Any] = (True, None)
+        if self.mesh.rank == 0:
+            try:
+                outcome = (True, action())
+            except OSError as error:
+                outcome = (False, error)
+        if self._group is not None:
+            boxes = [outcome]
+            dist.broadcast_object_list(boxes, src=0, group=self._group)
+            outcome = boxes[0]
+        good, value = outcome
+        if not good:
+            raise value
+        return value
+
+
+def check_same_model(path: Path, state: dict[str, Any], config: Config) -> None:
+    """Refuse a checkpoint whose model differs from the configuration's, naming the setting."""
+    saved = state["config"].get("model", {})
+    wanted = config.model.model_dump(mode="json", by_alias=True)
+    for name, value in wanted.items():
+        if name in ("preset", "init_std", "max_positions"):
+            continue
+        if name in saved and saved[name] != value:
+            raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {saved[name]!r}")

@@ -1,0 +1,116 @@
+"""Checkpoint directories of a run: names, atomic appearance, retention. No torch.
+
+``checkpoints/step-00000100/`` appears by one rename after everything in it is on disk, so that whatever has
+such a name is complete. ``checkpoints/latest`` names the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hexad.config import HexadError
+
+_NAME = re.compile(r"step-(\d{8,})")
+STATE_FILE = "state.json"
+
+
+class CheckpointDirectory:
+    """The ``checkpoints`` folder of a run directory."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / "checkpoints"
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """(step, path) of every complete checkpoint, oldest first."""
+        if not self.path.is_dir():
+            return []
+        found = [(int(m[1]), p) for p in self.path.iterdir() if (m := _NAME.fullmatch(p.name))]
+        return sorted(found)
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint, or None."""
+        found = self.complete()
+        return found[-1][1] if found else None
+
+    def begin(self, step: int) -> Path:
+        """An empty directory to write the checkpoint of ``step`` into; what a killed save left is removed."""
+        partial = self.path / f".step-{step:08d}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def commit(self, partial: Path, step: int, state: dict[str, Any]) -> Path:
+        """Make a fully written checkpoint visible, by one rename, and let ``latest`` name it."""
+        write_durably(partial / STATE_FILE, json.dumps(state, indent=1) + "\n")
+        _sync_directory(partial)
+        final = self.path / f"step-{step:08d}"
+        if final.exists():  # saved again after going back to an earlier step
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _sync_directory(self.path)
+        temporary = self.path / ".latest.partial"
+        write_durably(temporary, final.name + "\n")
+        os.replace(temporary, self.path / "latest")
+        _sync_directory(self.path)
+        return final
+
+    def retain(self, keep: int) -> None:
+        """Remove all but the newest ``keep`` checkpoints."""
+        for _, path in self.complete()[:-keep]:
+            # Renamed first, so that a kill half way leaves no incomplete checkpoint under a valid name.
+            doomed = path.with_name(f".{path.name}.removed")
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The ``state.json`` of a checkpoint.
+
+    Raises:
+        HexadError: no checkpoint there, or a damaged file.
+    """
+    try:
+        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HexadError(f"{checkpoint}: not a checkpoint: {STATE_FILE} is missing") from None
+    except (OSError, ValueError) as error:
+        raise HexadError(f"{checkpoint / STATE_FILE}: cannot be read: {error}") from None
+    if not isinstance(state, dict) or not {"step", "samples", "config"} <= state.keys():
+        raise HexadError(f"{checkpoint / STATE_FILE}: damaged: step, samples or config is missing")
+    return state
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest of a run directory.
+
+    Raises:
+        HexadError: neither.
+    """
+    given = Path(path)
+    if (given / STATE_FILE).is_file():
+        return given
+    newest = CheckpointDirectory(given).newest()
+    if newest is None:
+        raise HexadError(f"{given}: neither a checkpoint nor a run directory with a complete checkpoint")
+    return newest
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write and flush to disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,51 @@
+"""``hexad config``: the resolved configuration, and whether it would be accepted."""
+
+from __future__ import annotations
+
+import click
+
+from hexad.config import dump_config, load_config
+
+from .options import json_option, overrides_argument, print_json
+
+
+@click.group("config")
+def config() -> None:
+    """Show and check configurations."""
+
+
+@config.command("show")
+@click.argument("path", metavar="run.yaml")
+@overrides_argument
+@json_option
+def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Print the resolved configuration: presets, families and defaults filled in."""
+    resolved = load_config(path, overrides)
+    if as_json:
+        print_json(resolved.model_dump(mode="json", by_alias=True))
+    else:
+        click.echo(dump_config(resolved), nl=False)
+
+
+@config.command("check")
+@click.argument("path", metavar="run.yaml")
+@overrides_argument
+@click.option("--world", type=click.IntRange(1), help="Ranks to check for. [default: as few as the degrees allow]")
+@json_option
+def check(path: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> None:
+    """Check a configuration as 'hexad train' would before starting."""
+    from hexad.topology.layout import Layout
+    from hexad.train.checks import check_config, smallest_world
+
+    resolved = load_config(path, overrides)
+    layout = Layout.from_settings(resolved.parallel, world or smallest_world(resolved))
+    check_config(resolved, layout)
+    degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
+    if as_json:
+        print_json({"ok": True, "world": layout.world, "degrees": degrees})
+    else:
+        click.echo(f"{path}: good for {layout.world} rank(s){': ' if degrees else ''}" + _degrees(degrees))
+
+
+def _degrees(degrees: dict[str, int]) -> str:
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())

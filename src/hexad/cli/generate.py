@@ -1,0 +1,81 @@
+"""``hexad generate``: continue a prompt with a run's or checkpoint's model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hexad.config import ConfigError
+
+from .options import overrides_argument, start_local
+
+
+@click.command("generate")
+@click.argument("source", metavar="RUN_OR_CHECKPOINT")
+@overrides_argument
+@click.option("--prompt", required=True, help="Text to continue.")
+@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="New tokens at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Choose among the k likeliest; 0: all.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Choose among the likeliest up to this sum.")
+@click.option("--seed", type=int, default=1234, show_default=True, help="Seed of the draws.")
+@click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def generate(source: str, nproc: int, **options: Any) -> int:
+    """Continue a prompt. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32."""
+    from hexad.checkpoint.directory import find_checkpoint
+
+    checkpoint = find_checkpoint(source)
+    request = {**options, "checkpoint": str(checkpoint), "nproc": nproc}
+    _config(request)  # refuses wrong settings before any rank is started
+    if nproc > 1 and "RANK" not in os.environ:
+        return start_local("generate", [json.dumps(request)], nproc)
+    from .worker import work
+
+    return work(lambda: generate_here(request))
+
+
+def _config(request: dict[str, Any]) -> Any:
+    from hexad.config import Config, build_config
+    from hexad.checkpoint.directory import read_state
+    from hexad.config.load import apply_override
+    from hexad.topology.layout import Layout
+    from hexad.train.checks import check_config
+
+    tree = dict(read_state(Path(request["checkpoint"]))["config"])
+    tree["parallel"] = {"tensor": request["nproc"], "sequence": False}
+    tree["batch"] = {"micro": 1, "global": 1}
+    for override in request["overrides"]:
+        apply_override(tree, override)
+    config: Config = build_config(tree)
+    if config.parallel.tensor != request["nproc"]:
+        raise ConfigError("parallel.tensor", f"found {config.parallel.tensor}; give the ranks with --nproc")
+    check_config(config, Layout.from_settings(config.parallel, request["nproc"]))
+    return config
+
+
+def generate_here(request: dict[str, Any]) -> None:
+    """Be one rank of the generation; the first prints the text."""
+    from hexad.dataset.tokenizer import load_tokenizer
+    from hexad.generate.generator import generate as generate_tokens
+    from hexad.generate.generator import load_model
+    from hexad.generate.sampling import Sampling
+    from hexad.train.launch import launch
+
+    config = _config(request)
+    sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
+    with launch(config) as run:
+        tokenizer = run.agreed(lambda: load_tokenizer(config.data.tokenizer))
+        model = load_model(config, Path(request["checkpoint"]), run.mesh)
+        prompt = tokenizer.encode(request["prompt"])
+        new = list(generate_tokens(model, prompt, request["tokens"], sampling, tokenizer.eod))
+        if run.mesh.rank == 0:
+            text = tokenizer.decode(new)
+            if request["as_json"]:
+                click.echo(json.dumps({"prompt": request["prompt"], "text": text, "tokens": new}))
+            else:
+                click.echo(request["prompt"] + text)

@@ -1,0 +1,84 @@
+"""The ``hexad`` command: thin. Commands are imported when they are called, so that help comes at once."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib import import_module
+
+import click
+
+from hexad import __version__
+from hexad.config import HexadError
+
+# command -> (module, attribute, first line of help)
+_COMMANDS = {
+    "demo": ("hexad.cli.demo", "demo", "Train a small model on real text, on this machine."),
+    "train": ("hexad.cli.train", "train", "Train as a configuration says."),
+    "generate": ("hexad.cli.generate", "generate", "Continue a prompt with a trained model."),
+    "data": ("hexad.cli.data", "data", "Build and inspect datasets."),
+    "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Look into checkpoints."),
+    "show": ("hexad.cli.show", "show", "Draw layouts and runs."),
+    "config": ("hexad.cli.config", "config", "Show and check configurations."),
+}
+
+
+class _Commands(click.Group):
+    """A group whose commands are imported on use."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module, attribute, _ = _COMMANDS[name]
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_, _, help_line) in _COMMANDS.items()])
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hexad")
+@click.option("--debug", is_flag=True, help="Show the traceback of errors.")
+def hexad(debug: bool) -> None:
+    """Train and run transformers too large for one accelerator."""
+
+
+def main() -> None:
+    """Entry point: a user's error is one line on stderr and exit status 2."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line; returns the exit status."""
+    debug = "--debug" in arguments
+    # The flag may stand anywhere; the group declares it for the help text.
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        result = hexad.main(arguments, prog_name="hexad", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except HexadError as error:
+        return fail(str(error), debug)
+    except click.UsageError as error:
+        return fail(error.format_message() + _usage_hint(error), debug)
+    except (click.Abort, KeyboardInterrupt):
+        print("hexad: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def fail(message: str, debug: bool = False, status: int = 2) -> int:
+    """Print ``hexad: error: ...`` and return the exit status."""
+    if debug:
+        traceback.print_exc()
+    print(f"hexad: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return status
+
+
+def _usage_hint(error: click.UsageError) -> str:
+    return f" (see '{error.ctx.command_path} --help')" if error.ctx else ""

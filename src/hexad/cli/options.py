@@ -1,0 +1,26 @@
+"""Options and output that several commands share."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    click.echo(json.dumps(document))
+
+
+def start_local(command: str, arguments: list[str], ranks: int) -> int:
+    """Run a command of :mod:`hexad.cli.worker` on local ranks; returns the exit status."""
+    from hexad.train.local import run_local
+
+    from .main import fail
+
+    outcome = run_local([command, *arguments], ranks)
+    return fail(outcome.message, status=outcome.status) if outcome.message else outcome.status

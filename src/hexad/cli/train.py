@@ -1,0 +1,98 @@
+"""``hexad train``: start local ranks, or join the world this process was started in."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from hexad.config import Config, ConfigError, dump_config, load_config
+from hexad.topology.layout import Layout
+from hexad.train.checks import check_config, smallest_world
+
+from .options import json_option, overrides_argument, print_json, start_local
+
+
+@click.command("train")
+@click.argument("path", metavar="run.yaml")
+@overrides_argument
+@click.option("--nproc", type=click.IntRange(1), help="Local ranks to start. [default: as few as the degrees allow]")
+@click.option("--dry-run", is_flag=True, help="Check, print the resolved configuration and layout, start nothing.")
+@json_option
+def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool, as_json: bool) -> int:
+    """Train as run.yaml says; settings can be overridden as in parallel.tensor=2.
+
+    Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
+    """
+    config = load_config(path, overrides)
+    joined = "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    if joined and nproc is not None:
+        raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
+    if joined and not dry_run:
+        from .worker import work
+
+        return work(lambda: train_here([path, *overrides]))
+    ranks = nproc or smallest_world(config)
+    layout = Layout.from_settings(config.parallel, ranks)
+    check_config(config, layout)
+    _check_data(config)
+    if dry_run:
+        _print_plan(config, layout, as_json)
+        return 0
+    return start(ranks, [path, *overrides])
+
+
+def start(ranks: int, arguments: list[str]) -> int:
+    """Train on local ranks: one in this process, several through torchrun. Returns the exit status."""
+    if ranks == 1:
+        from .worker import work
+
+        return work(lambda: train_here(arguments))
+    return start_local("train", arguments, ranks)
+
+
+def train_here(arguments: list[str]) -> None:
+    """Be one rank of the run: ``[run.yaml, key=value...]``."""
+    from hexad.train.loop import train as train_run
+
+    path, *overrides = arguments
+    train_run(load_config(path, overrides))
+
+
+def _check_data(config: Config) -> None:
+    """Missing data is found before any process is started."""
+    from hexad.dataset.indexed import IndexedDataset
+    from hexad.dataset.tokenizer import load_tokenizer
+
+    load_tokenizer(config.data.tokenizer)
+    if config.data.train is None:
+        raise ConfigError("data.train", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]")
+    wanted = {"data.train": config.data.train}
+    if config.validate_.every:
+        if config.data.validation is None:
+            raise ConfigError("data.validation", "found null, but validate.every asks for evaluation")
+        wanted["data.validation"] = config.data.validation
+    for _, data in wanted.items():
+        for _, prefix in [(1.0, data)] if isinstance(data, str) else data:
+            IndexedDataset(prefix)
+
+
+def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
+    from hexad.train.estimate import state_bytes
+
+    memory = state_bytes(config, layout)
+    degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
+    if as_json:
+        print_json(
+            {
+                "config": config.model_dump(mode="json", by_alias=True),
+                "world": layout.world,
+                "degrees": degrees,
+                "memory_bytes_per_rank": memory,
+            }
+        )
+        return
+    click.echo(dump_config(config))
+    click.echo(f"# {layout.world} rank(s): " + " x ".join(f"{a} {d}" for a, d in degrees.items()))
+    for name, count in memory.items():
+        click.echo(f"# {name:12s} {count / 2**20:10.1f} MiB per rank")

@@ -1,0 +1,46 @@
+"""Hardware facts: what a device can do at best."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+# Dense matrix-multiply peaks without sparsity, FLOP/s, 16-bit and fp32 (TF32 off); vendors' data sheets.
+_PEAKS: dict[str, tuple[float, float]] = {
+    "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "GH200": (989e12, 67e12),
+    "B200": (2250e12, 75e12),
+    "A100": (312e12, 19.5e12),
+    "A800": (312e12, 19.5e12),
+    "H800": (989e12, 67e12),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "A10": (125e12, 31.2e12),
+    "V100": (125e12, 15.7e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Peak matrix-multiply FLOP/s of one rank's device, the denominator of MFU.
+
+    GPUs: the published figure, None for an unknown one. CPUs publish none that a rank's threads could
+    reach, so the rate of a square multiplication is measured here (best of five, about 0.1 s).
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = max((key for key in _PEAKS if key in name), key=len, default=None)
+        return None if known is None else _PEAKS[known][0 if dtype.itemsize == 2 else 1]
+    size = 512
+    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best

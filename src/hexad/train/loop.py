@@ -1,0 +1,220 @@
+"""A training run: data in, steps, metrics, evaluation, checkpoints, resume, polite stops."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import resource
+import sys
+import time
+import traceback
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.config import Config, ConfigError, HexadError, dump_config
+from hexad.dataset.loader import DataLoader, loader_from_config
+from hexad.dataset.tokenizer import Tokenizer, load_tokenizer
+from hexad.model.counts import flops_per_token, parameter_count
+from hexad.topology.cluster import peak_flops
+from hexad.topology.mesh import Mesh
+
+from .engine import DTYPES, Engine, StepResult, with_positions
+from .launch import Run, launch
+from .record import Metrics, Recorder
+from .stop import StopRequest
+
+log = logging.getLogger("hexad")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the last step made, and the signal that ended it early, if any."""
+
+    step: int
+    stopped_by: str | None
+
+
+def train(config: Config) -> Outcome:
+    """Train as configured, on the world this process belongs to.
+
+    Raises:
+        HexadError: anything the user can mend; the same on every rank.
+    """
+    with launch(config) as run, ExitStack() as stack:
+        run.agreed(lambda: _prepare_directory(config))
+        _log_to_file(config, run, stack)
+        trainer = Trainer(config, run)
+        stack.callback(trainer.close)
+        return trainer.run_steps()
+
+
+class Trainer:
+    """Everything a run holds on one rank."""
+
+    def __init__(self, config: Config, run: Run) -> None:
+        self.mesh = mesh = run.mesh
+        self.first = mesh.rank == 0
+        # What can fail on one rank alone (files) is agreed upon, and has no collectives inside.
+        self.config, self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
+        config = self.config
+        self.engine = Engine(config, mesh)
+        self.checkpointer = Checkpointer(config, mesh)
+        self.flops = flops_per_token(config.model, config.data.sequence)
+        self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
+        self._resume(run)
+        if self.first:
+            (Path(config.run.dir) / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+
+    def close(self) -> None:
+        """Stop reading ahead and finish the save under way."""
+        self.loader.close()
+        if self.validation is not None:
+            self.validation.close()
+        self.checkpointer.close()
+
+    def run_steps(self) -> Outcome:
+        """Train up to ``run.steps``, or until a signal asks to stop."""
+        config, engine = self.config, self.engine
+        saved_step = engine.step
+        recorder = Recorder(config, engine.step) if self.first else nullcontext()
+        with recorder as sink, StopRequest(self.mesh) as stop:
+            while engine.step < config.run.steps:
+                asking = stop.ask()
+                metrics = self._step()
+                self._validate(metrics)
+                if sink is not None and (engine.step % config.log.every == 0 or engine.step == config.run.steps):
+                    sink.write(metrics)
+                self.checkpointer.check()
+                signal = stop.answer(asking)
+                if self._save_due(engine.step, signal):
+                    reason = "signal" if signal else "schedule"
+                    self.checkpointer.save(engine.chunks(), engine.step, engine.samples, reason)
+                    saved_step = engine.step
+                if signal:
+                    self.checkpointer.wait()
+                    log.info("%s: saved step %d and stopped; the same command goes on", signal, saved_step)
+                    return Outcome(engine.step, signal)
+        return Outcome(engine.step, None)
+
+    def _save_due(self, step: int, signal: str | None) -> bool:
+        every = self.config.checkpoint.every
+        return bool(signal) or step == self.config.run.steps or (every > 0 and step % every == 0)
+
+    def _step(self) -> Metrics:
+        """One step and its metrics."""
+        before = self.mesh.sent_bytes()
+        begin = time.perf_counter()
+        result = self.engine.train_step(self.loader.step(self.engine.samples))
+        seconds = time.perf_counter() - begin
+        if result.skipped:
+            raise HexadError(
+                f"step {result.step}: the loss is {result.loss} and the gradient is not finite; lower "
+                "optimizer.lr, or go on from an earlier checkpoint with other data"
+            )
+        sent = self.mesh.sent_bytes()
+        return self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
+
+    def _metrics(self, result: StepResult, seconds: float, sent: dict[str, int]) -> Metrics:
+        batch, sequence = self.config.batch.global_, self.config.data.sequence
+        rate = batch * sequence / seconds
+        # MFU: training FLOPs per token x tokens/s / (peak FLOP/s of all ranks); see model/counts.py.
+        mfu = None
+        if self.peak is not None:
+            mfu = self.flops * rate / (self.peak * self.mesh.layout.world)
+        return {
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "samples": self.engine.samples,
+            "tokens": self.engine.samples * sequence,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "mfu": mfu,
+            "peak_memory_bytes": _peak_memory(self.mesh.device),
+            "comm_bytes": sent,
+            "skipped": result.skipped,
+        }
+
+    def _validate(self, metrics: Metrics) -> None:
+        """Add ``validation_loss`` to the metrics of a step after which evaluation is due."""
+        every, batches = self.config.validate_.every, self.config.validate_.batches
+        if self.validation is None or self.engine.step % every:
+            return
+        loss_sum, targets = 0.0, 0
+        for index in range(batches):
+            batch = self.validation.step(index * self.config.batch.global_)
+            batch_sum, batch_targets = self.engine.evaluate(batch)
+            loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
+        metrics["validation_loss"] = loss_sum / max(targets, 1)
+
+    def _resume(self, run: Run) -> None:
+        path = run.agreed(self.checkpointer.find)
+        if path is None:
+            parameters = parameter_count(self.engine.config.model, self.config.data.sequence)
+            log.info("starting anew: %s parameters", f"{parameters:,}")
+            return
+        state = run.agreed(lambda: self.checkpointer.inspect(path))
+        self.checkpointer.load(path, self.engine.chunks())
+        self.engine.restored(int(state["step"]), int(state["samples"]))
+        log.info("going on from %s: step %d, %d samples", path, state["step"], state["samples"])
+
+
+def _open_data(config: Config, mesh: Mesh) -> tuple[Config, DataLoader, DataLoader | None]:
+    """The configuration with the tokenizer's vocabulary, and the loaders for training and validation."""
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    config = _with_vocab(config, tokenizer)
+    place = (mesh.data.rank, mesh.data.size)
+    training = loader_from_config(config, *place, tokenizer)
+    if not config.validate_.every:
+        return config, training, None
+    return config, training, loader_from_config(config, *place, tokenizer, "validation")
+
+
+def _with_vocab(config: Config, tokenizer: Tokenizer) -> Config:
+    """Resolve ``model.vocab`` and ``model.max_positions``."""
+    vocab = config.model.vocab
+    if vocab != "auto" and vocab < tokenizer.vocab_size:
+        raise ConfigError(
+            "model.vocab",
+            f"found {vocab}, less than the tokenizer's {tokenizer.vocab_size} ({config.data.tokenizer}); "
+            "use auto or a larger number",
+        )
+    model = config.model.model_copy(update={"vocab": tokenizer.vocab_size if vocab == "auto" else vocab})
+    config = config.model_copy(update={"model": model})
+    return config.model_copy(update={"model": with_positions(config)})
+
+
+def _prepare_directory(config: Config) -> None:
+    path = Path(config.run.dir)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("run.dir", f"cannot create {path}: {error.strerror}") from None
+
+
+def _log_to_file(config: Config, run: Run, stack: ExitStack) -> None:
+    """Messages, and the stacks of a crash, go to ``log-rankN.txt``; rank 0's messages to stderr too."""
+    file = stack.enter_context(open(Path(config.run.dir) / f"log-rank{run.mesh.rank}.txt", "a", encoding="utf-8"))
+    faulthandler.enable(file)
+    stack.callback(faulthandler.disable)
+    stack.push(lambda kind, error, trace: traceback.print_exception(error, file=file) if error else None)
+    handlers: list[logging.Handler] = [logging.StreamHandler(file)]
+    if run.mesh.rank == 0:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+        stack.callback(log.removeHandler, handler)
+    log.setLevel(logging.INFO)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Largest memory this rank has used so far, in bytes: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

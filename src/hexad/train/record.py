@@ -1,0 +1,177 @@
+"""What is written down about each step: metrics.jsonl, TensorBoard, Weights & Biases, the progress line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hexad.config import Config, ConfigError, HexadError
+
+Metrics = dict[str, Any]
+
+
+class Sink(Protocol):
+    """Takes the metrics of logged steps, on one rank."""
+
+    def write(self, metrics: Metrics) -> None:
+        """Record one step."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release."""
+        ...
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object per logged step.
+
+    Lines of steps after ``last_step`` (made by a run that then died, and about to be made again) are removed.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        if path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= last_step]
+            temporary = path.with_suffix(".partial")
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, metrics: Metrics) -> None:
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # cut off by a kill
+
+
+class TensorBoard:
+    """Scalars for TensorBoard."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError("log.tensorboard", "needs 'pip install hexad[tensorboard]'") from None
+        self._writer = SummaryWriter(str(path))
+
+    def write(self, metrics: Metrics) -> None:
+        for name, value in flat(metrics).items():
+            self._writer.add_scalar(name, value, metrics["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """Metrics for Weights & Biases."""
+
+    def __init__(self, project: str, config: Config) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError("log.wandb", "needs 'pip install hexad[wandb]'") from None
+        self._run = wandb.init(
+            project=project, dir=config.run.dir, config=config.model_dump(mode="json", by_alias=True)
+        )
+
+    def write(self, metrics: Metrics) -> None:
+        self._run.log(flat(metrics), step=metrics["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def flat(metrics: Metrics) -> dict[str, float]:
+    """Numbers only, nested names joined by a slash."""
+    result: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            result |= {f"{name}/{inner}": float(number) for inner, number in value.items()}
+        elif value is not None and name != "step":
+            result[name] = float(value)
+    return result
+
+
+class ProgressLine:
+    """A live line on a terminal; elsewhere a plain line every few seconds."""
+
+    _PLAIN_SECONDS = 10.0
+
+    def __init__(self, steps: int, done: int, tokens_per_step: int) -> None:
+        self._console = Console(stderr=True)
+        self._steps = steps
+        self._tokens_per_step = tokens_per_step
+        self._last = 0.0
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[text]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=done, text="")
+        self._progress.start()
+
+    def write(self, metrics: Metrics) -> None:
+        text = f"loss {metrics['loss']:.4f}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        if metrics.get("validation_loss") is not None:
+            text += f"  validation {metrics['validation_loss']:.4f}"
+        self._progress.update(self._task, completed=metrics["step"], text=text)
+        now = time.monotonic()
+        last = metrics["step"] == self._steps
+        if not self._console.is_terminal and (last or now - self._last > self._PLAIN_SECONDS):
+            self._last = now
+            left = (self._steps - metrics["step"]) * metrics["step_seconds"]
+            print(f"step {metrics['step']}/{self._steps}  {text}  {left:.0f} s left", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class Recorder:
+    """All sinks of a run, on the rank that writes. Used as a context manager."""
+
+    def __init__(self, config: Config, last_step: int) -> None:
+        directory = Path(config.run.dir)
+        try:
+            self._sinks: list[Sink] = [MetricsFile(directory / "metrics.jsonl", last_step)]
+        except OSError as error:
+            raise HexadError(f"run.dir: {error}") from None
+        if config.log.tensorboard:
+            self._sinks.append(TensorBoard(directory / "tensorboard"))
+        if config.log.wandb is not None:
+            self._sinks.append(WeightsAndBiases(config.log.wandb, config))
+        tokens = config.batch.global_ * config.data.sequence
+        self._sinks.append(ProgressLine(config.run.steps, last_step, tokens))
+
+    def write(self, metrics: Metrics) -> None:
+        """Hand one step's metrics to every sink."""
+        for sink in self._sinks:
+            sink.write(metrics)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sink in reversed(self._sinks):
+            sink.close()

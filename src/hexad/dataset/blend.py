@@ -1,14 +1,14 @@
 """Which source each sample of a blend comes from: exact proportions, at every moment.
 
 After any ``n`` samples, source ``i`` has given ``floor(n w_i)`` or ``ceil(n w_i)`` of them. (The rule of the
-largest deficit, Megatron's, strays further with many sources.) Sample ``j`` of a source must fall between
-``floor(j / w_i)`` and ``ceil((j + 1) / w_i)``; taking the earliest deadline first always succeeds, as for any
-unit jobs on one processor whose shares add up to one (S. Baruah et al., "Proportionate progress",
+largest deficit, Megatron's, can stray by more than one with many sources.) Sample ``j`` of a source must fall
+between ``floor(j / w_i)`` and ``ceil((j + 1) / w_i)``; taking the earliest deadline first always succeeds, as
+for any unit jobs on one processor whose shares add up to one (S. Baruah et al., "Proportionate progress",
 Algorithmica 15, 1996).
 
 The weights are taken as the decimals the user wrote, so that all is integer arithmetic without drift, and the
 order repeats after ``period`` samples (the sum of the weights in lowest terms). Random access inside the
-period goes through counts kept every 65536 samples, found in order, at about two microseconds per sample.
+period goes through counts kept every 16384 samples, found in order, at about two microseconds per sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 14
 
 
 class Blend:
@@ -61,7 +61,9 @@ class Blend:
             return np.zeros(len(samples), dtype=np.int32), samples.copy()
         source = np.empty(len(samples), dtype=np.int32)
         number = np.empty(len(samples), dtype=np.int64)
-        rounds, inside = np.divmod(samples, self.period)
+        # Sixteen-digit weights make periods beyond int64, which no run reaches the end of.
+        repeats = self.period < 1 << 62
+        rounds, inside = np.divmod(samples, self.period) if repeats else (np.zeros_like(samples), samples)
         blocks = inside // _BLOCK
         for block in np.unique(blocks):
             rows = np.flatnonzero(blocks == block)
@@ -69,7 +71,9 @@ class Blend:
             at = inside[rows] - block * _BLOCK
             source[rows] = sources[at]
             number[rows] = numbers[at]
-        return source, number + rounds * np.array(self.shares)[source]
+        if rounds.any():
+            number += rounds * np.array(self.shares)[source]
+        return source, number
 
     def _block(self, block: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         while block not in self._blocks:

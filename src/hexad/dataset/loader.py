@@ -7,7 +7,7 @@ Samples are numbered over the whole run. The step that begins at ``consumed`` ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,9 @@ from .sidecar import check_token_range, read_sidecar
 from .tokenizer import Tokenizer
 
 Data = str | Sequence[tuple[float, str]]
+
+_AT_ONCE = 1 << 20
+"""Tokens read in one go."""
 
 
 class DataLoader:
@@ -123,18 +126,30 @@ class DataLoader:
 
     def _read(self, consumed: int) -> list[Microbatch]:
         stride = self.micro * self.data_size
-        first = consumed + self.data_rank * self.micro
+        rows = consumed + self.data_rank * self.micro + np.arange(self.micro)
+        starts = stride * np.arange(self.microbatches)
+        # Several microbatches at once: most of the time per call does not depend on the amount.
+        at_once = max(1, _AT_ONCE // (self.micro * (self.sequence + 1)))
         return [
-            self._microbatch(first + m * stride + np.arange(self.micro)) for m in range(self.microbatches)
+            microbatch
+            for group in (starts[at : at + at_once] for at in range(0, len(starts), at_once))
+            for microbatch in self._microbatches((group[:, None] + rows).reshape(-1))
         ]
 
-    def _microbatch(self, samples: NDArray[np.int64]) -> Microbatch:
-        tokens = np.empty((len(samples), self.sequence + 1), dtype=np.int64)
-        begins = np.empty(tokens.shape, dtype=np.bool_)
+    def _microbatches(self, samples: NDArray[np.int64]) -> Iterator[Microbatch]:
         sources, numbers = self._blend.locate(samples)
-        for source in np.unique(sources):
-            rows = np.flatnonzero(sources == source)
-            tokens[rows], begins[rows] = self._sources[source].read(numbers[rows])
+        if len(self._sources) == 1:
+            tokens, begins = self._sources[0].read(numbers)
+        else:
+            tokens = np.empty((len(samples), self.sequence + 1), dtype=np.int64)
+            begins = np.empty(tokens.shape, dtype=np.bool_)
+            for source in np.unique(sources):
+                rows = np.flatnonzero(sources == source)
+                tokens[rows], begins[rows] = self._sources[source].read(numbers[rows])
+        for at in range(0, len(samples), self.micro):
+            yield self._microbatch(tokens[at : at + self.micro], begins[at : at + self.micro])
+
+    def _microbatch(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> Microbatch:
         inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         offsets = None
         if self.documents == "isolate":

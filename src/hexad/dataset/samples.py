@@ -87,26 +87,28 @@ class SampleSource:
         Returns:
             Token ids, int64 ``[n, sequence + 1]``, and, of the same shape, where a document begins.
         """
-        width = self.sequence + 1
-        tokens = np.empty((len(samples), width), dtype=np.int64)
-        begins = np.zeros((len(samples), width), dtype=np.bool_)
-        epochs = samples // self.per_epoch
+        epochs, numbers = np.divmod(samples, self.per_epoch)
+        if len(samples) and (epochs == epochs[0]).all():
+            return self._cut(int(epochs[0]), numbers)
+        tokens = np.empty((len(samples), self.sequence + 1), dtype=np.int64)
+        begins = np.empty(tokens.shape, dtype=np.bool_)
         for epoch in np.unique(epochs):
             rows = np.flatnonzero(epochs == epoch)
-            order = permute(samples[rows] % self.per_epoch, self.per_epoch, *self._key, int(epoch), "samples")
-            tokens[rows], begins[rows] = self._cut(int(epoch), order * self.sequence)
+            tokens[rows], begins[rows] = self._cut(int(epoch), numbers[rows])
         return tokens, begins
 
-    def _cut(self, epoch: int, first: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """``sequence + 1`` tokens of an epoch's stream from each position in ``first``; gathered at once."""
+    def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Samples of one epoch, all gathered at once."""
         width = self.sequence + 1
+        order = permute(numbers, self.per_epoch, *self._key, epoch, "samples")
+        first = order * self.sequence
         stream = self._stream(epoch)
         # Of documents that begin at one position all but the last are empty: side="right" finds that one.
         lowest = np.searchsorted(stream, first, side="right") - 1
         highest = np.searchsorted(stream, first + (width - 1), side="right") - 1
         counts = highest - lowest + 1
         rows = np.repeat(np.arange(len(first)), counts)
-        documents = _ranges(counts) + np.repeat(lowest, counts)
+        documents = _ranges(lowest, counts)
         begin = stream[documents]
         low = np.maximum(begin, first[rows])
         high = np.minimum(stream[documents + 1], first[rows] + width)
@@ -115,7 +117,7 @@ class SampleSource:
         shuffled = permute(documents, self.data.documents, *self._key, epoch, "documents")
         origin = self.data.starts(shuffled) + (low - begin)
         lengths = high - low
-        tokens = self.data.tokens[_ranges(lengths) + np.repeat(origin, lengths)].astype(np.int64)
+        tokens = self.data.tokens[_ranges(origin, lengths)].astype(np.int64)
         begins = np.zeros(len(tokens), dtype=np.bool_)
         target = rows * width + (low - first[rows])
         begins[target[low == begin]] = True
@@ -198,7 +200,7 @@ class SampleSource:
         return digest.hexdigest()
 
 
-def _ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``0 .. c - 1`` for each count ``c``, one after another, int64 ``[sum(counts)]``."""
+def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``start .. start + count - 1`` of each pair, one after another, int64 ``[sum(counts)]``."""
     ends = np.cumsum(counts)
-    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)

@@ -5,8 +5,8 @@ Writes a synthetic dataset into a temporary directory (2 bytes per token), then 
 - ``open_seconds``: ``DataLoader(...)`` until it is ready, token-range check included;
 - ``index_seconds``: the first step, which builds the epoch's index;
 - ``tokens_per_second``: input tokens of all further steps, in one thread, without reading ahead;
-- ``megatron_*``: the same of megatron-core's GPTDataset in this process, where it is installed, for just the samples
-  that are read, stacked into the same tensors (it makes a loss mask and positions besides);
+- ``megatron_*``: the same of megatron-core's GPTDataset in this process, where it is installed, for just
+  the samples that are read, stacked into the same tensors (it makes a loss mask and positions besides);
 - ``ratio``: our tokens per second to its.
 
     python benchmarks/loader.py --tokens 1e8 --documents 1e5 --sequence 4096 --json

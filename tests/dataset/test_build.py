@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -175,12 +176,27 @@ def stop(done, total):
     if done > total / 2:
         print("half", flush=True)
         time.sleep(60)
-module.build([sys.argv[1]], sys.argv[2], "byte", workers=1, progress=stop)
+if __name__ == "__main__":
+    module.build([sys.argv[1]], sys.argv[2], "byte", workers=int(sys.argv[3]), progress=stop)
 """
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_killed_build_leaves_what_was_there(tmp_path: Path, before: bool) -> None:
+def children(process: int) -> list[int]:
+    """Process ids of the children, from Linux's /proc."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def alive(process: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in Linux's /proc")
+@pytest.mark.parametrize(("before", "workers"), [(False, 1), (True, 2)])
+def test_killed_build_leaves_what_was_there(tmp_path: Path, before: bool, workers: int) -> None:
     (tmp_path / "in").mkdir()
     for i in range(10):
         (tmp_path / "in" / str(i)).write_text("text " * 1000)
@@ -189,10 +205,17 @@ def test_killed_build_leaves_what_was_there(tmp_path: Path, before: bool) -> Non
         build([tmp_path / "in" / "0"], prefix, "byte")
     there = {path.name: path.read_bytes() for path in tmp_path.glob("d.*")}
     assert len(there) == (3 if before else 0)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "in"), str(prefix)]
+    (tmp_path / "killed.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "killed.py"), str(tmp_path / "in"), str(prefix), str(workers)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "half\n"
+        started = children(process.pid)
+        assert len(started) >= (workers if workers > 1 else 0)
         process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(map(alive, started)):
+        assert time.monotonic() < deadline, "a worker outlived the build"
+        time.sleep(0.05)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("d.*")} == there
     # And the next build is not in its way.
     assert build([tmp_path / "in"], prefix, "byte").documents == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -11,8 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -185,6 +187,16 @@ def _loaded(spec: str) -> Tokenizer:
 def _start_worker() -> None:
     # One process per core already: the tokenizers package must not start threads of its own.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Ctrl-C is the parent's to handle; and a worker must not outlive a parent that was killed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work_on(work: Callable[[list[Piece], Tokenizer], _Encoded], task: list[Piece], spec: str) -> _Encoded:

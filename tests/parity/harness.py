@@ -1,0 +1,249 @@
+"""Runs any configuration on N gloo ranks and compares loss, gradients and weights with one process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from hexad.config import Config, build_config
+from hexad.dataset.microbatch import IGNORED, Microbatch
+from hexad.topology.layout import Layout
+
+from .. import pool as worker_pool
+from . import mutations
+
+STEPS = 3
+TOLERANCE = 1e-9
+
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model and its data, with whatever makes parity hard.
+
+    Attributes:
+        name: for tables.
+        model: ``model`` settings.
+        documents: ``join`` or ``isolate``.
+        masked: share of targets that are ignored, unevenly over the samples.
+        micro: sequences per microbatch.
+    """
+
+    name: str
+    model: Mapping[str, Any]
+    documents: str = "join"
+    masked: float = 0.0
+    micro: int = 1
+    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+# Sizes are odd on purpose: heads wider than hidden / heads, a vocabulary that leaves ranks with padding only.
+_SMALL = {"layers": 2, "hidden": 20, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn_hidden": 28}
+VARIANTS = (
+    Variant("llama, GQA, masks", {**_SMALL, "vocab": 101}, masked=0.4, micro=2),
+    Variant("llama, tied, isolate", {**_SMALL, "kv_heads": 8, "vocab": 193, "tied_embeddings": True}, "isolate"),
+    Variant("gpt2, tied, masks", {**_SMALL, "family": "gpt2", "kv_heads": 8, "vocab": 67}, masked=0.3),
+    Variant(
+        "gpt2, untied, isolate",
+        {**_SMALL, "family": "gpt2", "kv_heads": 8, "vocab": 131, "tied_embeddings": False},
+        "isolate",
+        micro=2,
+    ),
+    Variant("qwen2, QKV bias, tied", {**_SMALL, "family": "qwen2", "vocab": 97, "tied_embeddings": True}),
+    Variant("qwen3, QK norm, masks", {**_SMALL, "family": "qwen3", "vocab": 64}, masked=0.2, micro=2),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant in a layout."""
+
+    variant: Variant
+    data: int = 1
+    tensor: int = 1
+    sequence: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def layout(self) -> str:
+        tensor = f"tensor {self.tensor}{' + sequence' if self.sequence and self.tensor > 1 else ''}"
+        return f"data {self.data} x {tensor}"
+
+    def config(self) -> Config:
+        tree: dict[str, Any] = {
+            "run": {"steps": 10},
+            "model": dict(self.variant.model),
+            "data": {"sequence": 12, "documents": self.variant.documents},
+            "batch": {"micro": self.variant.micro, "global": 8},
+            "parallel": {
+                "tensor": self.tensor,
+                "sequence": self.sequence,
+                "data": self.data,
+                "bucket_mb": 0.004,  # several buckets even in a tiny model
+            },
+            "precision": {"dtype": "fp64"},
+            "optimizer": {"lr": 0.02, "clip": 0.5},
+            "lr_schedule": {"warmup": 2},
+        }
+        for group, values in self.variant.overrides.items():
+            tree[group] = {**tree.get(group, {}), **values}
+        return build_config(tree)
+
+
+LAYOUTS = tuple(
+    (data, tensor, sequence)
+    for data in (1, 2, 4)
+    for tensor in (1, 2, 4)
+    for sequence in ((True, False) if tensor > 1 else (True,))
+    if 1 < data * tensor <= worker_pool.MAX_RANKS
+)
+GRID = tuple(Case(variant, *layout) for variant in VARIANTS for layout in LAYOUTS)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run of a few steps did, as global tensors.
+
+    Attributes:
+        losses, norms: per step.
+        gradients: after clipping, of the last step.
+        weights: after the last step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: Tensors
+    weights: Tensors
+
+
+def global_batch(case: Case, step: int) -> list[Microbatch]:
+    """The step's samples, one per row-sized microbatch, whatever the layout."""
+    config = case.config()
+    length, vocab = config.data.sequence, int(config.model.vocab)
+    generator = np.random.default_rng(100 + step)
+    samples = []
+    for index in range(config.batch.global_):
+        tokens = generator.integers(0, vocab, length + 1)
+        labels = tokens[1:].copy()
+        # Sample 0 loses most of its targets: ranks then differ much in their number.
+        labels[generator.random(length) < case.variant.masked * (2.0 if index == 0 else 0.7)] = IGNORED
+        documents = None
+        if case.variant.documents == "isolate":
+            cuts = sorted({0, *generator.integers(1, length, index % 4).tolist()})
+            documents = (*cuts, length)
+        samples.append(Microbatch(torch.tensor(tokens[None, :-1]), torch.tensor(labels[None]), documents))
+    return samples
+
+
+def microbatches(case: Case, step: int, data_rank: int) -> list[Microbatch]:
+    """The microbatches of one data rank, in the loader's order."""
+    samples, micro = global_batch(case, step), case.variant.micro
+    stride = micro * case.data
+    return [
+        _join(samples[start + data_rank * micro : start + (data_rank + 1) * micro])
+        for start in range(0, len(samples), stride)
+    ]
+
+
+def _join(rows: list[Microbatch]) -> Microbatch:
+    documents: list[int] = []
+    for index, row in enumerate(rows):
+        if row.documents is not None:
+            documents += [index * row.tokens.shape[1] + start for start in row.documents[:-1]]
+    total = sum(row.tokens.numel() for row in rows)
+    return Microbatch(
+        torch.cat([row.tokens for row in rows]),
+        torch.cat([row.labels for row in rows]),
+        (*documents, total) if documents else None,
+    )
+
+
+def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
+    """Train a few steps on this rank; returns losses, norms, and this rank's pieces."""
+    from hexad.topology.mesh import Mesh
+    from hexad.train.engine import Engine
+
+    config = case.config()
+    layout = Layout.from_settings(config.parallel, case.world)
+    mesh = Mesh.create(layout, torch.device("cpu"))
+    with mutations.applied(mutation, mesh) if mutation else nullcontext():
+        engine = Engine(config, mesh)
+        results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(STEPS)]
+        gradients = [piece for group in engine.groups for piece in _pieces(group, group.gradients)]
+        weights = [piece for group in engine.groups for piece in _pieces(group, group.master)]
+    return [r.loss for r in results], [r.grad_norm for r in results], gradients, weights
+
+
+def _pieces(group: Any, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
+    for piece, values in group.pieces(flat):
+        yield piece.name, piece.shape, piece.offset, values.detach().numpy().copy()
+
+
+def assemble(per_rank: list[list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]]) -> Tensors:
+    """Global tensors from all ranks' pieces; every element must be covered, and copies must agree."""
+    whole: Tensors = {}
+    for pieces in per_rank:
+        for name, shape, offset, values in pieces:
+            target = whole.setdefault(name, np.full(shape, np.nan))
+            part = target[tuple(slice(o, o + n) for o, n in zip(offset, values.shape))]
+            known = ~np.isnan(part)
+            np.testing.assert_allclose(part[known], values[known], rtol=1e-12, atol=1e-15, err_msg=name)
+            part[...] = values
+    for name, values in whole.items():
+        assert not np.isnan(values).any(), f"{name}: not covered by any rank"
+    return whole
+
+
+def run(pool: worker_pool.Pool, case: Case, mutation: str | None = None) -> Trace:
+    """The case on its ranks."""
+    results = pool.run(case.world, run_rank, case, mutation)
+    for losses, norms, _, _ in results:
+        assert losses == results[0][0], "ranks report different losses"
+        np.testing.assert_allclose(norms, results[0][1], rtol=1e-12)
+    return Trace(
+        results[0][0],
+        results[0][1],
+        assemble([result[2] for result in results]),
+        assemble([result[3] for result in results]),
+    )
+
+
+class References:
+    """One process's traces, computed once per variant."""
+
+    def __init__(self, pool: worker_pool.Pool) -> None:
+        self.of = cache(lambda name: run(pool, Case(next(v for v in VARIANTS if v.name == name))))
+
+
+def errors(trace: Trace, reference: Trace) -> dict[str, float]:
+    """Largest relative error of losses, norms, gradients and weights.
+
+    A tensor's error is relative to its largest element. A gradient that is zero in exact arithmetic (a key
+    bias) is measured against a millionth of the gradient norm, and a weight that stays zero against 1e-3.
+    """
+    assert trace.gradients.keys() == reference.gradients.keys()
+    return {
+        "loss": _relative(np.array(trace.losses), np.array(reference.losses), 0.0),
+        "norm": _relative(np.array(trace.norms), np.array(reference.norms), 0.0),
+        "gradient": max(
+            _relative(trace.gradients[name], values, 1e-6 * reference.norms[-1])
+            for name, values in reference.gradients.items()
+        ),
+        "weight": max(
+            _relative(trace.weights[name], values, 1e-3) for name, values in reference.weights.items()
+        ),
+    }
+
+
+def _relative(found: np.ndarray, wanted: np.ndarray, floor: float) -> float:
+    return float(np.abs(found - wanted).max() / max(np.abs(wanted).max(), floor))

@@ -21,7 +21,19 @@ _PUBLIC = {
     "load_config": "hexad.config",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = [
+    "Axis",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "HexadError",
+    "Layout",
+    "Mesh",
+    "Microbatch",
+    "__version__",
+    "launch",
+    "load_config",
+]
 
 if TYPE_CHECKING:
     from hexad.config import Config, ConfigError, HexadError, load_config

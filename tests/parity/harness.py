@@ -1,4 +1,4 @@
-"""Runs any configuration on N gloo ranks and compares loss, gradients and weights with one process, in float64."""
+"""Any configuration on N gloo ranks against one process in float64: loss, gradients and weights."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Variant:
 _SMALL = {"layers": 2, "hidden": 20, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn_hidden": 28}
 VARIANTS = (
     Variant("llama, GQA, masks", {**_SMALL, "vocab": 101}, masked=0.4, micro=2),
-    Variant("llama, tied, isolate", {**_SMALL, "kv_heads": 8, "vocab": 193, "tied_embeddings": True}, "isolate"),
+    Variant(
+        "llama, tied, isolate", {**_SMALL, "kv_heads": 8, "vocab": 193, "tied_embeddings": True}, "isolate"
+    ),
     Variant("gpt2, tied, masks", {**_SMALL, "family": "gpt2", "kv_heads": 8, "vocab": 67}, masked=0.3),
     Variant(
         "gpt2, untied, isolate",
@@ -184,7 +186,9 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
     return [r.loss for r in results], [r.grad_norm for r in results], gradients, weights
 
 
-def _pieces(group: Any, flat: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
+def _pieces(
+    group: Any, flat: torch.Tensor
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
     for piece, values in group.pieces(flat):
         yield piece.name, piece.shape, piece.offset, values.detach().numpy().copy()
 

@@ -44,7 +44,9 @@ class Checkpointer:
         """
         self.wait()
         if self.config.checkpoint.asynchronous:
-            copies = [Chunk(c.name, c.shape, c.offset, c.tensor.detach().to("cpu", copy=True)) for c in chunks]
+            copies = [
+                Chunk(c.name, c.shape, c.offset, c.tensor.detach().to("cpu", copy=True)) for c in chunks
+            ]
             self._saving = self._writer.submit(self._write, copies, step, samples, reason)
         else:
             self._write(chunks, step, samples, reason)

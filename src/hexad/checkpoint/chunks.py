@@ -1,7 +1,7 @@
 """A rank's share of a checkpoint as rectangles of global tensors, moved by torch.distributed.checkpoint.
 
-A checkpoint knows nothing of the layout that wrote it: it holds global tensors by name. What any layout saved,
-any other loads; each rank reads only the rectangles it holds.
+A checkpoint knows nothing of the layout that wrote it: it holds global tensors by name. What any layout
+saved, any other loads; each rank reads only the rectangles it holds.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class _LoadPlanner(DefaultLoadPlanner):
                 raise HexadError(f"checkpoint: tensor {chunk.name} is missing")
             if tuple(found.size) != chunk.shape:
                 raise HexadError(
-                    f"checkpoint: tensor {chunk.name} has shape {tuple(found.size)}, the model wants {chunk.shape}"
+                    f"checkpoint: tensor {chunk.name} has shape {tuple(found.size)}, "
+                    f"the model wants {chunk.shape}"
                 )
             if found.properties.dtype != chunk.tensor.dtype:
                 raise HexadError(
@@ -166,7 +167,9 @@ def load_chunks(directory: Path, chunks: Sequence[Chunk], group: dist.ProcessGro
     except dcp.CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         ours = next((cause for cause in causes if isinstance(cause, HexadError)), None)
-        raise HexadError(str(ours) if ours else f"checkpoint {directory}: cannot be read: {causes[0]}") from error
+        raise HexadError(
+            str(ours) if ours else f"checkpoint {directory}: cannot be read: {causes[0]}"
+        ) from error
     except (OSError, EOFError, RuntimeError, ValueError) as error:
         raise HexadError(f"checkpoint {directory}: cannot be read: {error}") from error
 

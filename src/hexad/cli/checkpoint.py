@@ -17,8 +17,8 @@ def checkpoint() -> None:
 @json_option
 def inspect(directory: str, as_json: bool) -> None:
     """Show a checkpoint's step, origin and tensors."""
-    from hexad.checkpoint.directory import find_checkpoint, read_state
     from hexad.checkpoint.chunks import stored_tensors
+    from hexad.checkpoint.directory import find_checkpoint, read_state
 
     path = find_checkpoint(directory)
     state = read_state(path)
@@ -26,6 +26,8 @@ def inspect(directory: str, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(path), **state, "tensors": tensors})
         return
-    click.echo(f"{path}: step {state['step']}, {state['samples']} samples, written by {state['world']} rank(s)")
+    click.echo(
+        f"{path}: step {state['step']}, {state['samples']} samples, written by {state['world']} rank(s)"
+    )
     for name, tensor in sorted(tensors.items()):
         click.echo(f"  {name:44s} {tensor['dtype']:10s} {' x '.join(map(str, tensor['shape']))}")

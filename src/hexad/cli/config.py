@@ -30,7 +30,9 @@ def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @config.command("check")
 @click.argument("path", metavar="run.yaml")
 @overrides_argument
-@click.option("--world", type=click.IntRange(1), help="Ranks to check for. [default: as few as the degrees allow]")
+@click.option(
+    "--world", type=click.IntRange(1), help="Ranks to check for. [default: as few as the degrees allow]"
+)
 @json_option
 def check(path: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> None:
     """Check a configuration as 'hexad train' would before starting."""

@@ -19,9 +19,13 @@ from .options import overrides_argument, start_local
 @overrides_argument
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="New tokens at most.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."
+)
 @click.option("--top-k", type=int, default=0, show_default=True, help="Choose among the k likeliest; 0: all.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, help="Choose among the likeliest up to this sum.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Choose among the likeliest up to this sum."
+)
 @click.option("--seed", type=int, default=1234, show_default=True, help="Seed of the draws.")
 @click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -40,8 +44,8 @@ def generate(source: str, nproc: int, **options: Any) -> int:
 
 
 def _config(request: dict[str, Any]) -> Any:
-    from hexad.config import Config, build_config
     from hexad.checkpoint.directory import read_state
+    from hexad.config import Config, build_config
     from hexad.config.load import apply_override
     from hexad.topology.layout import Layout
     from hexad.train.checks import check_config

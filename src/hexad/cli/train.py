@@ -16,8 +16,12 @@ from .options import json_option, overrides_argument, print_json, start_local
 @click.command("train")
 @click.argument("path", metavar="run.yaml")
 @overrides_argument
-@click.option("--nproc", type=click.IntRange(1), help="Local ranks to start. [default: as few as the degrees allow]")
-@click.option("--dry-run", is_flag=True, help="Check, print the resolved configuration and layout, start nothing.")
+@click.option(
+    "--nproc", type=click.IntRange(1), help="Local ranks to start. [default: as few as the degrees allow]"
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Check, print the resolved configuration and layout, start nothing."
+)
 @json_option
 def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool, as_json: bool) -> int:
     """Train as run.yaml says; settings can be overridden as in parallel.tensor=2.
@@ -72,7 +76,7 @@ def _check_data(config: Config) -> None:
         if config.data.validation is None:
             raise ConfigError("data.validation", "found null, but validate.every asks for evaluation")
         wanted["data.validation"] = config.data.validation
-    for _, data in wanted.items():
+    for data in wanted.values():
         for _, prefix in [(1.0, data)] if isinstance(data, str) else data:
             IndexedDataset(prefix)
 

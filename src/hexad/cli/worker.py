@@ -1,4 +1,4 @@
-"""One rank of a command, as torchrun starts it: ``python -m hexad.cli.worker train run.yaml key=value...``."""
+"""One rank of a command, as torchrun starts it: ``python -m hexad.cli.worker train run.yaml key=value``."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def work(action: Callable[[], None]) -> int:
 
 
 def main() -> None:
-    """Entry point of a rank that ``hexad`` itself has started: the message goes to torchrun's error file, from
-    which the parent process prints one line."""
+    """Entry point of a rank that ``hexad`` itself has started: the message goes to torchrun's error file,
+    from which the parent process prints one line."""
     command, *arguments = sys.argv[1:]
     if command == "train":
         from .train import train_here

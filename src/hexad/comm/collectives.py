@@ -49,12 +49,17 @@ class Pending:
 
 
 def _start(
-    operation: str, axis: Axis, nbytes: int, result: torch.Tensor, call: Callable[[], Any], *inputs: torch.Tensor
+    operation: str,
+    axis: Axis,
+    nbytes: int,
+    result: torch.Tensor,
+    call: Callable[[], Any],
+    *inputs: torch.Tensor,
 ) -> Pending:
     for tensor in (result, *inputs):
         if not tensor.is_contiguous():
             raise ValueError(
-                f"{operation} over axis {axis.name}: the tensor of shape {tuple(tensor.shape)} is not contiguous"
+                f"{operation} over axis {axis.name}: shape {tuple(tensor.shape)} is not contiguous"
             )
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes)
     axis.calls[operation] += 1

@@ -40,9 +40,7 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise HexadError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def load_config(
-    path: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()
-) -> Config:
+def load_config(path: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file, apply ``a.b=value`` overrides and check it.
 
     Args:

@@ -229,7 +229,7 @@ class CheckpointSettings(Settings):
     """``auto``: go on from the newest complete checkpoint of ``run.dir`` if there is one. ``must``: fail
     without one. ``never``: start anew, refused where the directory already holds a run's checkpoints."""
     load: str | None = None
-    """Checkpoint to start from (weights, optimizer and data position) when ``run.dir`` has none of its own."""
+    """Checkpoint to start from (weights, optimizer and data position) when ``run.dir`` has none."""
 
 
 class LogSettings(Settings):

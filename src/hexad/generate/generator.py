@@ -11,7 +11,7 @@ from hexad.checkpoint.chunks import Chunk, load_chunks
 from hexad.comm import all_gather
 from hexad.config import Config, ConfigError, HexadError
 from hexad.model.transformer import Transformer
-from hexad.parallel.sharding import declared_parameters
+from hexad.parallel.sharding import Placement, declared_parameters
 from hexad.topology.mesh import Mesh
 
 from .sampling import Sampling, choose
@@ -48,7 +48,7 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh) -> Transformer:
     """
     dtype = _DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
-    model = Transformer(config.model, mesh.tensor, sequence=False, dtype=stored, device=mesh.device)
+    model = Transformer(config.model, Placement(mesh.tensor, False, stored, mesh.device))
     chunks = []
     for declared in declared_parameters(model):
         declared.parameter.data.zero_()
@@ -80,7 +80,7 @@ def generate(
             f"{len(prompt)} prompt tokens and {tokens} new ones exceed the model's "
             f"{model.positions.weight.shape[0]} positions",
         )
-    device = model.embedding.weight.device
+    device = model.place.device
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = [KeyValueCache(total) for _ in model.layers]
     fresh = torch.tensor([prompt], device=device)
@@ -96,5 +96,5 @@ def generate(
 
 def _last_logits(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
     """``[1, vocab]`` logits on the CPU, gathered from the tensor ranks and without padding."""
-    parts = all_gather(model.head(hidden).contiguous(), model.axis)
+    parts = all_gather(model.head(hidden).contiguous(), model.place.axis)
     return parts.reshape(1, -1)[:, : model.vocab].float().cpu()

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexad.config.schema import ModelSettings
+from hexad.parallel.sharding import Placement
 from hexad.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from hexad.topology.mesh import Axis
 
 from .norms import RmsNorm
 from .ops import rotate
@@ -28,33 +28,28 @@ class KeyValueStore(Protocol):
 class Attention(nn.Module):
     """Causal self-attention (Vaswani et al., arXiv 1706.03762; grouped queries: arXiv 2305.13245)."""
 
-    def __init__(
-        self, model: ModelSettings, axis: Axis, *, sequence: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, model: ModelSettings, place: Placement) -> None:
         super().__init__()
+        ranks, kv_heads = place.axis.size, int(model.kv_heads)
         self.width = width = int(model.head_dim)
-        self.heads = model.heads // axis.size
-        self.kv_heads = int(model.kv_heads) // axis.size
-        outputs = {"q": model.heads * width, "k": int(model.kv_heads) * width, "v": int(model.kv_heads) * width}
-        common = {"sequence": sequence, "dtype": dtype, "device": device}
+        self.heads, self.kv_heads = model.heads // ranks, kv_heads // ranks
+        outputs = {"q": model.heads * width, "k": kv_heads * width, "v": kv_heads * width}
         self.qkv = ColumnParallelLinear(
-            model.hidden, outputs, axis, bias=bool(model.qkv_bias), std=model.init_std, **common
+            model.hidden, outputs, place, bias=bool(model.qkv_bias), std=model.init_std
         )
         self.out = RowParallelLinear(
             model.heads * width,
             model.hidden,
-            axis,
+            place,
             bias=model.family == "gpt2",
             std=model.init_std / (2 * model.layers) ** 0.5,
-            **common,
         )
         self.q_norm: RmsNorm | None = None
         self.k_norm: RmsNorm | None = None
         if model.qk_norm:
-            # Every tensor rank normalises its own heads, so its gradient is a part of the whole.
-            partial = axis.size > 1
-            self.q_norm = RmsNorm(width, model.norm_eps, partial=partial, dtype=dtype, device=device)
-            self.k_norm = RmsNorm(width, model.norm_eps, partial=partial, dtype=dtype, device=device)
+            # Every tensor rank normalises its own heads.
+            self.q_norm = RmsNorm(width, model.norm_eps, place, partial=ranks > 1)
+            self.k_norm = RmsNorm(width, model.norm_eps, place, partial=ranks > 1)
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""

@@ -7,21 +7,26 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexad.config.schema import ModelSettings
-from hexad.parallel.sharding import ShardedModule, replicated
+from hexad.parallel.sharding import Placement, ShardedModule, replicated
 
 from .ops import rms_norm
 
 
 class RmsNorm(ShardedModule):
-    """RMSNorm with a weight held whole by every tensor rank."""
+    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467).
 
-    def __init__(
-        self, width: int, eps: float, *, partial: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    Args:
+        partial: each tensor rank normalises only part of the activations, so that weight gradients are parts.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, width: int, eps: float, place: Placement, *, partial: bool) -> None:
         super().__init__()
         self.eps = eps
-        weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
-        self.declare("weight", weight, replicated("weight", (width,), partial=partial, fill=1.0))
+        self.declare(
+            "weight", place.parameter(width), replicated("weight", (width,), partial=partial, fill=1.0)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` -> the same."""
@@ -29,26 +34,25 @@ class RmsNorm(ShardedModule):
 
 
 class LayerNorm(ShardedModule):
-    """LayerNorm with weight and bias held whole by every tensor rank."""
+    """LayerNorm (Ba et al., arXiv 1607.06450); ``partial`` as for :class:`RmsNorm`."""
 
-    def __init__(
-        self, width: int, eps: float, *, partial: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, width: int, eps: float, place: Placement, *, partial: bool) -> None:
         super().__init__()
         self.eps = eps
-        weight = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
-        bias = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
-        self.declare("weight", weight, replicated("weight", (width,), partial=partial, fill=1.0))
-        self.declare("bias", bias, replicated("bias", (width,), partial=partial))
+        self.declare(
+            "weight", place.parameter(width), replicated("weight", (width,), partial=partial, fill=1.0)
+        )
+        self.declare("bias", place.parameter(width), replicated("bias", (width,), partial=partial))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` -> the same."""
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
-def residual_norm(
-    model: ModelSettings, *, partial: bool, dtype: torch.dtype, device: torch.device
-) -> RmsNorm | LayerNorm:
+def residual_norm(model: ModelSettings, place: Placement) -> RmsNorm | LayerNorm:
     """The family's norm over the residual stream."""
     kind = LayerNorm if model.family == "gpt2" else RmsNorm
-    return kind(model.hidden, model.norm_eps, partial=partial, dtype=dtype, device=device)
+    return kind(model.hidden, model.norm_eps, place, partial=place.sequence)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hexad.parallel.slot import slot_of
+from hexad.parallel.slot import own_gradient
 
 
 def _by_hand(x: torch.Tensor) -> bool:
@@ -36,10 +36,7 @@ class _RmsNorm(torch.autograd.Function):
         wide = x.to(scale.dtype)
         product = gradient * wide
         flat = product.view(-1, x.shape[-1])
-        grad_weight: torch.Tensor | None = (scale.view(1, -1) @ flat).view(-1)
-        if (slot := slot_of(weight)) is not None:
-            slot.add(grad_weight)
-            grad_weight = None
+        grad_weight = own_gradient(weight, (scale.view(1, -1) @ flat).view(-1))
         # d/dx of x * scale(x): the part along x shrinks by scale^3 / width.
         along = (flat @ weight.to(scale.dtype)).view_as(scale) * scale.pow(3) / -x.shape[-1]
         grad_x = (gradient * weight).mul_(scale).addcmul_(wide, along)
@@ -96,7 +93,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _turn(gradient, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(gradient, cos, sin, -1.0), None, None
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexad.config.schema import ModelSettings
-from hexad.parallel.sharding import ShardedModule, replicated
+from hexad.parallel.sharding import Placement, ShardedModule, replicated
 from hexad.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, cross_entropy_sum
-from hexad.topology.mesh import Axis
 
 from .attention import Attention, KeyValueStore
 from .feedforward import FeedForward
@@ -22,15 +21,12 @@ from .positions import Geometry, document_positions, rotary_factors, rotary_freq
 class Block(nn.Module):
     """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(
-        self, model: ModelSettings, axis: Axis, *, sequence: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, model: ModelSettings, place: Placement) -> None:
         super().__init__()
-        common = {"dtype": dtype, "device": device}
-        self.attention_norm = residual_norm(model, partial=sequence, **common)
-        self.attention = Attention(model, axis, sequence=sequence, **common)
-        self.ffn_norm = residual_norm(model, partial=sequence, **common)
-        self.ffn = FeedForward(model, axis, sequence=sequence, **common)
+        self.attention_norm = residual_norm(model, place)
+        self.attention = Attention(model, place)
+        self.ffn_norm = residual_norm(model, place)
+        self.ffn = FeedForward(model, place)
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
@@ -41,23 +37,19 @@ class Block(nn.Module):
 class Positions(ShardedModule):
     """Learned position embeddings (gpt2), added to this rank's tokens."""
 
-    def __init__(
-        self, model: ModelSettings, axis: Axis, *, sequence: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    weight: nn.Parameter
+
+    def __init__(self, model: ModelSettings, place: Placement) -> None:
         super().__init__()
-        self.axis = axis
-        self.sequence = sequence
-        rows = int(model.max_positions)
-        weight = nn.Parameter(torch.empty(rows, model.hidden, dtype=dtype, device=device))
-        declaration = replicated(
-            "weight", (rows, model.hidden), partial=sequence, decay=True, std=model.init_std
-        )
-        self.declare("weight", weight, declaration)
+        self.place = place
+        shape = (int(model.max_positions), model.hidden)
+        declaration = replicated("weight", shape, partial=place.sequence, decay=True, std=model.init_std)
+        self.declare("weight", place.parameter(*shape), declaration)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``x [tokens (/ size), hidden]`` plus the embedding of ``positions [tokens]``."""
-        if self.sequence:
-            positions = positions.chunk(self.axis.size)[self.axis.rank]
+        if self.place.sequence:
+            positions = positions.chunk(self.place.axis.size)[self.place.axis.rank]
         return x + F.embedding(positions, self.weight)
 
 
@@ -66,33 +58,24 @@ class Transformer(nn.Module):
 
     Args:
         model: resolved settings; ``vocab`` and ``max_positions`` are numbers.
-        axis: the tensor axis.
-        sequence: divide activations over tokens between the parallel layers (sequence parallel).
-        dtype: of parameters and activations.
+        place: this rank's place on the tensor axis, dtype and device.
     """
 
-    def __init__(
-        self, model: ModelSettings, axis: Axis, *, sequence: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, model: ModelSettings, place: Placement) -> None:
         super().__init__()
-        sequence = sequence and axis.size > 1
-        common = {"dtype": dtype, "device": device}
-        parallel = {"sequence": sequence, **common}
-        self.axis = axis
-        self.sequence = sequence
+        self.place = place
         self.vocab = int(model.vocab)
-        vocab = {"std": model.init_std, **parallel}
-        self.embedding = VocabParallelEmbedding(self.vocab, model.hidden, axis, **vocab)
+        self.embedding = VocabParallelEmbedding(self.vocab, model.hidden, place, std=model.init_std)
         self.positions: Positions | None = None
         self.frequencies: torch.Tensor | None = None
         if model.family == "gpt2":
-            self.positions = Positions(model, axis, **parallel)
+            self.positions = Positions(model, place)
         else:
-            self.frequencies = rotary_frequencies(model, device)
-        self.layers = nn.ModuleList([Block(model, axis, **parallel) for _ in range(model.layers)])
-        self.norm = residual_norm(model, partial=sequence, **common)
+            self.frequencies = rotary_frequencies(model, place.device)
+        self.layers = nn.ModuleList([Block(model, place) for _ in range(model.layers)])
+        self.norm = residual_norm(model, place)
         tied = self.embedding.weight if model.tied_embeddings else None
-        self.head = VocabParallelHead(self.vocab, model.hidden, axis, tied=tied, **vocab)
+        self.head = VocabParallelHead(self.vocab, model.hidden, place, tied=tied, std=model.init_std)
 
     def forward(
         self,
@@ -122,7 +105,7 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Sum of the token losses, in nats; labels are int64 ``[sequences, length]``, -100 for none."""
         logits = self.head(self(tokens, documents))
-        return cross_entropy_sum(logits, labels.flatten(), self.vocab, self.axis)
+        return cross_entropy_sum(logits, labels.flatten(), self.vocab, self.place.axis)
 
     def _geometry(self, tokens: torch.Tensor, documents: tuple[int, ...] | None, start: int) -> Geometry:
         sequences, length = tokens.shape
@@ -130,6 +113,4 @@ class Transformer(nn.Module):
         if self.frequencies is None:
             return Geometry(sequences, documents, positions)
         dtype = self.embedding.weight.dtype
-        return Geometry(
-            sequences, documents, positions, *rotary_factors(positions, self.frequencies, dtype)
-        )
+        return Geometry(sequences, documents, positions, *rotary_factors(positions, self.frequencies, dtype))

@@ -13,7 +13,30 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hexad.topology.mesh import Axis
+
 _BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how a layer holds its share.
+
+    Attributes:
+        axis: the tensor axis.
+        sequence: activations between the parallel layers are divided over tokens (sequence parallel).
+        dtype: of parameters and activations.
+        device: of both.
+    """
+
+    axis: Axis
+    sequence: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """An uninitialised parameter."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
 
 
 @dataclass(frozen=True)
@@ -82,7 +105,13 @@ class ShardedModule(nn.Module):
 
 
 def replicated(
-    name: str, shape: tuple[int, ...], *, partial: bool, decay: bool = False, std: float = 0.0, fill: float = 0.0
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    partial: bool,
+    decay: bool = False,
+    std: float = 0.0,
+    fill: float = 0.0,
 ) -> Declaration:
     """Declare a parameter that every tensor rank holds whole."""
     piece = Piece(name, shape, (0,) * len(shape), shape, std=std, fill=fill)
@@ -114,9 +143,7 @@ def declared_parameters(model: nn.Module) -> list[DeclaredParameter]:
             declaration = getattr(module, "declarations", {}).get(name)
             if parameter in found:
                 known = found[parameter]
-                found[parameter] = DeclaredParameter(
-                    known.name, parameter, known.declaration, known.uses + 1
-                )
+                found[parameter] = DeclaredParameter(known.name, parameter, known.declaration, known.uses + 1)
                 continue
             if declaration is None:
                 raise TypeError(f"parameter {path}.{name} does not declare how it is sharded")

@@ -47,7 +47,7 @@ class GradientSlot:
         self._contributed()
 
     def add_product(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Contribute ``output_gradient.T @ inputs`` of a linear layer's ``[tokens, out]``, ``[tokens, in]``."""
+        """Contribute ``output_gradient.T @ inputs`` of a layer's ``[tokens, out]`` and ``[tokens, in]``."""
         if output_gradient.dtype != self.buffer.dtype:
             self.add(output_gradient.t() @ inputs)
             return
@@ -101,11 +101,13 @@ def weight_gradient(
 
 def bias_gradient(bias: torch.Tensor | None, output_gradient: torch.Tensor) -> torch.Tensor | None:
     """The sum over tokens: into the bias's slot (returning None), else as a new tensor."""
-    if bias is None:
-        return None
-    slot = slot_of(bias)
-    total = output_gradient.sum(0)
+    return None if bias is None else own_gradient(bias, output_gradient.sum(0))
+
+
+def own_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """``gradient``: into the parameter's slot (returning None), else as it is."""
+    slot = slot_of(parameter)
     if slot is None:
-        return total
-    slot.add(total)
+        return gradient
+    slot.add(gradient)
     return None

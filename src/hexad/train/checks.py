@@ -95,7 +95,9 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
             "change one, or set parallel.sequence: false",
         )
     if config.run.compile and tensor > 1:
-        yield ConfigError("run.compile", f"found true with parallel.tensor {tensor}; it needs parallel.tensor 1")
+        yield ConfigError(
+            "run.compile", f"found true with parallel.tensor {tensor}; it needs parallel.tensor 1"
+        )
 
 
 def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
@@ -109,12 +111,12 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
             f"{layout.data} = {per_pass}; the nearest are {near}",
         )
     schedule = config.lr_schedule
-    if schedule.kind in ("linear", "cosine") and schedule.decay_steps != "auto":
-        if schedule.decay_steps <= schedule.warmup:
-            yield ConfigError(
-                "lr_schedule.decay_steps",
-                f"found {schedule.decay_steps}, expected more than lr_schedule.warmup {schedule.warmup}",
-            )
+    decays = schedule.kind in ("linear", "cosine") and schedule.decay_steps != "auto"
+    if decays and int(schedule.decay_steps) <= schedule.warmup:
+        yield ConfigError(
+            "lr_schedule.decay_steps",
+            f"found {schedule.decay_steps}, expected more than lr_schedule.warmup {schedule.warmup}",
+        )
     if schedule.min_lr > config.optimizer.lr:
         yield ConfigError(
             "lr_schedule.min_lr", f"found {schedule.min_lr}, more than optimizer.lr {config.optimizer.lr}"

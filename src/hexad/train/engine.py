@@ -17,8 +17,8 @@ from hexad.model.transformer import Transformer
 from hexad.optim.adamw import FlatAdamW
 from hexad.optim.schedule import learning_rate
 from hexad.parallel.data import FlatGroup, GradientReducer, flatten
-from hexad.parallel.sharding import initialise
-from hexad.topology.mesh import Mesh
+from hexad.parallel.sharding import Placement, initialise
+from hexad.topology.mesh import Axis, Mesh
 
 from .checks import check_config
 
@@ -63,6 +63,12 @@ def with_positions(config: Config) -> ModelSettings:
     return config.model.model_copy(update={"max_positions": config.data.sequence})
 
 
+def placement(config: Config, tensor: Axis, device: torch.device) -> Placement:
+    """How the model's layers hold their shares for training."""
+    sequence = config.parallel.sequence and tensor.size > 1
+    return Placement(tensor, sequence, DTYPES[config.precision.dtype], device)
+
+
 class Engine:
     """A model with its gradients and optimizer on this rank's share of the mesh.
 
@@ -81,18 +87,14 @@ class Engine:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         check_config(config, mesh.layout)
         if config.model.vocab == "auto":
-            raise ConfigError("model.vocab", "found 'auto', expected a number: the tokenizer's vocabulary size")
+            raise ConfigError(
+                "model.vocab", "found 'auto', expected a number: the tokenizer's vocabulary size"
+            )
         self.config = config
         self.mesh = mesh
         self.step = 0
         self.samples = 0
-        self.model = Transformer(
-            with_positions(config),
-            mesh.tensor,
-            sequence=config.parallel.sequence,
-            dtype=DTYPES[config.precision.dtype],
-            device=mesh.device,
-        )
+        self.model = Transformer(with_positions(config), placement(config, mesh.tensor, mesh.device))
         initialise(self.model, config.run.seed)
         self.groups = flatten(self.model, config.parallel.bucket_mb * 2**20)
         self.reducer = GradientReducer(self.groups, mesh.data, mesh.tensor)
@@ -169,7 +171,9 @@ class Engine:
             low, high = (int(x) for x in ids.aminmax())
             if low < lowest or high >= vocab or (lowest and -100 < low < 0):
                 bad = high if high >= vocab else low
-                raise HexadError(f"{name} id {bad} is outside the model's vocabulary of {vocab} (model.vocab)")
+                raise HexadError(
+                    f"{name} id {bad} is outside the model's vocabulary of {vocab} (model.vocab)"
+                )
         return microbatch.to(self.mesh.device)
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Pending:

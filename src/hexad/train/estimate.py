@@ -11,7 +11,7 @@ from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis
 
-from .engine import DTYPES, with_positions
+from .engine import DTYPES, placement, with_positions
 
 
 def state_bytes(config: Config, layout: Layout) -> dict[str, int]:
@@ -22,13 +22,7 @@ def state_bytes(config: Config, layout: Layout) -> dict[str, int]:
     """
     dtype = DTYPES[config.precision.dtype]
     axis = Axis("tensor", tuple(range(layout.tensor)))
-    model = Transformer(
-        with_positions(config),
-        axis,
-        sequence=config.parallel.sequence,
-        dtype=dtype,
-        device=torch.device("meta"),
-    )
+    model = Transformer(with_positions(config), placement(config, axis, torch.device("meta")))
     count = sum(aligned(declared.parameter.numel()) for declared in declared_parameters(model))
     wide = 8 if dtype == torch.float64 else 4
     state = {

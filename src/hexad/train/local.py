@@ -76,7 +76,8 @@ def _failure(failures: dict[int, ProcessFailure]) -> LocalOutcome:
         how = f"failed with exit status {failure.exitcode}"
         how += f": {texts[rank]}" if texts[rank] else ""
     return LocalOutcome(
-        1, f"rank {rank} (process {failure.pid}) {how}; all ranks were stopped, see log-rank{rank}.txt in run.dir"
+        1,
+        f"rank {rank} (process {failure.pid}) {how}; all ranks were stopped (log-rank{rank}.txt in run.dir)",
     )
 
 

@@ -86,7 +86,9 @@ class Trainer:
                 asking = stop.ask()
                 metrics = self._step()
                 self._validate(metrics)
-                if sink is not None and (engine.step % config.log.every == 0 or engine.step == config.run.steps):
+                if sink is not None and (
+                    engine.step % config.log.every == 0 or engine.step == config.run.steps
+                ):
                     sink.write(metrics)
                 self.checkpointer.check()
                 signal = stop.answer(asking)
@@ -199,7 +201,8 @@ def _prepare_directory(config: Config) -> None:
 
 def _log_to_file(config: Config, run: Run, stack: ExitStack) -> None:
     """Messages, and the stacks of a crash, go to ``log-rankN.txt``; rank 0's messages to stderr too."""
-    file = stack.enter_context(open(Path(config.run.dir) / f"log-rank{run.mesh.rank}.txt", "a", encoding="utf-8"))
+    path = Path(config.run.dir) / f"log-rank{run.mesh.rank}.txt"
+    file = stack.enter_context(path.open("a", encoding="utf-8"))
     faulthandler.enable(file)
     stack.callback(faulthandler.disable)
     stack.push(lambda kind, error, trace: traceback.print_exception(error, file=file) if error else None)

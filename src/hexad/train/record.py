@@ -38,11 +38,13 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int) -> None:
         if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= last_step]
+            kept = [
+                line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= last_step
+            ]
             temporary = path.with_suffix(".partial")
             temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
             os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, metrics: Metrics) -> None:
         self._file.write(json.dumps(metrics) + "\n")
@@ -140,7 +142,11 @@ class ProgressLine:
         if not self._console.is_terminal and (last or now - self._last > self._PLAIN_SECONDS):
             self._last = now
             left = (self._steps - metrics["step"]) * metrics["step_seconds"]
-            print(f"step {metrics['step']}/{self._steps}  {text}  {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"step {metrics['step']}/{self._steps}  {text}  {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         self._progress.stop()

@@ -37,7 +37,9 @@ class StopRequest:
 
     def ask(self) -> Pending:
         """Start asking whether any rank has received a signal."""
-        return all_reduce_async(torch.tensor([self._received], device=self._mesh.device), self._mesh.world, "max")
+        return all_reduce_async(
+            torch.tensor([self._received], device=self._mesh.device), self._mesh.world, "max"
+        )
 
     @staticmethod
     def answer(pending: Pending) -> str | None:

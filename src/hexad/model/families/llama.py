@@ -9,7 +9,10 @@ from .mapping import HuggingFaceTensor as Tensor
 
 def tensors(model: ModelSettings) -> dict[str, Tensor]:
     """Our global tensor name -> where it stands in a Hugging Face state dict."""
-    table = {"embedding.weight": Tensor("model.embed_tokens.weight"), "norm.weight": Tensor("model.norm.weight")}
+    table = {
+        "embedding.weight": Tensor("model.embed_tokens.weight"),
+        "norm.weight": Tensor("model.norm.weight"),
+    }
     if not model.tied_embeddings:
         table["head.weight"] = Tensor("lm_head.weight")
     for index in range(model.layers):

@@ -1,8 +1,8 @@
 """Gradients summed over the data ranks, bucket by bucket, while backward still runs.
 
 The idea is that of PyTorch DDP (Li et al., arXiv 2006.15704) and Megatron's distributed optimizer: a bucket's
-all-reduce starts as soon as its last gradient is complete. Gradients are *summed*: the loss is already divided
-by the global number of target tokens.
+all-reduce starts as soon as its last gradient is complete. Gradients are *summed*: the loss is already
+divided by the global number of target tokens.
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis) -> torch.Tensor:
         ctx.dtype = logits.dtype
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
@@ -65,9 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         return exponentials.to(ctx.dtype), None, None, None
 
 
-def cross_entropy_sum(
-    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis
-) -> torch.Tensor:
+def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis) -> torch.Tensor:
     """Sum of ``-log softmax(logits)[label]`` over the tokens that have a label, in nats.
 
     Args:

@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_reduce, reduce_scatter
-from hexad.topology.mesh import Axis
 
-from ..sharding import Declaration, Piece, ShardedModule
+from ..sharding import Declaration, Piece, Placement, ShardedModule
 from ..slot import slot_of
 from .linear import column_linear
 
@@ -24,21 +23,21 @@ def padded_vocab(vocab: int, size: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def _declaration(vocab: int, hidden: int, axis: Axis, std: float) -> Declaration:
-    """Declare a ``[padded vocab / size, hidden]`` weight; padding rows belong to no piece and stay zero."""
-    rows = padded_vocab(vocab, axis.size) // axis.size
-    begin = min(axis.rank * rows, vocab)
+def _vocab_weight(vocab: int, hidden: int, place: Placement, std: float) -> tuple[nn.Parameter, Declaration]:
+    """A ``[padded vocab / size, hidden]`` weight; padding rows belong to no piece and stay zero."""
+    size, rank = place.axis.size, place.axis.rank
+    rows = padded_vocab(vocab, size) // size
+    begin = min(rank * rows, vocab)
     sizes = (min(begin + rows, vocab) - begin, hidden)
     piece = Piece("weight", (vocab, hidden), (begin, 0), sizes, std=std)
-    return Declaration((piece,), sharded=axis.size > 1, partial=False, decay=True)
+    return place.parameter(rows, hidden), Declaration((piece,), size > 1, partial=False, decay=True)
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, axis: Axis, sequence: bool
-    ) -> torch.Tensor:
-        ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, place: Placement) -> torch.Tensor:
+        ctx.weight, ctx.place = weight, place
+        axis = place.axis
         if axis.size == 1:
             ctx.save_for_backward(tokens, None)
             return F.embedding(tokens, weight)
@@ -47,21 +46,21 @@ class _Embed(torch.autograd.Function):
         rows = rows.masked_fill_(elsewhere, 0)
         ctx.save_for_backward(rows, elsewhere)
         out = F.embedding(rows, weight).masked_fill_(elsewhere[:, None], 0)
-        return (reduce_scatter if sequence else all_reduce)(out, axis)
+        return (reduce_scatter if place.sequence else all_reduce)(out, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
-        if ctx.sequence:
-            gradient = all_gather(gradient.contiguous(), ctx.axis)
+        if ctx.place.sequence:
+            gradient = all_gather(gradient.contiguous(), ctx.place.axis)
         if elsewhere is not None:
             gradient = gradient.masked_fill(elsewhere[:, None], 0)
         slot = slot_of(ctx.weight)
         if slot is not None:
             slot.add_rows(rows, gradient)
-            return None, None, None, None
+            return None, None, None
         weight = torch.zeros_like(ctx.weight).index_add_(0, rows, gradient)
-        return None, weight, None, None
+        return None, weight, None
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -70,30 +69,26 @@ class VocabParallelEmbedding(ShardedModule):
     Args:
         vocab: number of tokens, any; padded internally.
         hidden: width.
-        sequence: the output is divided over tokens (sequence parallel).
+        place: in sequence parallel the output is divided over tokens.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
         vocab: int,
         hidden: int,
-        axis: Axis,
+        place: Placement,
         *,
-        sequence: bool,
         std: float,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         super().__init__()
-        self.axis = axis
-        self.sequence = sequence and axis.size > 1
-        rows = padded_vocab(vocab, axis.size) // axis.size
-        weight = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
-        self.declare("weight", weight, _declaration(vocab, hidden, axis, std))
+        self.place = place
+        self.declare("weight", *_vocab_weight(vocab, hidden, place, std))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 ``[tokens]`` -> ``[tokens (/ size in sequence parallel), hidden]``."""
-        return _Embed.apply(tokens, self.weight, self.axis, self.sequence)
+        return _Embed.apply(tokens, self.weight, self.place)
 
 
 class VocabParallelHead(ShardedModule):
@@ -103,29 +98,24 @@ class VocabParallelHead(ShardedModule):
         tied: the embedding's weight where it is shared; None makes an own one.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         vocab: int,
         hidden: int,
-        axis: Axis,
+        place: Placement,
         *,
         tied: nn.Parameter | None,
-        sequence: bool,
         std: float,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         super().__init__()
-        self.axis = axis
-        self.sequence = sequence and axis.size > 1
-        self.weight: nn.Parameter
-        if tied is not None:
+        self.place = place
+        if tied is None:
+            self.declare("weight", *_vocab_weight(vocab, hidden, place, std))
+        else:
             self.weight = tied
-            return
-        rows = padded_vocab(vocab, axis.size) // axis.size
-        weight = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
-        self.declare("weight", weight, _declaration(vocab, hidden, axis, std))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> ``[tokens, padded vocab / size]``."""
-        return column_linear(x, self.weight, None, self.axis, self.sequence)
+        return column_linear(x, self.weight, None, self.place)

@@ -21,9 +21,8 @@ from hexad.comm import (
     reduce_scatter,
     reduce_scatter_async,
 )
-from hexad.topology.mesh import Axis
 
-from ..sharding import Declaration, Piece, ShardedModule, replicated
+from ..sharding import Declaration, Piece, Placement, ShardedModule, replicated
 from ..slot import bias_gradient, weight_gradient
 
 
@@ -36,27 +35,29 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Placement
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.axis, ctx.sequence = weight, bias, axis, sequence
-        return F.linear(all_gather(x, axis) if sequence else x, weight, bias)
+        ctx.weight, ctx.bias, ctx.place = weight, bias, place
+        return F.linear(all_gather(x, place.axis) if place.sequence else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         gradient = gradient.contiguous()
-        gathering = all_gather_async(x, ctx.axis) if ctx.sequence else None
+        axis, sequence = ctx.place.axis, ctx.place.sequence
+        gathering = all_gather_async(x, axis) if sequence else None
         reducing = None
         if ctx.needs_input_grad[0]:
             grad_x = gradient @ ctx.weight
-            reduce = reduce_scatter_async if ctx.sequence else all_reduce_async
-            reducing = reduce(grad_x, ctx.axis)
+            reduce = reduce_scatter_async if sequence else all_reduce_async
+            reducing = reduce(grad_x, axis)
         if gathering is not None:
             x = gathering.wait()
         grad_weight = weight_gradient(ctx.weight, gradient, x)
         grad_bias = bias_gradient(ctx.bias, gradient)
-        return reducing and reducing.wait(), grad_weight, grad_bias, None, None
+        grad_x = None if reducing is None else reducing.wait()
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -64,28 +65,26 @@ class _RowLinear(torch.autograd.Function):
     in sequence parallel."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, axis: Axis, sequence: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, place: Placement) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.axis, ctx.sequence = weight, axis, sequence
-        return (reduce_scatter if sequence else all_reduce)(x @ weight.t(), axis)
+        ctx.weight, ctx.place = weight, place
+        return (reduce_scatter if place.sequence else all_reduce)(x @ weight.t(), place.axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         gradient = gradient.contiguous()
-        if ctx.sequence:
-            gradient = all_gather(gradient, ctx.axis)
+        if ctx.place.sequence:
+            gradient = all_gather(gradient, ctx.place.axis)
         grad_x = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
-        return grad_x, weight_gradient(ctx.weight, gradient, x), None, None
+        return grad_x, weight_gradient(ctx.weight, gradient, x), None
 
 
 def column_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, axis: Axis, sequence: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Placement
 ) -> torch.Tensor:
     """``x W^T + b`` for this rank's rows of W; see :class:`ColumnParallelLinear`."""
-    return _ColumnLinear.apply(x, weight, bias, axis, sequence)
+    return _ColumnLinear.apply(x, weight, bias, place)
 
 
 class ColumnParallelLinear(ShardedModule):
@@ -96,55 +95,55 @@ class ColumnParallelLinear(ShardedModule):
         outputs: name -> global output features. One entry named ``""`` is a plain layer; several are fused
             into one multiplication, and each is divided over the axis by itself, so that this rank's output
             is ``[first's share | second's share | ...]``.
-        axis: the tensor axis.
+        place: in sequence parallel the input is divided over tokens and is gathered first.
         bias: add a bias.
-        sequence: the input is divided over tokens and is gathered first (sequence parallel).
         std: standard deviation of the initial weights.
 
     Raises:
         ValueError: an output that does not divide by the axis's size.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         inputs: int,
         outputs: dict[str, int],
-        axis: Axis,
+        place: Placement,
         *,
         bias: bool,
-        sequence: bool,
         std: float,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         super().__init__()
+        self.place = place
+        ranks = place.axis.size
         for name, size in outputs.items():
-            if size % axis.size:
-                raise ValueError(f"output '{name}' of {size} features does not divide by {axis.size} ranks")
-        self.axis = axis
-        self.sequence = sequence and axis.size > 1
-        self.widths = tuple(size // axis.size for size in outputs.values())
-        weight = nn.Parameter(torch.empty(sum(self.widths), inputs, dtype=dtype, device=device))
+            if size % ranks:
+                raise ValueError(f"output '{name}' of {size} features does not divide by {ranks} ranks")
+        self.widths = tuple(size // ranks for size in outputs.values())
+        weight = place.parameter(sum(self.widths), inputs)
         self.declare("weight", weight, self._declaration("weight", outputs, (inputs,), std, decay=True))
-        self.bias: nn.Parameter | None = None
         if bias:
-            values = nn.Parameter(torch.empty(sum(self.widths), dtype=dtype, device=device))
+            values = place.parameter(sum(self.widths))
             self.declare("bias", values, self._declaration("bias", outputs, (), 0.0, decay=False))
+        else:
+            self.bias = None
 
     def _declaration(
         self, kind: str, outputs: dict[str, int], rest: tuple[int, ...], std: float, decay: bool
     ) -> Declaration:
         pieces, start = [], 0
         for (name, size), width in zip(outputs.items(), self.widths):
-            offset = (self.axis.rank * width, *(0 for _ in rest))
+            offset = (self.place.axis.rank * width, *(0 for _ in rest))
             full_name = f".{name}.{kind}" if name else kind
             pieces.append(Piece(full_name, (size, *rest), offset, (width, *rest), start, std))
             start += width
-        return Declaration(tuple(pieces), sharded=self.axis.size > 1, partial=False, decay=decay)
+        return Declaration(tuple(pieces), sharded=self.place.axis.size > 1, partial=False, decay=decay)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``."""
-        return column_linear(x, self.weight, self.bias, self.axis, self.sequence)
+        return column_linear(x, self.weight, self.bias, self.place)
 
 
 class RowParallelLinear(ShardedModule):
@@ -153,34 +152,35 @@ class RowParallelLinear(ShardedModule):
     The bias is added once, after the sum. In sequence parallel the output is divided over tokens.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         inputs: int,
         outputs: int,
-        axis: Axis,
+        place: Placement,
         *,
         bias: bool,
-        sequence: bool,
         std: float,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         super().__init__()
+        self.place = place
+        axis = place.axis
         if inputs % axis.size:
             raise ValueError(f"{inputs} input features do not divide by {axis.size} ranks")
-        self.axis = axis
-        self.sequence = sequence and axis.size > 1
         width = inputs // axis.size
         piece = Piece("weight", (outputs, inputs), (0, axis.rank * width), (outputs, width), std=std)
-        weight = nn.Parameter(torch.empty(outputs, width, dtype=dtype, device=device))
+        weight = place.parameter(outputs, width)
         self.declare("weight", weight, Declaration((piece,), axis.size > 1, partial=False, decay=True))
-        self.bias: nn.Parameter | None = None
         if bias:
-            values = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device))
+            values = place.parameter(outputs)
             # In sequence parallel each rank sees the gradient of its own tokens only.
-            self.declare("bias", values, replicated("bias", (outputs,), partial=self.sequence))
+            self.declare("bias", values, replicated("bias", (outputs,), partial=place.sequence))
+        else:
+            self.bias = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``."""
-        y = _RowLinear.apply(x, self.weight, self.axis, self.sequence)
+        y = _RowLinear.apply(x, self.weight, self.place)
         return y if self.bias is None else y + self.bias

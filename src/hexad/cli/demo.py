@@ -1,0 +1,100 @@
+"""``hexad demo``: real text to a trained model on this machine, with two kinds of parallelism."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .options import overrides_argument
+
+if TYPE_CHECKING:
+    from hexad.dataset.corpus import DemoData
+
+_RANKS = 4
+_PROMPT = "def read_lines(path):\n    "
+
+# Sized for two CPU cores: about two minutes of training.
+_RUN = """\
+# Written by 'hexad demo'. Train on with: hexad train {path} run.steps=400
+run: {{dir: {directory}, steps: 200, device: cpu}}
+model: {{layers: 4, hidden: 192, heads: 6, kv_heads: 2, ffn_hidden: 512, tied_embeddings: true}}
+data:
+  train: {data.train}
+  validation: {data.validation}
+  tokenizer: {data.tokenizer}
+  sequence: 128
+batch: {{micro: 8, global: 16}}
+parallel: {{data: 2, tensor: 2, sequence: true}}
+precision: {{dtype: fp32}}
+optimizer: {{lr: 3.0e-3}}
+lr_schedule: {{kind: cosine, warmup: 20, min_lr: 3.0e-4}}
+checkpoint: {{every: 100, keep: 2}}
+validate: {{every: 50, batches: 4}}
+"""
+
+
+@click.command("demo")
+@overrides_argument
+@click.option(
+    "--dir", "directory", default="runs/demo", show_default=True, help="Where everything is written."
+)
+def demo(overrides: tuple[str, ...], directory: str) -> int:
+    """Train a small model on the source of Python's standard library, on 4 local ranks (data 2 x tensor 2).
+
+    Builds a tokenizer and a dataset, trains, draws the loss curve and generates a sample. KEY=VALUE overrides
+    settings, as in run.steps=50.
+    """
+    from hexad.dataset.corpus import build_demo_data
+
+    from .train import start
+
+    where = Path(directory)
+    click.echo("1. tokenizer and dataset from Python's standard library", err=True)
+    data = build_demo_data(where / "data")
+    click.echo(
+        f"   {data.train_tokens:,} training tokens, vocabulary {data.vocab}, "
+        f"unigram entropy {data.unigram_entropy:.3f} nats per token",
+        err=True,
+    )
+    run_file = where / "run.yaml"
+    run_file.write_text(_RUN.format(path=run_file, directory=where, data=data), encoding="utf-8")
+    click.echo(f"2. training on {_RANKS} ranks: data 2 x tensor 2, sequence parallel", err=True)
+    status = start(_RANKS, [str(run_file), "checkpoint.resume=auto", *overrides])
+    if status == 0:
+        _report(where, data)
+    return status
+
+
+def _report(where: Path, data: DemoData) -> None:
+    """The curve, a sample, the communication, and where to go from here."""
+    from hexad.show.figure import save_figure
+    from hexad.show.run import read_metrics, readable_bytes, run_figure
+
+    from .generate import generate
+
+    metrics = read_metrics(where)
+    picture = where / "loss.svg"
+    references = {"unigram entropy": data.unigram_entropy}
+    save_figure(run_figure(metrics, references), picture)
+    save_figure(run_figure(metrics, references), where / "loss.png")
+    last = metrics.lines[-1]
+    validation = next(
+        (line["validation_loss"] for line in reversed(metrics.lines) if "validation_loss" in line), None
+    )
+    click.echo("3. a sample of generated code", err=True)
+    sys.stderr.flush()
+    click.echo("-" * 72)
+    options = ["--prompt", _PROMPT, "--tokens", "80", "--temperature", "0.7", "--top-p", "0.9"]
+    generate.main([str(where), *options], prog_name="hexad generate", standalone_mode=False)
+    click.echo("-" * 72)
+    click.echo(f"loss {last['loss']:.3f} nats per token", nl=False)
+    click.echo("" if validation is None else f", validation {validation:.3f}", nl=False)
+    click.echo(f"; unigram entropy {data.unigram_entropy:.3f}")
+    sent = {axis: count for axis, count in last["comm_bytes"].items() if count}
+    click.echo("sent per rank and step: " + ", ".join(f"{a} {readable_bytes(n)}" for a, n in sent.items()))
+    click.echo(f"loss curve: {picture}")
+    click.echo(f"look further: hexad show run {where}")
+    click.echo(f'              hexad generate {where} --prompt "import os" --temperature 0.8')

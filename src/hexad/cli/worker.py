@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -25,10 +26,19 @@ def attempt(action: Callable[[], None]) -> tuple[int, str]:
         return USER_ERROR, str(error)
     except CommError as error:  # a peer is gone; its own message says why
         return 1, f"CommError: {error}"
+    except KeyboardInterrupt:  # a second one: the first asks politely
+        return 130, "interrupted"
     except Exception as error:
         traceback.print_exc()
         return 1, f"{type(error).__name__}: {error}"
     return 0, ""
+
+
+def _end_with(parent: int) -> None:
+    """End this rank when the command that started it is gone: kill -9 leaves it no chance to say so."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def work(action: Callable[[], None]) -> int:
@@ -44,6 +54,7 @@ def main() -> None:
     """Entry point of a rank that ``hexad`` itself has started: the message goes to torchrun's error file,
     from which the parent process prints one line."""
     command, *arguments = sys.argv[1:]
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="hexad-parent").start()
     if command == "train":
         from .train import train_here
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
-import torch.distributed.launcher.api as elastic
+from torch.distributed.elastic import rendezvous
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import registry
+
+from .stop import POLITE_SIGNALS
 
 USER_ERROR = 2
 
@@ -31,31 +39,75 @@ class LocalOutcome:
     message: str | None = None
 
 
+class _Agent(LocalElasticAgent):
+    """Hands a polite signal on to the ranks and keeps waiting for them, however long their save takes.
+
+    torch's agent would give them 30 seconds, and forget how they ended.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+        super().__init__(spec=spec, logs_specs=logs)
+        self.asked: signal.Signals | None = None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        processes = super()._start_workers(worker_group)
+
+        def hand_on(number: int, frame: FrameType | None) -> None:
+            self.asked = signal.Signals(number)
+            for process in processes.values():
+                try:
+                    # Always SIGTERM: a rank that is still importing then ends without a traceback.
+                    os.kill(process, signal.SIGTERM)
+                except ProcessLookupError:
+                    continue
+
+        # After super(): torch sets handlers of its own when it starts the processes.
+        for number in POLITE_SIGNALS:
+            signal.signal(number, hand_on)
+        return processes
+
+
 def run_local(arguments: Sequence[str], ranks: int) -> LocalOutcome:
     """Run ``python -m hexad.cli.worker ARGUMENTS`` on ``ranks`` local ranks and wait for all of them.
 
-    When one rank ends badly the others are stopped at once.
+    When one rank ends badly the others are stopped at once. SIGTERM and SIGINT are handed on to the ranks.
     """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    # It would announce every signal it sends; the one line of LocalOutcome says what matters.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    previous = {number: signal.getsignal(number) for number in POLITE_SIGNALS}
     with tempfile.TemporaryDirectory(prefix="hexad-launch-") as scratch:
-        launch = elastic.LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            run_id=f"hexad-{os.getpid()}",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+        place = rendezvous.RendezvousParameters(
+            backend="c10d", endpoint="localhost:0", run_id=f"hexad-{os.getpid()}", min_nodes=1, max_nodes=1
         )
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+        handler = registry.get_rendezvous_handler(place)
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=ranks,
+            rdzv_handler=handler,
+            entrypoint=sys.executable,
+            args=("-m", "hexad.cli.worker", *arguments),
+            max_restarts=0,
+        )
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=scratch))
         try:
-            elastic.elastic_launch(launch, sys.executable)("-m", "hexad.cli.worker", *arguments)
-        except ChildFailedError as error:
-            return _failure(error.failures)
-        except SignalException as error:
+            return _outcome(agent.run(), agent.asked)
+        except SignalException as error:  # SIGHUP, SIGQUIT
             return LocalOutcome(128 + error.sigval, f"stopped by {signal.Signals(error.sigval).name}")
-    return LocalOutcome(0)
+        finally:
+            handler.shutdown()
+            for number, action in previous.items():
+                signal.signal(number, action)
+
+
+def _outcome(result: RunResult, asked: signal.Signals | None) -> LocalOutcome:
+    if not result.is_failed():
+        return LocalOutcome(0)
+    failures = result.failures
+    # Ranks that had not begun to listen, or were told twice.
+    if asked and any(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
+        return LocalOutcome(128 + asked, f"stopped by {asked.name} without saving")
+    return _failure(failures)
 
 
 def _failure(failures: dict[int, ProcessFailure]) -> LocalOutcome:

@@ -100,6 +100,7 @@ class Trainer:
                     self.checkpointer.wait()
                     log.info("%s: saved step %d and stopped; the same command goes on", signal, saved_step)
                     return Outcome(engine.step, signal)
+            self.checkpointer.wait()  # a signal must not cut the last save short
         return Outcome(engine.step, None)
 
     def _save_due(self, step: int, signal: str | None) -> bool:

@@ -11,6 +11,8 @@ import torch
 from hexad.comm import Pending, all_reduce_async
 from hexad.topology.mesh import Mesh
 
+POLITE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class StopRequest:
     """Remembers a signal, and lets all ranks agree on it after a step.
@@ -26,7 +28,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in POLITE_SIGNALS:
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 

@@ -1,0 +1,52 @@
+"""Hand-written element-wise operations against autograd's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hexad.model import ops
+
+
+def _gradients(output: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    weights = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(3))
+    return torch.autograd.grad((output * weights).sum(), inputs)
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (1, 1)])
+def test_rms_norm(shape: tuple[int, ...]) -> None:
+    x, weight = _random(*shape), _random(shape[-1])
+    found, wanted = ops.rms_norm(x, weight, 1e-3), F.rms_norm(x, (shape[-1],), weight, 1e-3)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(_gradients(found, x, weight), _gradients(wanted, x, weight))
+
+
+def test_swiglu() -> None:
+    x = _random(5, 14)
+    gate, up = x.chunk(2, dim=-1)
+    found, wanted = ops.swiglu(x), F.silu(gate) * up
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(_gradients(found, x), _gradients(wanted, x))
+
+
+def test_rotate() -> None:
+    x, angles = _random(5, 3, 8), torch.arange(20, dtype=torch.float64).view(5, 1, 4)
+    cos, sin = angles.cos(), angles.sin()
+    as_complex = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(cos, sin)
+    wanted = torch.cat((as_complex.real, as_complex.imag), dim=-1)
+    found = ops.rotate(x, cos, sin)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(_gradients(found, x), _gradients(wanted, x))
+
+
+def test_bf16_norm_is_computed_in_float32() -> None:
+    x, weight = _random(64, 512, dtype=torch.bfloat16), _random(512, dtype=torch.bfloat16)
+    wanted = F.rms_norm(x.float(), (512,), weight.float(), 1e-5)
+    error = (ops.rms_norm(x, weight, 1e-5).float() - wanted).abs().max() / wanted.abs().max()
+    assert error < 2**-7  # two roundings to 8 bits

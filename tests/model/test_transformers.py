@@ -1,0 +1,208 @@
+"""Logits, gradients and training steps equal to Hugging Face transformers on random weights, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from hexad.config import Config, build_config
+from hexad.dataset.microbatch import Microbatch
+from hexad.model.families import hugging_face_tensors
+from hexad.model.transformer import Transformer
+from hexad.parallel.sharding import Placement, declared_parameters, load_global
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Axis, Mesh
+from hexad.train.engine import Engine
+
+TOLERANCE = 1e-10
+VOCAB, LENGTH, LAYERS, HIDDEN, HEADS = 103, 23, 3, 48, 6
+
+_SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 16}
+_LLAMA = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "kv_heads": 2, "ffn_hidden": 80, "vocab": VOCAB}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", **_LLAMA},
+    "llama-tied": {"family": "llama", **_LLAMA, "tied_embeddings": True},
+    "llama3.1": {"family": "llama", **_LLAMA, "rope_theta": 500000.0, "rope_scaling": _SCALING},
+    "mistral": {"family": "mistral", **_LLAMA, "head_dim": 10},
+    "qwen2": {"family": "qwen2", **_LLAMA, "norm_eps": 1e-6},
+    "qwen3": {"family": "qwen3", **_LLAMA, "head_dim": 12, "tied_embeddings": True},
+    "gpt2": {"family": "gpt2", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab": VOCAB,
+             "max_positions": 40},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes RMSNorm in float32 whatever the dtype; in float64 it is as exact as ours."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
+
+    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+def settings(name: str) -> Config:
+    tree = {
+        "run": {"steps": 10},
+        "model": CASES[name],
+        "data": {"sequence": LENGTH},
+        "batch": {"micro": 2, "global": 4},
+        "precision": {"dtype": "fp64"},
+        "optimizer": {"lr": 0.01, "clip": 0.7, "weight_decay": 0.1},
+        "lr_schedule": {"kind": "constant", "warmup": 1},
+    }
+    return build_config(tree)
+
+
+def oracle(name: str) -> transformers.PreTrainedModel:
+    """The same architecture in transformers, with random weights (biases and norms too)."""
+    model = settings(name).model
+    torch.manual_seed(7)
+    if model.family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCAB, n_positions=40, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, layer_norm_epsilon=model.norm_eps,
+        )  # fmt: skip
+        theirs: transformers.PreTrainedModel = GPT2LMHeadModel(config)
+    else:
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+        if model.rope_scaling is not None:
+            scaling = model.rope_scaling
+            rope |= {"rope_type": "llama3", "factor": scaling.factor,
+                     "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
+                     "original_max_position_embeddings": scaling.original_positions}  # fmt: skip
+        kinds = {
+            "llama": transformers.LlamaConfig,
+            "mistral": transformers.MistralConfig,
+            "qwen2": transformers.Qwen2Config,
+            "qwen3": transformers.Qwen3Config,
+        }
+        config = kinds[model.family](
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=80, num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS, num_key_value_heads=int(model.kv_heads), head_dim=int(model.head_dim),
+            rms_norm_eps=model.norm_eps, rope_parameters=rope,
+            tie_word_embeddings=bool(model.tied_embeddings),
+        )  # fmt: skip
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs = theirs.double()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return theirs
+
+
+def translated(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Their tensors under our names."""
+    return {ours: place.read(tensors) for ours, place in hugging_face_tensors(settings(name).model).items()}
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).detach().abs().max() / wanted.detach().abs().max())
+
+
+def pieces(model: torch.nn.Module, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    for declared in declared_parameters(model):
+        tensor = declared.parameter.grad if gradients else declared.parameter
+        assert tensor is not None, declared.name
+        for piece in declared.declaration.pieces:
+            yield piece.name, piece.local(tensor)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients(name: str) -> None:
+    theirs = oracle(name)
+    ours = Transformer(
+        settings(name).model, Placement(Axis("tensor"), False, torch.float64, torch.device("cpu"))
+    )
+    load_global(ours, translated(name, theirs.state_dict()))
+    tokens, labels = batch()[:, :-1], batch()[:, 1:]
+    wanted = theirs(tokens).logits
+    found = ours.head(ours(tokens))[:, :VOCAB].view_as(wanted)
+    assert relative(found, wanted) < TOLERANCE
+    torch.nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    loss = ours.loss_sum(tokens, labels)
+    loss.backward()
+    wanted_gradients = translated(
+        name, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+    )
+    scale = max(float(g.abs().max()) for g in wanted_gradients.values())
+    seen = set()
+    for piece, gradient in pieces(ours, gradients=True):
+        seen.add(piece)
+        wanted_gradient = wanted_gradients[piece]
+        # A key bias has no gradient in exact arithmetic: compare with the model's largest instead.
+        floor = max(float(wanted_gradient.abs().max()), 1e-6 * scale)
+        assert float((gradient - wanted_gradient).abs().max()) / floor < TOLERANCE, piece
+    assert seen == wanted_gradients.keys()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_three_engine_steps_equal_a_plain_training_loop(name: str) -> None:
+    theirs = oracle(name)
+    config = settings(name)
+    engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")))
+    load_global(engine.model, translated(name, theirs.state_dict()))
+    decayed = [p for p in theirs.parameters() if p.ndim == 2]
+    others = [p for p in theirs.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(0.9, 0.95),
+    )
+    for step in range(3):
+        tokens, labels = batch(step)[:, :-1], batch(step)[:, 1:]
+        loss = torch.nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in theirs.parameters() if p.grad is not None])
+        for parameter in theirs.parameters():  # not clip_grad_norm_, which divides by norm + 1e-6
+            if parameter.grad is not None:
+                parameter.grad.mul_((0.7 / norm).clamp(max=1.0))
+        optimizer.step()
+        result = engine.train_step(
+            [
+                Microbatch(tokens[rows].contiguous(), labels[rows].contiguous())
+                for rows in (slice(0, 2), slice(2, 4))
+            ]
+        )
+        assert abs(result.loss - float(loss)) / float(loss) < TOLERANCE
+        assert abs(result.grad_norm - float(norm)) / float(norm) < TOLERANCE
+    wanted = translated(name, theirs.state_dict())
+    for piece, weight in pieces(engine.model, gradients=False):
+        error = float((weight - wanted[piece]).detach().abs().max())
+        # A key bias's gradient is rounding noise, which Adam scales up to at most lr * noise / eps.
+        noise = 1e-9 if piece.endswith("k.bias") else 0.0
+        assert error < 1e-10 * float(wanted[piece].detach().abs().max()) + noise, piece
+
+
+def test_packed_documents_equal_separate_sequences() -> None:
+    """``isolate``: the loss of a packed sample is the sum of its documents' losses, each run alone."""
+    for name in ("llama", "gpt2"):
+        model = Transformer(
+            settings(name).model, Placement(Axis("tensor"), False, torch.float64, torch.device("cpu"))
+        )
+        load_global(model, translated(name, oracle(name).state_dict()))
+        tokens, labels = batch()[:2, :-1].contiguous(), batch()[:2, 1:].contiguous()
+        bounds = (0, 5, 6, LENGTH, LENGTH + 11, 2 * LENGTH)
+        with torch.no_grad():
+            packed = model.loss_sum(tokens, labels, bounds)
+            alone = sum(
+                model.loss_sum(tokens.flatten()[None, a:b], labels.flatten()[None, a:b])
+                for a, b in pairwise(bounds)
+            )
+        assert abs(float(packed - alone)) / float(packed) < 1e-13

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
 
-from hexad.config import Config, HexadError, dump_config
+from hexad.config import AgreedError, Config, HexadError, blaming, dump_config
 from hexad.topology.mesh import Mesh
 
 from .chunks import Chunk, load_chunks, save_chunks
-from .directory import STATE_FILE, CheckpointDirectory, read_state, write_durably
+from .directory import CheckpointDirectory, find_checkpoint, read_state, write_durably
 
 
 class Checkpointer:
@@ -40,7 +41,7 @@ class Checkpointer:
         """Save the state after ``step``. Returns once the values are copied (or, synchronously, on disk).
 
         Raises:
-            OSError, CheckpointException: this save failed, or the previous one that ran in the background.
+            AgreedError: this save failed, or the previous one that ran in the background.
         """
         self.wait()
         if self.config.checkpoint.asynchronous:
@@ -105,12 +106,21 @@ class Checkpointer:
             raise HexadError(f"checkpoint.resume: found must, but {where} holds no complete checkpoint")
         if load is None:
             return None
-        path = Path(load)
-        if not (path / STATE_FILE).is_file():
-            raise HexadError(f"checkpoint.load: {path} is not a checkpoint ({STATE_FILE} is missing)")
-        return path
+        with blaming("checkpoint.load"):
+            return find_checkpoint(load)
 
     def _write(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str) -> None:
+        try:
+            self._write_all(chunks, step, samples, reason)
+        except (OSError, dcp.CheckpointException) as error:
+            causes = getattr(error, "failures", {}).values()
+            why = next((failure[0] for failure in causes), error)
+            raise AgreedError(
+                f"checkpoint of step {step}: cannot be written to {self.directory.path}: {why}; "
+                "earlier checkpoints are whole"
+            ) from error
+
+    def _write_all(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str) -> None:
         partial = self._on_first(lambda: self.directory.begin(step))
         save_chunks(partial, chunks, self._group)
 
@@ -158,3 +168,15 @@ def check_same_model(path: Path, state: dict[str, Any], config: Config) -> None:
             continue
         if name in saved and saved[name] != value:
             raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {saved[name]!r}")
+
+
+def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
+    """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
+    wanted = config.model_dump(mode="json", by_alias=True)
+    return [
+        f"{group}.{name}: {saved[group][name]} -> {value}"
+        for group in ("run", "data", "batch", "precision", "optimizer", "lr_schedule")
+        for name, value in wanted[group].items()
+        if f"{group}.{name}" not in ("run.dir", "run.steps", "run.device", "run.timeout")
+        if name in saved.get(group, {}) and saved[group][name] != value
+    ]

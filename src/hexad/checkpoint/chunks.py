@@ -6,6 +6,7 @@ saved, any other loads; each rank reads only the rectangles it holds.
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from hexad.config import HexadError
+from hexad.config import AgreedError, HexadError
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ class _LoadPlanner(DefaultLoadPlanner):
                 )
             if found.properties.dtype != chunk.tensor.dtype:
                 raise HexadError(
-                    f"checkpoint: tensor {chunk.name} is {found.properties.dtype}, this run keeps it in "
-                    f"{chunk.tensor.dtype} (precision.dtype)"
+                    f"precision.dtype: the checkpoint keeps {chunk.name} in {found.properties.dtype}, "
+                    f"this run in {chunk.tensor.dtype}; set the dtype it was trained with"
                 )
             items += create_read_items_for_chunk_list(chunk.name, found, [chunk.place()])
         return LoadPlan(items)
@@ -156,10 +157,12 @@ def load_chunks(directory: Path, chunks: Sequence[Chunk], group: dist.ProcessGro
     """
     state: dict[str, Any] = {}
     try:
+        reader = dcp.FileSystemReader(directory)
+        reader.read_metadata()  # a damaged index would be logged with its traceback below
         with _quiet():
             dcp.load(
                 state,
-                storage_reader=dcp.FileSystemReader(directory),
+                storage_reader=reader,
                 planner=_LoadPlanner(chunks),
                 process_group=group,
                 no_dist=group is None,
@@ -167,11 +170,15 @@ def load_chunks(directory: Path, chunks: Sequence[Chunk], group: dist.ProcessGro
     except dcp.CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         ours = next((cause for cause in causes if isinstance(cause, HexadError)), None)
-        raise HexadError(
-            str(ours) if ours else f"checkpoint {directory}: cannot be read: {causes[0]}"
-        ) from error
-    except (OSError, EOFError, RuntimeError, ValueError) as error:
-        raise HexadError(f"checkpoint {directory}: cannot be read: {error}") from error
+        raise AgreedError(str(ours) if ours else _damaged(directory, causes[0])) from error
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise HexadError(_damaged(directory, error)) from error
+
+
+def _damaged(directory: Path, error: BaseException) -> str:
+    # torch's messages explain themselves at length; the first sentence names the problem.
+    reason = f"{type(error).__name__}: {error}".split(". ")[0].split("; rank local")[0]
+    return f"checkpoint {directory}: damaged: {reason}; move it away to go on from the one before"
 
 
 def stored_tensors(directory: Path) -> dict[str, dict[str, Any]]:
@@ -183,7 +190,7 @@ def stored_tensors(directory: Path) -> dict[str, dict[str, Any]]:
     try:
         metadata = dcp.FileSystemReader(directory).read_metadata()
     except Exception as error:
-        raise HexadError(f"checkpoint {directory}: cannot be read: {error}") from error
+        raise HexadError(_damaged(directory, error)) from error
     return {
         name: {"shape": list(entry.size), "dtype": str(entry.properties.dtype).removeprefix("torch.")}
         for name, entry in metadata.state_dict_metadata.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,12 @@ from .options import overrides_argument, start_local
 def generate(source: str, nproc: int, **options: Any) -> int:
     """Continue a prompt. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32."""
     from hexad.checkpoint.directory import find_checkpoint
+    from hexad.train.environment import environment
 
     checkpoint = find_checkpoint(source)
     request = {**options, "checkpoint": str(checkpoint), "nproc": nproc}
     _config(request)  # refuses wrong settings before any rank is started
-    if nproc > 1 and "RANK" not in os.environ:
+    if nproc > 1 and not environment().joined:
         return start_local("generate", [json.dumps(request)], nproc)
     from .worker import work
 

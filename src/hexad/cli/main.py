@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from importlib import import_module
@@ -9,7 +10,7 @@ from importlib import import_module
 import click
 
 from hexad import __version__
-from hexad.config import HexadError
+from hexad.config import HexadError, did_you_mean
 
 # command -> (module, attribute, first line of help)
 _COMMANDS = {
@@ -35,6 +36,14 @@ class _Commands(click.Group):
         module, attribute, _ = _COMMANDS[name]
         command: click.Command = getattr(import_module(module), attribute)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            hint = did_you_mean(args[0], _COMMANDS) or f"; known: {', '.join(_COMMANDS)}"
+            ctx.fail(f"no such command '{args[0]}'{hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -62,14 +71,19 @@ def run(arguments: list[str]) -> int:
         result = hexad.main(arguments, prog_name="hexad", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except HexadError as error:
-        return fail(str(error), debug)
+        return fail(str(error), debug) if speaks() else 2
     except click.UsageError as error:
-        return fail(error.format_message() + _usage_hint(error), debug)
+        return fail(error.format_message() + _usage_hint(error), debug) if speaks() else 2
     except (click.Abort, KeyboardInterrupt):
         print("hexad: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 1
+
+
+def speaks() -> bool:
+    """Whether this process tells of an error that all ranks meet alike: the first one does."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def fail(message: str, debug: bool = False, status: int = 2) -> int:
@@ -82,3 +96,7 @@ def fail(message: str, debug: bool = False, status: int = 2) -> int:
 
 def _usage_hint(error: click.UsageError) -> str:
     return f" (see '{error.ctx.command_path} --help')" if error.ctx else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
-from hexad.config import Config, ConfigError, dump_config, load_config
+from hexad.config import Config, ConfigError, blaming, dump_config, load_config
 from hexad.topology.layout import Layout
 from hexad.train.checks import check_config, smallest_world
+from hexad.train.environment import environment
 
 from .options import json_option, overrides_argument, print_json, start_local
 
@@ -29,14 +28,14 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
     """
     config = load_config(path, overrides)
-    joined = "RANK" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) > 1
+    joined = environment().joined
     if joined and nproc is not None:
         raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
     if joined and not dry_run:
         from .worker import work
 
         return work(lambda: train_here([path, *overrides]))
-    ranks = nproc or smallest_world(config)
+    ranks = environment().world if joined else nproc or smallest_world(config)
     layout = Layout.from_settings(config.parallel, ranks)
     check_config(config, layout)
     _check_data(config)
@@ -68,7 +67,8 @@ def _check_data(config: Config) -> None:
     from hexad.dataset.indexed import IndexedDataset
     from hexad.dataset.tokenizer import load_tokenizer
 
-    load_tokenizer(config.data.tokenizer)
+    with blaming("data.tokenizer"):
+        load_tokenizer(config.data.tokenizer)
     if config.data.train is None:
         raise ConfigError("data.train", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]")
     wanted = {"data.train": config.data.train}
@@ -76,14 +76,18 @@ def _check_data(config: Config) -> None:
         if config.data.validation is None:
             raise ConfigError("data.validation", "found null, but validate.every asks for evaluation")
         wanted["data.validation"] = config.data.validation
-    for data in wanted.values():
+    for field, data in wanted.items():
         for _, prefix in [(1.0, data)] if isinstance(data, str) else data:
-            IndexedDataset(prefix)
+            with blaming(field):
+                IndexedDataset(prefix)
 
 
 def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
+    from hexad.dataset.tokenizer import load_tokenizer
     from hexad.train.estimate import state_bytes
+    from hexad.train.loop import with_vocab
 
+    config = with_vocab(config, load_tokenizer(config.data.tokenizer))
     memory = state_bytes(config, layout)
     degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
     if as_json:
@@ -97,6 +101,7 @@ def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
         )
         return
     click.echo(dump_config(config))
-    click.echo(f"# {layout.world} rank(s): " + " x ".join(f"{a} {d}" for a, d in degrees.items()))
+    shape = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    click.echo(f"# {layout.world} rank(s){': ' if shape else ''}{shape}")
     for name, count in memory.items():
         click.echo(f"# {name:12s} {count / 2**20:10.1f} MiB per rank")

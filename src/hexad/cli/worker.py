@@ -11,27 +11,29 @@ import traceback
 from collections.abc import Callable
 
 from hexad.comm import CommError
-from hexad.config import HexadError
+from hexad.config import AgreedError, ConfigError, HexadError
 
-from .main import fail
+from .main import fail, speaks
 
 USER_ERROR = 2
 
 
-def attempt(action: Callable[[], None]) -> tuple[int, str]:
-    """Do this rank's work; returns (exit status, message)."""
+def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
+    """Do this rank's work; returns (exit status, message, whether all ranks have the same to say)."""
     try:
         action()
+    except (AgreedError, ConfigError) as error:
+        return USER_ERROR, str(error), True
     except HexadError as error:
-        return USER_ERROR, str(error)
+        return USER_ERROR, str(error), False
     except CommError as error:  # a peer is gone; its own message says why
-        return 1, f"CommError: {error}"
+        return 1, f"CommError: {error}", False
     except KeyboardInterrupt:  # a second one: the first asks politely
-        return 130, "interrupted"
+        return 130, "interrupted", True
     except Exception as error:
         traceback.print_exc()
-        return 1, f"{type(error).__name__}: {error}"
-    return 0, ""
+        return 1, f"{type(error).__name__}: {error}", False
+    return 0, "", True
 
 
 def _end_with(parent: int) -> None:
@@ -42,10 +44,9 @@ def _end_with(parent: int) -> None:
 
 
 def work(action: Callable[[], None]) -> int:
-    """Do this rank's work where nobody collects messages; a user's error, being the same on all ranks, is
-    printed by the first rank of each host."""
-    status, message = attempt(action)
-    if status and (status != USER_ERROR or os.environ.get("LOCAL_RANK", "0") == "0"):
+    """Do this rank's work where nobody collects messages; what all ranks have to say is printed by one."""
+    status, message, same = attempt(action)
+    if status and (speaks() or not same):
         fail(message, status=status)
     return status
 
@@ -65,7 +66,7 @@ def main() -> None:
         action = lambda: generate_here(json.loads(arguments[0]))  # noqa: E731
     else:
         raise SystemExit(f"unknown worker command {command!r}")
-    status, message = attempt(action)
+    status, message, _ = attempt(action)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if status and error_file:
         with open(error_file, "w", encoding="utf-8") as file:

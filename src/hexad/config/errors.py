@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
 class HexadError(Exception):
     """A mistake the user can mend: shown as one line, without a traceback, with exit status 2."""
+
+
+class AgreedError(HexadError):
+    """A mistake that every rank of the world has been told of, so that one of them need say it."""
 
 
 class ConfigError(HexadError):
@@ -21,6 +26,21 @@ class ConfigError(HexadError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+
+
+@contextmanager
+def blaming(field: str) -> Iterator[None]:
+    """Turn an error inside into one that names the setting which led there.
+
+    Raises:
+        ConfigError: for any :class:`HexadError` that is none yet.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except HexadError as error:
+        raise ConfigError(field, str(error)) from None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

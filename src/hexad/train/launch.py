@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,30 +14,14 @@ import torch
 import torch.distributed as dist
 
 from hexad.comm import gather_objects
-from hexad.config import Config, ConfigError, HexadError
+from hexad.config import AgreedError, Config, ConfigError, HexadError
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from .checks import check_config
+from .environment import Environment, environment, first_host
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Environment:
-    """This process's place among those that were started together.
-
-    Attributes:
-        rank, world: among all processes.
-        local_rank, local_world: among those of this host.
-        launcher: ``torchrun``, ``slurm`` or ``none``.
-    """
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-    launcher: str = "none"
 
 
 @dataclass(frozen=True)
@@ -51,7 +35,7 @@ class Run:
         """Do something on every rank; if any rank meets a user's error, all raise it.
 
         Raises:
-            HexadError: the first rank's error, on every rank alike.
+            AgreedError: the first rank's error, on every rank alike.
         """
         error, result = None, None
         try:
@@ -61,53 +45,29 @@ class Run:
         errors = gather_objects(error, self.mesh.world)
         for rank, text in enumerate(errors):
             if text is not None:
-                raise HexadError(text if None not in errors else f"rank {rank}: {text}")
+                raise AgreedError(text if None not in errors else f"rank {rank}: {text}")
         return result  # type: ignore[return-value]
 
 
-def environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read the launcher's variables.
+def pick_device(setting: str, here: Environment) -> torch.device:
+    """The device of ``run.device`` for this process.
 
     Raises:
-        HexadError: a variable that is missing or not a number.
-    """
-
-    def number(name: str) -> int:
-        try:
-            return int(variables[name])
-        except (KeyError, ValueError):
-            found = variables.get(name)
-            raise HexadError(f"{name}: found {found!r}, expected a number set by the launcher") from None
-
-    if "TORCHELASTIC_RUN_ID" in variables or ("RANK" in variables and "WORLD_SIZE" in variables):
-        local = number("LOCAL_RANK") if "LOCAL_RANK" in variables else 0
-        local_world = number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in variables else 1
-        return Environment(number("RANK"), number("WORLD_SIZE"), local, local_world, "torchrun")
-    if "SLURM_PROCID" in variables and int(variables.get("SLURM_NTASKS", "1")) > 1:
-        world, local = number("SLURM_NTASKS"), number("SLURM_LOCALID")
-        per_node = variables.get("SLURM_NTASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "1")
-        return Environment(number("SLURM_PROCID"), world, local, int(per_node.split("(")[0]), "slurm")
-    return Environment()
-
-
-def pick_device(setting: str, local_rank: int) -> torch.device:
-    """The device of ``run.device`` for this local rank.
-
-    Raises:
-        ConfigError: ``cuda`` without a GPU, or with fewer GPUs than local ranks.
+        ConfigError: ``cuda`` without a GPU, or with fewer GPUs than local ranks; on all ranks of the host.
     """
     available = torch.cuda.is_available()
     if setting == "cpu" or (setting == "auto" and not available):
         return torch.device("cpu")
     if not available:
         raise ConfigError("run.device", "found cuda, but no GPU is visible; use auto or cpu")
-    if local_rank >= torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    if max(here.local_world, here.local_rank + 1) > visible:
         raise ConfigError(
             "run.device",
-            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible; start fewer ranks "
-            "per host",
+            f"found {setting}, but {here.local_world} ranks of this host share {visible} visible GPUs; start "
+            "fewer ranks per host, or use cpu",
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", here.local_rank)
 
 
 @contextmanager
@@ -121,7 +81,7 @@ def launch(config: Config) -> Iterator[Run]:
     here = environment()
     layout = Layout.from_settings(config.parallel, here.world)
     check_config(config, layout)
-    device = pick_device(config.run.device, here.local_rank)
+    device = pick_device(config.run.device, here)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
@@ -157,11 +117,8 @@ def _join(here: Environment, device: torch.device, timeout: float) -> None:
 
 
 def _slurm_first_host() -> str:
-    """The first host of a SLURM job (``node[003-010,12]`` -> ``node003``), or this host."""
+    """The first host of a SLURM job, or this host."""
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        return socket.gethostname() if "SLURM_PROCID" in os.environ else "localhost"
-    head, bracket, rest = nodes.partition("[")
-    if not bracket or "," in head:
-        return head.split(",")[0]
-    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+    if nodes:
+        return first_host(nodes)
+    return socket.gethostname() if "SLURM_PROCID" in os.environ else "localhost"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.config import Config, ConfigError, HexadError, dump_config
+from hexad.checkpoint.checkpointer import Checkpointer, changed_settings
+from hexad.config import Config, ConfigError, HexadError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.counts import flops_per_token, parameter_count
@@ -56,6 +56,7 @@ class Trainer:
     """Everything a run holds on one rank."""
 
     def __init__(self, config: Config, run: Run) -> None:
+        self.run = run
         self.mesh = mesh = run.mesh
         self.first = mesh.rank == 0
         # What can fail on one rank alone (files) is agreed upon, and has no collectives inside.
@@ -80,7 +81,10 @@ class Trainer:
         """Train up to ``run.steps``, or until a signal asks to stop."""
         config, engine = self.config, self.engine
         saved_step = engine.step
-        recorder = Recorder(config, engine.step) if self.first else nullcontext()
+        # Agreed, because a package may be missing on the one rank that writes.
+        recorder = self.run.agreed(lambda: Recorder(config, engine.step) if self.first else nullcontext())
+        if engine.step >= config.run.steps:
+            log.info("nothing to do: run.steps is %d; give a larger number to go on", config.run.steps)
         with recorder as sink, StopRequest(self.mesh) as stop:
             while engine.step < config.run.steps:
                 asking = stop.ask()
@@ -165,12 +169,15 @@ class Trainer:
         self.checkpointer.load(path, self.engine.chunks())
         self.engine.restored(int(state["step"]), int(state["samples"]))
         log.info("going on from %s: step %d, %d samples", path, state["step"], state["samples"])
+        for change in changed_settings(state["config"], self.config):
+            log.info("changed since: %s", change)
 
 
 def _open_data(config: Config, mesh: Mesh) -> tuple[Config, DataLoader, DataLoader | None]:
     """The configuration with the tokenizer's vocabulary, and the loaders for training and validation."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    config = _with_vocab(config, tokenizer)
+    with blaming("data.tokenizer"):
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    config = with_vocab(config, tokenizer)
     place = (mesh.data.rank, mesh.data.size)
     training = loader_from_config(config, *place, tokenizer)
     if not config.validate_.every:
@@ -178,8 +185,12 @@ def _open_data(config: Config, mesh: Mesh) -> tuple[Config, DataLoader, DataLoad
     return config, training, loader_from_config(config, *place, tokenizer, "validation")
 
 
-def _with_vocab(config: Config, tokenizer: Tokenizer) -> Config:
-    """Resolve ``model.vocab`` and ``model.max_positions``."""
+def with_vocab(config: Config, tokenizer: Tokenizer) -> Config:
+    """Resolve ``model.vocab`` and ``model.max_positions``.
+
+    Raises:
+        ConfigError: a vocabulary smaller than the tokenizer's.
+    """
     vocab = config.model.vocab
     if vocab != "auto" and vocab < tokenizer.vocab_size:
         raise ConfigError(

@@ -1,0 +1,91 @@
+"""This process's place among those started together, read from the launcher's variables. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hexad.config import HexadError
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process's place among those that were started together.
+
+    Attributes:
+        rank, world: among all processes.
+        local_rank, local_world: among those of this host.
+        launcher: ``torchrun``, ``slurm`` or ``none``.
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    launcher: str = "none"
+
+    @property
+    def joined(self) -> bool:
+        """Whether a launcher has started this process as one of several."""
+        return self.launcher != "none"
+
+
+def environment(variables: Mapping[str, str] = os.environ) -> Environment:
+    """Read the launcher's variables.
+
+    Raises:
+        HexadError: a variable that is missing or not a number.
+    """
+
+    def number(name: str, default: str | None = None) -> int:
+        found = variables.get(name, default)
+        try:
+            return int(found or "")
+        except ValueError:
+            raise HexadError(f"{name}: found {found!r}, expected a number set by the launcher") from None
+
+    if "TORCHELASTIC_RUN_ID" in variables or ("RANK" in variables and "WORLD_SIZE" in variables):
+        local, local_world = number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1")
+        here = Environment(number("RANK"), number("WORLD_SIZE"), local, local_world, "torchrun")
+    elif "SLURM_PROCID" in variables and not _batch_script(variables) and number("SLURM_NTASKS", "1") > 1:
+        per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "1")
+        local_world = tasks_of_node(per_node, number("SLURM_NODEID", "0"))
+        here = Environment(
+            number("SLURM_PROCID"), number("SLURM_NTASKS"), number("SLURM_LOCALID"), local_world, "slurm"
+        )
+    else:
+        return Environment()
+    if not 0 <= here.rank < here.world:
+        raise HexadError(f"RANK: found {here.rank}, expected 0 to {here.world - 1} (WORLD_SIZE {here.world})")
+    return here
+
+
+def _batch_script(variables: Mapping[str, str]) -> bool:
+    """sbatch's script itself carries the job's variables, but is no member of an ``srun`` step."""
+    return "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables
+
+
+def tasks_of_node(text: str, node: int) -> int:
+    """Tasks of the node at index ``node`` in SLURM's ``4(x2),3``: four on two nodes, then three on one.
+
+    Raises:
+        HexadError: another form of text.
+    """
+    first = tasks = 0
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise HexadError(f"SLURM_TASKS_PER_NODE: found {text!r}, expected a form such as 4(x2),3")
+        tasks = int(match[1])
+        first += int(match[2] or 1)
+        if node < first:
+            break
+    return tasks
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's host list: ``node[003-010,12],login`` -> ``node003``."""
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0] if match else nodes)

@@ -1,0 +1,223 @@
+"""Step time and peak memory of Hexad beside plain PyTorch, in one run: the 32M-parameter llama on CPUs.
+
+    python benchmarks/step_time.py [--modes single data2 tensor2 tensor2_sequence] [--steps 7] [--json FILE]
+
+For every mode, both programs' processes are started and hold the same weights; then they take turns, a step
+each, while the other's processes sleep. Printed are the medians of the wall seconds of a step (the slowest
+rank), of the CPU seconds (all ranks), the largest resident set of a rank, and their ratios (Hexad / PyTorch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PROGRAMS = ("hexad", "torch")
+RANKS = {"single": 1, "data2": 2, "tensor2": 2, "tensor2_sequence": 2}
+
+
+def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
+    """A step of Hexad on the peer's weights and tokens."""
+    import torch
+    from peers.plain_torch import GLOBAL, MICRO, Shape, random_tokens, reference_weights
+
+    from hexad import Engine, Layout, Mesh, Microbatch, load_config
+    from hexad.model.families import hugging_face_tensors
+    from hexad.parallel.sharding import load_global
+
+    shape = Shape()
+    config = load_config(
+        {
+            "run": {"device": "cpu"},
+            "model": {
+                "layers": shape.layers,
+                "hidden": shape.hidden,
+                "heads": shape.heads,
+                "kv_heads": shape.kv_heads,
+                "ffn_hidden": shape.ffn_hidden,
+                "vocab": shape.vocab,
+            },
+            "data": {"sequence": shape.sequence},
+            "batch": {"micro": MICRO, "global": GLOBAL},
+            "parallel": {"tensor": 2 if "tensor" in mode else 1, "sequence": mode.endswith("sequence")},
+            "precision": {"dtype": dtype},
+            "optimizer": {"lr": 3e-4, "clip": 0.0},
+            "lr_schedule": {"kind": "constant", "warmup": 0},
+        }
+    )
+    world = RANKS[mode]
+    mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
+    engine = Engine(config, mesh)
+    state = reference_weights(shape)
+    table = hugging_face_tensors(config.model)
+    load_global(engine.model, {ours: place.read(state) for ours, place in table.items()})
+    for group in engine.groups:
+        group.adopt()
+    tokens = random_tokens(shape)[0]
+    rows = range(mesh.data.rank * MICRO, GLOBAL, MICRO * mesh.data.size)
+    batch = [
+        Microbatch(tokens[row : row + MICRO, :-1].contiguous(), tokens[row : row + MICRO, 1:].contiguous())
+        for row in rows
+    ]
+    return lambda: engine.train_step(batch).loss
+
+
+def torch_step(mode: str, dtype: str) -> Callable[[], float]:
+    """A step of plain PyTorch."""
+    import torch
+    from peers.plain_torch import Shape, make_step, random_tokens
+
+    step = make_step(mode, random_tokens(Shape())[0])
+    if dtype == "fp32":
+        return step
+
+    def in_bf16() -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step()
+
+    return in_bf16
+
+
+def worker(program: str, mode: str, dtype: str) -> None:
+    """One rank: a step per line of stdin, a JSON line per step on stdout."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if RANKS[mode] > 1:
+        dist.init_process_group("gloo")
+    step = (hexad_step if program == "hexad" else torch_step)(mode, dtype)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        if RANKS[mode] > 1:
+            dist.barrier()
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss = step()
+        figures = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "loss": loss}
+        figures["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(json.dumps(figures), flush=True)
+
+
+class Program:
+    """The ranks of one program, waiting for their turns."""
+
+    def __init__(self, program: str, mode: str, dtype: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        world = RANKS[mode]
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", program, mode, dtype],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                },
+            )
+            for rank in range(world)
+        ]
+        for rank in self.ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "ready\n", "a rank did not start"
+        self.steps: list[list[dict[str, float]]] = []
+
+    def step(self) -> None:
+        """Let all ranks make one step."""
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("step\n")
+            rank.stdin.flush()
+        self.steps.append([json.loads(rank.stdout.readline()) for rank in self.ranks if rank.stdout])
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self.ranks:
+            rank.communicate()
+
+    def figures(self) -> dict[str, float]:
+        """Medians over all steps but the first."""
+        steps = self.steps[1:]
+        return {
+            "step_seconds": median(max(rank["wall"] for rank in step) for step in steps),
+            "cpu_seconds": median(sum(rank["cpu"] for rank in step) for step in steps),
+            "peak_rss_mb": max(rank["rss"] for rank in steps[-1]),
+            "first_loss": self.steps[0][0]["loss"],
+            "last_loss": self.steps[-1][0]["loss"],
+        }
+
+
+def compare(mode: str, steps: int, dtype: str) -> dict[str, Any]:
+    """Both programs in turns."""
+    programs = {name: Program(name, mode, dtype) for name in PROGRAMS}
+    for index in range(steps + 1):
+        for name in PROGRAMS if index % 2 else reversed(PROGRAMS):
+            programs[name].step()
+    result: dict[str, Any] = {name: program.figures() for name, program in programs.items()}
+    for program in programs.values():
+        program.close()
+    names = ("step_seconds", "cpu_seconds", "peak_rss_mb")
+    result["ratio"] = {name: result["hexad"][name] / result["torch"][name] for name in names}
+    # The median of the ratios of neighbouring steps is steadier than the ratio of medians.
+    pairs = zip(programs["hexad"].steps[1:], programs["torch"].steps[1:])
+    result["ratio"]["paired"] = median(
+        max(rank["wall"] for rank in ours) / max(rank["wall"] for rank in theirs) for ours, theirs in pairs
+    )
+    return result
+
+
+def main() -> None:
+    """Compare the modes asked for; a table, or JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--modes", nargs="+", choices=RANKS, default=list(RANKS))
+    parser.add_argument("--steps", type=int, default=7, help="timed steps per program and mode")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(*options.worker)
+        return
+    import torch
+
+    results: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "dtype": options.dtype,
+        "steps": options.steps,
+        "modes": {},
+    }
+    columns = ("wall s", "torch", "ratio", "paired", "CPU", "MB", "torch", "loss", "torch")
+    print(f"{'mode':18s}" + "".join(f"{name:>9s}" for name in columns))
+    for mode in options.modes:
+        found = results["modes"][mode] = compare(mode, options.steps, options.dtype)
+        ours, theirs, ratio = found["hexad"], found["torch"], found["ratio"]
+        seconds = (ours["step_seconds"], theirs["step_seconds"])
+        ratios = (ratio["step_seconds"], ratio["paired"], ratio["cpu_seconds"])
+        memory = (ours["peak_rss_mb"], theirs["peak_rss_mb"])
+        losses = (ours["first_loss"], theirs["first_loss"])
+        line = "".join(f"{value:9.2f}" for value in (*seconds, *ratios))
+        line += "".join(f"{value:9.0f}" for value in memory) + "".join(f"{value:9.5f}" for value in losses)
+        print(f"{mode:18s}{line}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ def _worker(pipe: Connection) -> None:
     while (job := pipe.recv()) is not None:
         rank, world, store, function, arguments = job
         try:
-            if world > 1:
+            if store is not None and world > 1:
                 dist.init_process_group(
                     "gloo",
                     store=dist.FileStore(store, world),
@@ -62,6 +62,20 @@ class Pool:
         Raises:
             RankError: with every failing rank's traceback.
         """
+        self._jobs += 1
+        store = os.path.join(self._directory.name, str(self._jobs))
+        return self._run([(rank, world, store, function, arguments) for rank in range(world)])
+
+    def apart(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call ``function(rank, world, *arguments)`` on each rank, which makes its world itself.
+
+        Raises:
+            RankError: with every failing rank's traceback.
+        """
+        return self._run([(rank, world, None, function, (rank, world, *arguments)) for rank in range(world)])
+
+    def _run(self, jobs: list[tuple[Any, ...]]) -> list[Any]:
+        world = len(jobs)
         if world > MAX_RANKS:
             raise ValueError(f"{world} ranks: at most {MAX_RANKS}")
         while len(self._workers) < world:
@@ -69,10 +83,8 @@ class Pool:
             process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
             process.start()
             self._workers.append((process, ours))
-        self._jobs += 1
-        store = os.path.join(self._directory.name, str(self._jobs))
-        for rank in range(world):
-            self._workers[rank][1].send((rank, world, store, function, arguments))
+        for (_, pipe), job in zip(self._workers, jobs):
+            pipe.send(job)
         results, failures = [], []
         for rank in range(world):
             process, pipe = self._workers[rank]

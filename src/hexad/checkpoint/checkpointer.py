@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
+from hexad.comm import CommError
 from hexad.config import AgreedError, Config, HexadError, blaming, dump_config
 from hexad.topology.mesh import Mesh
 
@@ -42,6 +43,7 @@ class Checkpointer:
 
         Raises:
             AgreedError: this save failed, or the previous one that ran in the background.
+            CommError: so did a peer.
         """
         self.wait()
         if self.config.checkpoint.asynchronous:
@@ -119,6 +121,8 @@ class Checkpointer:
                 f"checkpoint of step {step}: cannot be written to {self.directory.path}: {why}; "
                 "earlier checkpoints are whole"
             ) from error
+        except RuntimeError as error:  # a collective's: what fails on one rank comes as the exceptions above
+            raise CommError(f"checkpoint of step {step}: {error}") from error
 
     def _write_all(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str) -> None:
         partial = self._on_first(lambda: self.directory.begin(step))

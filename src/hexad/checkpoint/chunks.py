@@ -6,7 +6,6 @@ saved, any other loads; each rank reads only the rectangles it holds.
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from hexad.comm import CommError
 from hexad.config import AgreedError, HexadError
 
 
@@ -156,9 +156,12 @@ def load_chunks(directory: Path, chunks: Sequence[Chunk], group: dist.ProcessGro
         HexadError: a tensor is missing or has another shape or dtype, or the files are damaged.
     """
     state: dict[str, Any] = {}
+    reader = dcp.FileSystemReader(directory)
     try:
-        reader = dcp.FileSystemReader(directory)
-        reader.read_metadata()  # a damaged index would be logged with its traceback below
+        reader.read_metadata()  # by all ranks; a damaged index would be logged with its traceback below
+    except Exception as error:
+        raise AgreedError(_damaged(directory, error)) from error
+    try:
         with _quiet():
             dcp.load(
                 state,
@@ -171,8 +174,8 @@ def load_chunks(directory: Path, chunks: Sequence[Chunk], group: dist.ProcessGro
         causes = [failure[0] for failure in error.failures.values()]
         ours = next((cause for cause in causes if isinstance(cause, HexadError)), None)
         raise AgreedError(str(ours) if ours else _damaged(directory, causes[0])) from error
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise HexadError(_damaged(directory, error)) from error
+    except RuntimeError as error:  # a collective's: what fails on one rank comes as the exception above
+        raise CommError(f"loading checkpoint {directory}: {error}") from error
 
 
 def _damaged(directory: Path, error: BaseException) -> str:

@@ -38,9 +38,10 @@ class CheckpointDirectory:
         return found[-1][1] if found else None
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint of ``step`` into; what a killed save left is removed."""
+        """An empty directory to write the checkpoint of ``step`` into; what killed saves left is removed."""
+        for left in self.path.glob(".step-*"):
+            shutil.rmtree(left, ignore_errors=True)
         partial = self.path / f".step-{step:08d}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
@@ -50,7 +51,7 @@ class CheckpointDirectory:
         _sync_directory(partial)
         final = self.path / f"step-{step:08d}"
         if final.exists():  # saved again after going back to an earlier step
-            shutil.rmtree(final)
+            _remove(final)
         os.rename(partial, final)
         _sync_directory(self.path)
         temporary = self.path / ".latest.partial"
@@ -62,10 +63,7 @@ class CheckpointDirectory:
     def retain(self, keep: int) -> None:
         """Remove all but the newest ``keep`` checkpoints."""
         for _, path in self.complete()[:-keep]:
-            # Renamed first, so that a kill half way leaves no incomplete checkpoint under a valid name.
-            doomed = path.with_name(f".{path.name}.removed")
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(path)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -98,6 +96,13 @@ def find_checkpoint(path: str | Path) -> Path:
     if newest is None:
         raise HexadError(f"{given}: neither a checkpoint nor a run directory with a complete checkpoint")
     return newest
+
+
+def _remove(checkpoint: Path) -> None:
+    """Renames first, so that a kill half way leaves no incomplete checkpoint under a valid name."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.removed")
+    os.rename(checkpoint, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def write_durably(path: Path, text: str) -> None:

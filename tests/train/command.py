@@ -1,0 +1,221 @@
+"""Running the real command: in this process, as a process of its own, or as one rank of a pool's world."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hexad.cli.main import run
+
+from ..pool import Pool
+
+# Saves at 4, 8, ...; the learning rate does not depend on where a test stops.
+SETTINGS: dict[str, Any] = {
+    "run": {"steps": 12, "device": "cpu", "timeout": 60},
+    "model": {"layers": 1, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 32},
+    "data": {"sequence": 16},
+    "batch": {"micro": 1, "global": 4},
+    "precision": {"dtype": "fp64"},
+    "optimizer": {"lr": 0.01},
+    "lr_schedule": {"warmup": 2, "decay_steps": 40},
+    "checkpoint": {"every": 4, "keep": 3},
+}
+FOUR = ("parallel.data=2", "parallel.tensor=2")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line of a user's error; fails where there is more or less than one, or a traceback."""
+        assert "Traceback" not in self.err, self.err
+        lines = [line for line in self.err.splitlines() if line.startswith("hexad: error: ")]
+        assert len(lines) == 1, self.err
+        return lines[0].removeprefix("hexad: error: ")
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """A run.yaml and its run directory."""
+
+    path: Path
+    directory: Path
+
+    def arguments(self, *overrides: str) -> list[str]:
+        return ["train", str(self.path), *overrides]
+
+    def train(self, *overrides: str) -> Result:
+        """Train in this process, on one rank."""
+        return call(*self.arguments(*overrides))
+
+    def world(self, pool: Pool, ranks: int, *overrides: str) -> list[tuple[int, str]]:
+        """Train as the ranks of a world that some launcher has started; (status, message) of each."""
+        return pool.apart(ranks, _rank, [str(self.path), *overrides], free_port())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def losses(self) -> list[float]:
+        """One loss per step, the steps being 1, 2, 3, ..."""
+        metrics = self.metrics
+        assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+        return [line["loss"] for line in metrics]
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps of the complete checkpoints."""
+        return sorted(int(p.name.removeprefix("step-")) for p in self.directory.glob("checkpoints/step-*"))
+
+    @property
+    def newest(self) -> Path:
+        """What ``latest`` names."""
+        folder = self.directory / "checkpoints"
+        return folder / (folder / "latest").read_text().strip()
+
+    def state(self) -> dict[str, Any]:
+        """``state.json`` of the newest checkpoint."""
+        state: dict[str, Any] = json.loads((self.newest / "state.json").read_text())
+        return state
+
+
+def write_run(directory: Path, data: str, **groups: dict[str, Any]) -> RunFile:
+    """A run.yaml of :data:`SETTINGS`, with some replaced."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tree = {name: dict(group) for name, group in SETTINGS.items()}
+    tree["run"]["dir"] = str(directory / "run")
+    tree["data"]["train"] = data
+    for name, group in groups.items():
+        tree.setdefault(name, {}).update(group)
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return RunFile(path, directory / "run")
+
+
+def call(*arguments: str) -> Result:
+    """The command in this process: what it costs is not one more import of torch."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = run(list(arguments))
+    return Result(status, out.getvalue(), err.getvalue())
+
+
+def _rank(rank: int, world: int, arguments: list[str], port: int) -> tuple[int, str]:
+    """One rank as torchrun would start it."""
+    from hexad.cli.train import train_here
+    from hexad.cli.worker import attempt
+
+    names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    names |= {"MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
+    try:
+        return attempt(lambda: train_here(arguments))[:2]
+    finally:
+        for name in ("MASTER_ADDR", *names):
+            del os.environ[name]
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """The command as a process of its own, leader of its process group."""
+
+    def __init__(
+        self, command: Sequence[str], where: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        self._out, self._err = where / "stdout", where / "stderr"
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.popen = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            )
+
+    @classmethod
+    def hexad(cls, arguments: Iterable[str], where: Path, **environment: str) -> Process:
+        return cls([sys.executable, "-m", "hexad.cli.main", *arguments], where, environment)
+
+    def wait_for_step(self, run_file: RunFile, step: int, timeout: float = 90.0) -> None:
+        """Until metrics.jsonl has a line of ``step``."""
+        path, end = run_file.directory / "metrics.jsonl", time.monotonic() + timeout
+        while not path.exists() or len(path.read_bytes().splitlines()) < step:
+            assert self.popen.poll() is None, self._err.read_text()
+            assert time.monotonic() < end, f"no step {step} within {timeout:.0f} s"
+            time.sleep(0.01)
+
+    def ranks(self) -> dict[int, int]:
+        """rank -> process id of the ranks this command has started."""
+        found = {}
+        for process in children(self.popen.pid):
+            variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            found[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = process
+        return found
+
+    def wait(self, timeout: float = 90.0) -> Result:
+        status = self.popen.wait(timeout)
+        return Result(status, self._out.read_text(), self._err.read_text())
+
+    def end(self) -> None:
+        """Whatever is left, at the end of a failed test."""
+        for process in (*children(self.popen.pid), self.popen.pid):
+            with contextlib.suppress(ProcessLookupError):
+                if self.popen.poll() is None:
+                    os.kill(process, signal.SIGKILL)
+        self.popen.wait()
+
+
+def children(process: int) -> list[int]:
+    """Direct child processes."""
+    try:
+        text = Path(f"/proc/{process}/task/{process}/children").read_text()
+    except FileNotFoundError:
+        return []
+    return [int(word) for word in text.split()]
+
+
+def alive(processes: Iterable[int]) -> list[int]:
+    """Those that still run (a zombie does not)."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                found.append(process)
+    return found
+
+
+def wait_until_gone(processes: Iterable[int], timeout: float) -> float:
+    """Seconds until none of them runs; fails after ``timeout``."""
+    begin = time.monotonic()
+    processes = list(processes)
+    while alive(processes):
+        assert time.monotonic() - begin < timeout, f"still running after {timeout:.0f} s: {alive(processes)}"
+        time.sleep(0.05)
+    return time.monotonic() - begin

@@ -1,0 +1,95 @@
+"""Runs the command once per crash point, each time in a fork that kills itself there: one import of torch.
+
+``python -m tests.train.crash DIRECTORY``: DIRECTORY has one run.yaml per crash point, in POINT/run.yaml.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch._dynamo  # the optimizer imports it on first use: once here instead of once per fork
+
+from hexad.checkpoint import checkpointer, directory
+from hexad.cli.main import run
+from hexad.train import loop
+
+STEP = "step-00000008"  # the second save: the first is whole
+
+
+def _die(*arguments: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+Function = Callable[..., Any]
+
+
+def _when(function: Function, wanted: Callable[..., bool], after: bool = False) -> Function:
+    """``function``, but this process dies before (or after) a call that is wanted."""
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        due = wanted(*(str(argument) for argument in arguments))
+        if due and not after:
+            _die()
+        result = function(*arguments, **options)
+        if due:
+            _die()
+        return result
+
+    return wrapped
+
+
+def _tensors(after: bool) -> None:
+    checkpointer.save_chunks = _when(checkpointer.save_chunks, lambda path, *_: STEP in path, after)
+
+
+def _write(part: str) -> None:
+    wrapped = _when(directory.write_durably, lambda path, *_: STEP in path and part in path)
+    directory.write_durably = checkpointer.write_durably = wrapped
+
+
+def _os(name: str, wanted: Callable[..., bool], after: bool = False) -> None:
+    setattr(os, name, _when(getattr(os, name), wanted, after))
+
+
+POINTS: dict[str, Callable[[], None]] = {
+    "before tensors": lambda: _tensors(after=False),
+    "after tensors": lambda: _tensors(after=True),
+    "before config.yaml": lambda: _write("config.yaml"),
+    "before state.json": lambda: _write("state.json"),
+    "before rename": lambda: _os("rename", lambda source, target, *_: target.endswith(STEP)),
+    "after rename": lambda: _os("rename", lambda source, target, *_: target.endswith(STEP), after=True),
+    "before latest": lambda: _os("replace", lambda source, target, *_: _latest(source, target)),
+    "after latest": lambda: _os("replace", lambda source, target, *_: _latest(source, target), after=True),
+    "in retention": lambda: _removal(),
+}
+
+
+def _latest(source: str, target: str) -> bool:
+    return target.endswith("latest") and STEP in Path(source).read_text()
+
+
+def _removal() -> None:
+    shutil.rmtree = _when(shutil.rmtree, lambda path, *_: path.endswith(".removed"))
+
+
+def main() -> None:
+    """Each point in turn; fails unless the fork died by SIGKILL."""
+    assert loop and torch._dynamo  # imported for the forks
+    for point, arm in POINTS.items():
+        child = os.fork()
+        if child == 0:
+            arm()
+            os._exit(run(["train", str(Path(sys.argv[1]) / point / "run.yaml")]))
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            raise SystemExit(f"{point}: never reached (exit status {os.waitstatus_to_exitcode(status)})")
+
+
+if __name__ == "__main__":
+    main()

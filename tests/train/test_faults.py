@@ -1,0 +1,123 @@
+"""Killed ranks, killed commands, signals: nothing hangs, nothing is lost but what the last save missed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from ..pool import Pool
+from .command import FOUR, Process, RunFile, wait_until_gone
+from .conftest import MakeRun
+
+Start = Callable[..., Process]
+
+
+def kill_a_rank(run: RunFile, process: Process, rank: int, world: int) -> None:
+    """Kill one rank of a running command and see the command end as it should."""
+    process.wait_for_step(run, 10)
+    ranks = process.ranks()
+    assert sorted(ranks) == list(range(world))
+    os.kill(ranks[rank], signal.SIGKILL)
+    begin = time.monotonic()
+    result = process.wait(30)
+    assert time.monotonic() - begin < 15
+    assert result.status == 1
+    assert re.fullmatch(rf"rank {rank} \(process \d+\) was killed by SIGKILL; .*", result.error)
+    wait_until_gone(ranks.values(), 5)
+    assert 10 <= len(run.losses) < 24
+    assert run.checkpoints and run.newest.is_dir()
+
+
+def test_a_killed_rank_ends_the_run_which_then_resumes_exactly(
+    make_run: MakeRun, start: Start, four: RunFile, pool: Pool
+) -> None:
+    run = make_run(run={"steps": 24})
+    kill_a_rank(run, start(run.arguments(*FOUR)), 2, 4)
+    assert run.world(pool, 4, *FOUR) == [(0, "")] * 4
+    assert run.losses == four.losses
+    assert run.checkpoints == [16, 20, 24] and run.newest.name == "step-00000024"
+
+
+def test_so_it_does_with_synchronous_saves_and_the_same_command(
+    make_run: MakeRun, start: Start, pool: Pool
+) -> None:
+    settings = {"run": {"steps": 24}, "checkpoint": {"asynchronous": False}}
+    run, reference = make_run(**settings), make_run(**settings)
+    arguments = run.arguments("parallel.tensor=2")
+    kill_a_rank(run, start(arguments), 0, 2)
+    again = start(arguments).wait()
+    assert again.status == 0, again.err
+    assert "going on from" in again.err
+    assert reference.world(pool, 2, "parallel.tensor=2") == [(0, "")] * 2
+    assert run.losses == reference.losses
+
+
+def test_killing_the_command_leaves_no_rank_behind(
+    make_run: MakeRun, start: Start, four: RunFile, pool: Pool
+) -> None:
+    run = make_run(run={"steps": 24})
+    process = start(run.arguments(*FOUR))
+    process.wait_for_step(run, 6)
+    ranks = process.ranks()
+    os.killpg(process.popen.pid, signal.SIGKILL)
+    assert process.wait(10).status == -signal.SIGKILL
+    wait_until_gone(ranks.values(), 10)
+    assert run.world(pool, 4, *FOUR) == [(0, "")] * 4
+    assert run.losses == four.losses
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_one_rank(
+    make_run: MakeRun, start: Start, alone: RunFile, number: signal.Signals
+) -> None:
+    run = make_run(run={"steps": 2000}, checkpoint={"every": 0})
+    process = start(run.arguments())
+    process.wait_for_step(run, 3)
+    os.killpg(process.popen.pid, number)
+    result = process.wait(30)
+    assert result.status == 0, result.err
+    assert "Traceback" not in result.err and f"{number.name}: saved step" in result.err
+    assert run.state()["reason"] == "signal" and run.state()["step"] == len(run.losses)
+    done = len(run.losses)
+    assert run.train(f"run.steps={done + 2}").status == 0
+    count = min(24, done + 2)
+    assert run.losses[:count] == alone.losses[:count]
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 4), (signal.SIGINT, 2)])
+def test_a_signal_saves_and_stops_all_ranks(
+    make_run: MakeRun, start: Start, four: RunFile, pool: Pool, number: signal.Signals, ranks: int
+) -> None:
+    layout = FOUR if ranks == 4 else ("parallel.data=2",)
+    run = make_run(run={"steps": 24}, checkpoint={"every": 0})
+    process = start(run.arguments(*layout))
+    process.wait_for_step(run, 5)
+    processes = process.ranks()
+    os.killpg(process.popen.pid, number)  # as the terminal does for Ctrl-C
+    result = process.wait(60)
+    assert result.status == 0, result.err
+    assert "Traceback" not in result.err and "hexad: error" not in result.err
+    wait_until_gone(processes.values(), 5)
+    assert run.checkpoints == [len(run.losses)] and len(run.losses) < 24
+    assert run.state()["reason"] == "signal"
+    if ranks == 4:
+        assert run.world(pool, 4, *layout) == [(0, "")] * 4
+        assert run.losses == four.losses
+
+
+def test_a_signal_before_the_first_step_is_told_in_one_line(make_run: MakeRun, start: Start) -> None:
+    run = make_run()
+    process = start(run.arguments("parallel.tensor=2"))
+    end = time.monotonic() + 60
+    while not process.ranks() and time.monotonic() < end:
+        time.sleep(0.01)
+    os.kill(process.popen.pid, signal.SIGTERM)
+    result = process.wait(30)
+    assert result.status == 128 + signal.SIGTERM
+    assert result.error == "stopped by SIGTERM without saving"
+    assert not run.checkpoints

@@ -1,0 +1,166 @@
+"""Resuming: from where, in another layout, after a crash anywhere in a save, and from damaged files."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ..pool import Pool
+from .command import FOUR, RunFile, write_run
+from .conftest import MakeRun
+from .crash import POINTS
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
+def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
+    """A run per crash point, killed there."""
+    directory = tmp_path_factory.mktemp("crashes")
+    for point in POINTS:
+        checkpoint = {"asynchronous": request.param, "keep": 1}
+        write_run(directory / point, data, checkpoint=checkpoint)
+    command = [sys.executable, "-m", "tests.train.crash", str(directory)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return directory
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_anywhere_in_a_save_loses_nothing_but_steps(crashed: Path, alone: RunFile, point: str) -> None:
+    run = RunFile(crashed / point / "run.yaml", crashed / point / "run")
+    done = point in ("after rename", "before latest", "after latest", "in retention")
+    assert run.checkpoints[-1] == (8 if done else 4)
+    if point != "in retention":  # the older one is on its way out, and latest names the newer
+        assert run.newest.name == ("step-00000008" if point == "after latest" else "step-00000004")
+    assert (run.newest / "state.json").is_file()
+    result = run.train()
+    assert result.status == 0 and f"step {8 if done else 4}," in result.err
+    assert run.losses == alone.losses[:12]
+    # Nothing half-written is left, and keep is honoured.
+    assert sorted(p.name for p in (run.directory / "checkpoints").iterdir()) == ["latest", "step-00000012"]
+    assert run.newest.name == "step-00000012"
+
+
+def test_resume_auto_never_must(make_run: MakeRun, alone: RunFile) -> None:
+    run = make_run()
+    result = run.train("checkpoint.resume=must")
+    assert result.status == 2
+    assert result.error.startswith("checkpoint.resume: found must, but ")
+    assert not run.losses
+    assert run.train("checkpoint.resume=never", "run.steps=5").status == 0
+    result = run.train("checkpoint.resume=never")
+    assert result.status == 2
+    assert result.error.startswith("checkpoint.resume: found never, but ") and "run.dir" in result.error
+    assert len(run.losses) == 5
+    assert run.train("checkpoint.resume=must", "run.steps=7").status == 0
+    assert run.train("checkpoint.resume=auto").status == 0
+    assert run.losses == alone.losses[:12]
+    assert run.checkpoints == [7, 8, 12]
+    assert "nothing to do" in run.train().err
+    assert run.losses == alone.losses[:12]
+
+
+def test_load_starts_from_a_checkpoint_of_another_run(make_run: MakeRun, alone: RunFile) -> None:
+    from_run, from_checkpoint = make_run(), make_run()
+    assert from_run.train(f"checkpoint.load={alone.directory}", "run.steps=26").status == 0
+    assert [line["step"] for line in from_run.metrics] == [25, 26]
+    path = alone.directory / "checkpoints" / "step-00000016"
+    assert from_checkpoint.train(f"checkpoint.load={path}", "run.steps=20").status == 0
+    assert [line["loss"] for line in from_checkpoint.metrics] == alone.losses[16:20]
+    # From now on its own checkpoints count.
+    assert from_checkpoint.train(f"checkpoint.load={path}", "run.steps=24").status == 0
+    assert [line["loss"] for line in from_checkpoint.metrics] == alone.losses[16:24]
+    result = make_run().train("checkpoint.load=nowhere")
+    assert result.status == 2 and result.error.startswith("checkpoint.load: nowhere: neither a checkpoint")
+
+
+def test_the_layout_may_change_between_stop_and_resume(make_run: MakeRun, alone: RunFile, pool: Pool) -> None:
+    run = make_run()
+    assert run.train("run.steps=4").status == 0
+    assert run.world(pool, 4, *FOUR, "run.steps=8") == [(0, "")] * 4
+    assert run.world(pool, 2, "parallel.tensor=2", "run.steps=12") == [(0, "")] * 2
+    assert run.world(pool, 2, "run.steps=16") == [(0, "")] * 2
+    assert run.train("run.steps=20").status == 0
+    np.testing.assert_allclose(run.losses, alone.losses[:20], rtol=1e-9)
+    assert run.losses != alone.losses[:20]  # other orders of summation: it did run in other layouts
+
+
+def test_changed_settings_are_told(make_run: MakeRun) -> None:
+    run = make_run()
+    assert run.train("run.steps=2").status == 0
+    result = run.train("run.steps=4", "run.seed=5", "optimizer.lr=0.02")
+    assert "changed since: run.seed: 1234 -> 5" in result.err
+    assert "changed since: optimizer.lr: 0.01 -> 0.02" in result.err
+    assert "run.steps" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.hidden=32", "model.hidden: found 32, but checkpoint "),
+        ("model.layers=2", "model.layers: found 2, but checkpoint "),
+        ("model.family=qwen3", "model.family: found 'qwen3', but checkpoint "),
+        ("precision.dtype=fp32", "precision.dtype: "),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(alone: RunFile, override: str, message: str) -> None:
+    before = alone.losses
+    result = alone.train(override, "run.steps=30")
+    assert result.status == 2 and result.error.startswith(message)
+    assert alone.losses == before
+
+
+DAMAGES = {
+    "a cut tensor file": ("__0_0.distcp", lambda data: data[: len(data) // 2]),
+    "an empty tensor file": ("__0_0.distcp", lambda data: b""),
+    "no tensor file": ("__0_0.distcp", lambda data: None),
+    "a cut index": (".metadata", lambda data: data[:50]),
+    "no index": (".metadata", lambda data: None),
+    "no state": ("state.json", lambda data: None),
+    "a cut state": ("state.json", lambda data: data[:20]),
+    "another state": ("state.json", lambda data: b"[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_ends_in_one_line(alone: RunFile, make_run: MakeRun, tmp_path: Path, damage: str) -> None:
+    run = make_run()
+    shutil.copytree(alone.directory, run.directory)
+    name, change = DAMAGES[damage]
+    path = run.newest / name
+    changed = change(path.read_bytes())
+    path.unlink()
+    if changed is not None:
+        path.write_bytes(changed)
+    result = run.train("run.steps=26")
+    assert result.status == 2
+    assert "step-00000024" in result.error and "Traceback" not in result.err
+    # As the message says: without it, the run goes on from the one before.
+    shutil.rmtree(run.newest)
+    assert run.train("run.steps=26").status == 0
+    assert run.losses[:24] == alone.losses
+
+
+def test_damage_is_told_alike_by_all_ranks(alone: RunFile, make_run: MakeRun, pool: Pool) -> None:
+    run = make_run()
+    shutil.copytree(alone.directory, run.directory)
+    path = run.newest / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    outcomes = run.world(pool, 2, "parallel.tensor=2", "run.steps=26")
+    assert {status for status, _ in outcomes} == {2}
+    assert len({message for _, message in outcomes}) == 1
+    assert "damaged" in outcomes[0][1]
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_save_that_fails_ends_the_run_in_one_line(make_run: MakeRun, asynchronous: str) -> None:
+    run = make_run()
+    run.directory.mkdir()
+    (run.directory / "checkpoints").write_text("in the way")
+    result = run.train(f"checkpoint.asynchronous={asynchronous}")
+    assert result.status == 2
+    assert result.error.startswith("checkpoint of step 4: cannot be written to ")

@@ -100,12 +100,12 @@ class RunFile:
         return state
 
 
-def write_run(directory: Path, data: str, **groups: dict[str, Any]) -> RunFile:
+def write_run(directory: Path, prefix: str, /, **groups: dict[str, Any]) -> RunFile:
     """A run.yaml of :data:`SETTINGS`, with some replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     tree = {name: dict(group) for name, group in SETTINGS.items()}
     tree["run"]["dir"] = str(directory / "run")
-    tree["data"]["train"] = data
+    tree["data"]["train"] = prefix
     for name, group in groups.items():
         tree.setdefault(name, {}).update(group)
     path = directory / "run.yaml"

@@ -6,7 +6,7 @@ import click
 
 from hexad.config import dump_config, load_config
 
-from .options import json_option, overrides_argument, print_json
+from .options import degrees, json_option, overrides_argument, print_json
 
 
 @click.group("config")
@@ -42,12 +42,9 @@ def check(path: str, overrides: tuple[str, ...], world: int | None, as_json: boo
     resolved = load_config(path, overrides)
     layout = Layout.from_settings(resolved.parallel, world or smallest_world(resolved))
     check_config(resolved, layout)
-    degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
+    sizes = degrees(layout)
     if as_json:
-        print_json({"ok": True, "world": layout.world, "degrees": degrees})
+        print_json({"ok": True, "world": layout.world, "degrees": sizes})
     else:
-        click.echo(f"{path}: good for {layout.world} rank(s){': ' if degrees else ''}" + _degrees(degrees))
-
-
-def _degrees(degrees: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+        shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
+        click.echo(f"{path}: good for {layout.world} rank(s){': ' if shape else ''}{shape}")

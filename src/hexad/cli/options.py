@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from hexad.topology.layout import Layout
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -14,6 +17,12 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 def print_json(document: Any) -> None:
     """One JSON document on stdout."""
     click.echo(json.dumps(document))
+
+
+def degrees(layout: Layout) -> dict[str, int]:
+    """The axes that divide something, in the order people name them."""
+    names = ("tensor", "context", "pipeline", "data", "expert")
+    return {name: layout.degrees[name] for name in names if layout.degrees[name] > 1}
 
 
 def start_local(command: str, arguments: list[str], ranks: int) -> int:

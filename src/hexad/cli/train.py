@@ -9,7 +9,7 @@ from hexad.topology.layout import Layout
 from hexad.train.checks import check_config, smallest_world
 from hexad.train.environment import environment
 
-from .options import json_option, overrides_argument, print_json, start_local
+from .options import degrees, json_option, overrides_argument, print_json, start_local
 
 
 @click.command("train")
@@ -89,19 +89,19 @@ def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
 
     config = with_vocab(config, load_tokenizer(config.data.tokenizer))
     memory = state_bytes(config, layout)
-    degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1}
+    sizes = degrees(layout)
     if as_json:
         print_json(
             {
                 "config": config.model_dump(mode="json", by_alias=True),
                 "world": layout.world,
-                "degrees": degrees,
+                "degrees": sizes,
                 "memory_bytes_per_rank": memory,
             }
         )
         return
     click.echo(dump_config(config))
-    shape = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
     click.echo(f"# {layout.world} rank(s){': ' if shape else ''}{shape}")
     for name, count in memory.items():
         click.echo(f"# {name:12s} {count / 2**20:10.1f} MiB per rank")

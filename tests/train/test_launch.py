@@ -1,0 +1,135 @@
+"""Joining worlds that torchrun or SLURM have started."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hexad.config import HexadError
+from hexad.train.environment import Environment, environment, first_host, tasks_of_node
+
+from ..pool import Pool
+from .command import Process, free_port
+from .conftest import MakeRun
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2),3",
+}
+
+
+def test_environment() -> None:
+    assert environment({}) == Environment() and not environment({}).joined
+    assert environment(TORCHRUN) == Environment(5, 8, 1, 4, "torchrun")
+    assert environment({"RANK": "1", "WORLD_SIZE": "2"}) == Environment(1, 2, 0, 1, "torchrun")
+    assert environment(SLURM) == Environment(5, 7, 1, 3, "slurm") and environment(SLURM).joined
+    # torchrun inside srun: torchrun's word counts.
+    assert environment({**SLURM, **TORCHRUN}).launcher == "torchrun"
+    # Not in a step: sbatch's script itself, and a step of one task.
+    assert not environment({name: v for name, v in SLURM.items() if name != "SLURM_STEP_ID"}).joined
+    assert not environment({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).joined
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({**TORCHRUN, "RANK": "x"}, "RANK"),
+        ({**TORCHRUN, "RANK": "8"}, "RANK"),
+        ({"TORCHELASTIC_RUN_ID": "1"}, "RANK"),
+        ({**SLURM, "SLURM_NTASKS": "many"}, "SLURM_NTASKS"),
+        ({**SLURM, "SLURM_TASKS_PER_NODE": "x"}, "SLURM_TASKS_PER_NODE"),
+    ],
+)
+def test_environment_errors(variables: dict[str, str], name: str) -> None:
+    with pytest.raises(HexadError, match=f"^{name}: found "):
+        environment(variables)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node3", "node3"),
+        ("a,b", "a"),
+        ("node[003-010,12]", "node003"),
+        ("node[7,9],login", "node7"),
+        ("login,node[1-2]", "login"),
+        ("rack[0-1]n[02-3]-ib,x", "rack0n02-ib"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_tasks_of_node() -> None:
+    assert [tasks_of_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
+
+
+def test_torchrun(make_run: MakeRun, pool: Pool, tmp_path: Path) -> None:
+    run, reference = make_run(), make_run()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = Process([*torchrun, "-m", "hexad.cli.main", *run.arguments("parallel.tensor=2")], tmp_path)
+    result = process.wait()
+    assert result.status == 0, result.err
+    assert reference.world(pool, 2, "parallel.tensor=2") == [(0, "")] * 2
+    assert run.losses == reference.losses
+    assert sorted(p.name for p in run.directory.glob("log-rank*")) == ["log-rank0.txt", "log-rank1.txt"]
+
+
+def test_a_port_in_use(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        result = make_run().train("parallel.tensor=2", "run.timeout=5")
+    assert result.status == 2
+    assert result.error.startswith(f"port {port} of 127.0.0.1 is in use; set another ")
+
+
+def test_peers_that_never_come(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    result = make_run().train("parallel.tensor=2", "run.timeout=1")
+    assert result.status == 2 and "no rendezvous at 127.0.0.1:" in result.error
+
+
+Joined = Callable[[int], None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_the_first_rank_alone_tells_what_all_know(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, launcher: str, rank: int
+) -> None:
+    if launcher == "torchrun":
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    else:
+        variables = {**SLURM, "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run = make_run()
+    for overrides, message in (
+        (["parallel.tensor=3"], "parallel.tensor: found 3"),
+        (["parallel.tensors=2"], "parallel.tensors: unknown key"),
+        (["--nproc", "2"], "--nproc: "),
+        (["--no-such-option"], "No such option"),
+    ):
+        result = run.train(*overrides)
+        assert result.status == 2
+        if rank == 0:
+            assert result.error.startswith(message)
+        else:
+            assert not result.err

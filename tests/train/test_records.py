@@ -1,0 +1,119 @@
+"""What a run writes: metrics, validation, TensorBoard, configuration; and what is told before it starts."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import yaml
+
+from hexad.config import load_config
+
+from ..pool import Pool
+from .command import FOUR, RunFile, call
+from .conftest import MakeRun
+
+KEYS = {
+    "step": int,
+    "loss": float,
+    "grad_norm": float,
+    "lr": float,
+    "samples": int,
+    "tokens": int,
+    "step_seconds": float,
+    "tokens_per_second": float,
+    "mfu": float,
+    "peak_memory_bytes": int,
+    "comm_bytes": dict,
+    "skipped": bool,
+}
+
+
+def test_metrics_have_the_keys_of_the_contract(alone: RunFile, four: RunFile) -> None:
+    for run in (alone, four):
+        for line in run.metrics:
+            assert {name: type(value) for name, value in line.items()} == KEYS
+            assert set(line["comm_bytes"]) == {"tensor", "data", "context", "pipeline", "expert"}
+            assert line["samples"] == 4 * line["step"] and line["tokens"] == 16 * line["samples"]
+            assert line["tokens_per_second"] == pytest.approx(64 / line["step_seconds"])
+            assert 0 < line["mfu"] < 1 and not line["skipped"]
+    assert not any(alone.metrics[0]["comm_bytes"].values())
+    assert four.metrics[0]["comm_bytes"]["tensor"] > 0 < four.metrics[0]["comm_bytes"]["data"]
+    # An untrained model is near the uniform distribution; this one learns.
+    assert alone.losses[0] == pytest.approx(math.log(257), abs=0.1)
+    assert alone.losses[-1] < alone.losses[0] - 1
+
+
+def test_what_a_run_writes(four: RunFile, pool: Pool) -> None:
+    names = {path.name for path in four.directory.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "checkpoints", *(f"log-rank{r}.txt" for r in range(4))} <= names
+    resolved = load_config(four.directory / "config.yaml")
+    assert resolved.model.vocab == 257 and resolved.parallel.tensor == 2
+    assert load_config(four.newest / "config.yaml") == resolved
+    assert four.state()["world"] == 4 and four.state()["reason"] == "schedule"
+
+
+def test_validation(make_run: MakeRun, data: str, alone: RunFile, pool: Pool) -> None:
+    validation = data.removesuffix("train") + "validation"
+    groups = {"data": {"validation": validation}, "validate": {"every": 3, "batches": 2}, "run": {"steps": 6}}
+    run, other = make_run(**groups), make_run(**groups)
+    assert run.train().status == 0
+    losses = _validation_losses(run)
+    assert list(losses) == [3, 6] and losses[6] < losses[3]
+    assert run.losses == alone.losses[:6]  # looking changes nothing
+    assert other.world(pool, 2, "parallel.data=2") == [(0, "")] * 2
+    assert _validation_losses(other) == pytest.approx(losses, rel=1e-9)
+
+
+def _validation_losses(run: RunFile) -> dict[int, float]:
+    return {line["step"]: line["validation_loss"] for line in run.metrics if "validation_loss" in line}
+
+
+def test_log_every(make_run: MakeRun, alone: RunFile) -> None:
+    run = make_run(run={"steps": 8}, log={"every": 3})
+    assert run.train().status == 0
+    assert [(m["step"], m["loss"]) for m in run.metrics] == [(n, alone.losses[n - 1]) for n in (3, 6, 8)]
+
+
+def test_tensorboard(make_run: MakeRun) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = make_run(run={"steps": 3}, log={"tensorboard": True})
+    assert run.train().status == 0
+    events = EventAccumulator(str(run.directory / "tensorboard"))
+    events.Reload()
+    found = {scalar.step: scalar.value for scalar in events.Scalars("loss")}
+    assert found == pytest.approx(dict(enumerate(run.losses, 1)), rel=1e-6)
+    assert "comm_bytes/tensor" in events.Tags()["scalars"]
+
+
+def test_dry_run(make_run: MakeRun) -> None:
+    run = make_run()
+    result = run.train("--dry-run", *FOUR)
+    assert result.status == 0 and not result.err
+    assert yaml.safe_load(result.out)["model"]["vocab"] == 257  # the rest is comments
+    assert "# 4 rank(s): tensor 2 x data 2" in result.out
+    document = json.loads(run.train("--dry-run", "--json", *FOUR).out)
+    assert document["world"] == 4 and document["degrees"] == {"tensor": 2, "data": 2}
+    assert document["config"]["batch"]["global"] == 4
+    memory = document["memory_bytes_per_rank"]
+    assert memory["total"] == sum(count for name, count in memory.items() if name != "total")
+    assert memory["optimizer"] == 2 * memory["gradients"]
+    assert run.train("--dry-run", "--nproc", "3", *FOUR).status == 2
+    assert not run.directory.exists()
+
+
+def test_config_show_and_check(make_run: MakeRun) -> None:
+    run = make_run()
+    path = str(run.path)
+    shown = call("config", "show", path, "optimizer.lr=0.5")
+    assert shown.status == 0 and yaml.safe_load(shown.out)["optimizer"]["lr"] == 0.5
+    assert json.loads(call("config", "show", path, "--json").out)["model"]["hidden"] == 16
+    good = call("config", "check", path, *FOUR)
+    assert good.out.strip() == f"{path}: good for 4 rank(s): tensor 2 x data 2"
+    document = json.loads(call("config", "check", path, "--world", "2", "--json").out)
+    assert document == {"ok": True, "world": 2, "degrees": {"data": 2}}
+    refused = call("config", "check", path, "parallel.tensor=3")
+    assert refused.status == 2 and refused.error.startswith("parallel.tensor: found 3")

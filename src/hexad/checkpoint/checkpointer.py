@@ -17,7 +17,13 @@ from hexad.config import AgreedError, Config, HexadError, blaming, dump_config
 from hexad.topology.mesh import Mesh
 
 from .chunks import Chunk, load_chunks, save_chunks
-from .directory import CheckpointDirectory, find_checkpoint, read_state, write_durably
+from .directory import (
+    CheckpointDirectory,
+    check_same_model,
+    find_checkpoint,
+    read_state,
+    write_durably,
+)
 
 
 class Checkpointer:
@@ -161,26 +167,3 @@ class Checkpointer:
         if not good:
             raise value
         return value
-
-
-def check_same_model(path: Path, state: dict[str, Any], config: Config) -> None:
-    """Refuse a checkpoint whose model differs from the configuration's, naming the setting."""
-    saved = state["config"].get("model", {})
-    wanted = config.model.model_dump(mode="json", by_alias=True)
-    for name, value in wanted.items():
-        if name in ("preset", "init_std", "max_positions"):
-            continue
-        if name in saved and saved[name] != value:
-            raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {saved[name]!r}")
-
-
-def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
-    """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
-    wanted = config.model_dump(mode="json", by_alias=True)
-    return [
-        f"{group}.{name}: {saved[group][name]} -> {value}"
-        for group in ("run", "data", "batch", "precision", "optimizer", "lr_schedule")
-        for name, value in wanted[group].items()
-        if f"{group}.{name}" not in ("run.dir", "run.steps", "run.device", "run.timeout")
-        if name in saved.get(group, {}) and saved[group][name] != value
-    ]

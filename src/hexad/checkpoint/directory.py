@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hexad.config import HexadError
+from hexad.config import Config, HexadError
 
 _NAME = re.compile(r"step-(\d{8,})")
 STATE_FILE = "state.json"
@@ -81,6 +81,33 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or not {"step", "samples", "config"} <= state.keys():
         raise HexadError(f"{checkpoint / STATE_FILE}: damaged: step, samples or config is missing")
     return state
+
+
+def check_same_model(path: Path, state: dict[str, Any], config: Config) -> None:
+    """Refuse a checkpoint whose model differs from the configuration's.
+
+    Raises:
+        HexadError: naming the first setting that differs.
+    """
+    saved = state["config"].get("model", {})
+    wanted = config.model.model_dump(mode="json", by_alias=True)
+    for name, value in wanted.items():
+        if name in ("preset", "init_std", "max_positions"):
+            continue
+        if name in saved and saved[name] != value:
+            raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {saved[name]!r}")
+
+
+def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
+    """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
+    wanted = config.model_dump(mode="json", by_alias=True)
+    return [
+        f"{group}.{name}: {saved[group][name]} -> {value}"
+        for group in ("run", "data", "batch", "precision", "optimizer", "lr_schedule")
+        for name, value in wanted[group].items()
+        if f"{group}.{name}" not in ("run.dir", "run.steps", "run.device", "run.timeout")
+        if name in saved.get(group, {}) and saved[group][name] != value
+    ]
 
 
 def find_checkpoint(path: str | Path) -> Path:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from hexad.config import ConfigError
 
 from .options import overrides_argument, start_local
+
+if TYPE_CHECKING:
+    from hexad.generate.sampling import Sampling
 
 
 @click.command("generate")
@@ -35,7 +39,7 @@ def generate(source: str, nproc: int, **options: Any) -> int:
 
     checkpoint = find_checkpoint(source)
     request = {**options, "checkpoint": str(checkpoint), "nproc": nproc}
-    _config(request)  # refuses wrong settings before any rank is started
+    _config(request), _sampling(request)  # refuse wrong settings before any rank is started
     if nproc > 1 and not environment().joined:
         return start_local("generate", [json.dumps(request)], nproc)
     from .worker import work
@@ -44,13 +48,15 @@ def generate(source: str, nproc: int, **options: Any) -> int:
 
 
 def _config(request: dict[str, Any]) -> Any:
-    from hexad.checkpoint.directory import read_state
+    from hexad.checkpoint.directory import check_same_model, read_state
     from hexad.config import Config, build_config
     from hexad.config.load import apply_override
     from hexad.topology.layout import Layout
     from hexad.train.checks import check_config
 
-    tree = dict(read_state(Path(request["checkpoint"]))["config"])
+    path = Path(request["checkpoint"])
+    state = read_state(path)
+    tree = deepcopy(state["config"])
     tree["parallel"] = {"tensor": request["nproc"], "sequence": False}
     tree["batch"] = {"micro": 1, "global": 1}
     for override in request["overrides"]:
@@ -58,8 +64,15 @@ def _config(request: dict[str, Any]) -> Any:
     config: Config = build_config(tree)
     if config.parallel.tensor != request["nproc"]:
         raise ConfigError("parallel.tensor", f"found {config.parallel.tensor}; give the ranks with --nproc")
+    check_same_model(path, state, config)
     check_config(config, Layout.from_settings(config.parallel, request["nproc"]))
     return config
+
+
+def _sampling(request: dict[str, Any]) -> Sampling:
+    from hexad.generate.sampling import Sampling
+
+    return Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
 
 
 def generate_here(request: dict[str, Any]) -> None:
@@ -67,11 +80,10 @@ def generate_here(request: dict[str, Any]) -> None:
     from hexad.dataset.tokenizer import load_tokenizer
     from hexad.generate.generator import generate as generate_tokens
     from hexad.generate.generator import load_model
-    from hexad.generate.sampling import Sampling
     from hexad.train.launch import launch
 
     config = _config(request)
-    sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
+    sampling = _sampling(request)
     with launch(config) as run:
         tokenizer = run.agreed(lambda: load_tokenizer(config.data.tokenizer))
         model = load_model(config, Path(request["checkpoint"]), run.mesh)

@@ -8,7 +8,7 @@ from hexad.config import Config, ConfigError
 from hexad.topology.layout import Layout
 
 # What the configuration can name but this version cannot do yet: field -> values it can.
-_SUPPORTED: dict[str, tuple[object, ...]] = {
+SUPPORTED: dict[str, tuple[object, ...]] = {
     "model.family": ("llama", "mistral", "qwen2", "qwen3", "gpt2"),
     "model.moe": (None,),
     "parallel.context": (1,),
@@ -48,7 +48,7 @@ def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
 
 
 def _unsupported(config: Config) -> Iterator[ConfigError]:
-    for field, supported in _SUPPORTED.items():
+    for field, supported in SUPPORTED.items():
         group, name = field.split(".")
         found = getattr(getattr(config, group), name)
         if found not in supported:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from hexad.checkpoint.checkpointer import Checkpointer, changed_settings
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.checkpoint.directory import changed_settings
 from hexad.config import Config, ConfigError, HexadError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.tokenizer import Tokenizer, load_tokenizer

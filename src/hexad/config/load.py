@@ -105,7 +105,7 @@ def _readable(error: ValidationError) -> ConfigError:
     problem = error.errors(include_url=False)[0]
     # Locations carry the tried branches of a union too ("constrained-int", "literal[...]"): keep settings.
     field, model = _field_of(problem["loc"])
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "invalid_key"):
         return ConfigError(field, f"unknown key{_nearest(field, model)}")
     found = problem["input"]
     if isinstance(found, Mapping) and problem["type"] not in ("model_type", "dict_type"):

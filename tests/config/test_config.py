@@ -1,0 +1,139 @@
+"""The tree of settings: strict, readable errors, and a dump that loads as the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hexad.config import Config, ConfigError, HexadError, build_config, dump_config, load_config
+from hexad.config.presets import PRESETS
+
+ERRORS = [
+    ("model.layer=2", "model.layer: unknown key (did you mean 'model.layers'?)"),
+    ("modle.layers=2", "modle: unknown key (did you mean 'model'?)"),
+    ("parallel.lr=2", "parallel.lr: unknown key (did you mean 'optimizer.lr'?)"),
+    ("log.zzz=2", "log.zzz: unknown key; known here: every, tensorboard, wandb"),
+    ("model.layers=two", "model.layers: found 'two', expected an integer"),
+    ("model.layers=0", "model.layers: found 0, expected greater than or equal to 1"),
+    ("model.layers=1.5", "model.layers: found 1.5, expected an integer"),
+    ("model.layers=null", "model.layers: found None, expected an integer"),
+    ("run.compile=maybe", "run.compile: found 'maybe', expected a boolean"),
+    ("precision.dtype=bf61", "precision.dtype: found 'bf61', expected 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'"),
+    ("precision.dtype=bf61", "(did you mean 'bf16'?)"),
+    ("parallel.zero=4", "parallel.zero: found 4, expected less than or equal to 3"),
+    ("parallel.data=some", "parallel.data: found 'some', expected "),
+    ("parallel.data=some", "'auto'"),
+    ("optimizer.lr=-1", "optimizer.lr: found -1, expected greater than 0"),
+    ("optimizer.lr=.nan", "optimizer.lr: found nan"),
+    ("optimizer.betas=[0.9]", "optimizer.betas"),
+    ("model.rope_scaling.factr=2", "model.rope_scaling.factr: unknown key (did you mean 'model.rope_scaling.factor'?)"),
+    ("model.preset=llama", "model.preset: unknown preset 'llama' (did you mean 'llama3-8b'?)"),
+    ("model.heads=7", "model.hidden: 256 is not divisible by model.heads 7"),
+    ("model=3", "model: found 3, expected "),
+    ("run.seed.x=3", "run.seed"),
+    ("run.seed", "run.seed: an override has the form name=value"),
+    ("=3", "an override has the form name=value"),
+    ("run.seed=[", "override run.seed, line 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "says"), ERRORS)
+def test_errors_name_field_found_and_fix(override: str, says: str) -> None:
+    with pytest.raises(HexadError) as caught:
+        load_config({"run": {"seed": 1}}, [override])
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_errors(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for text, says in (
+        ("run: {seed: 1, seed: 2}", "line 1, column 16: not valid YAML: key 'seed' is given twice"),
+        ("run: {seed: 1}\nmodel: {}\nrun: {}", "line 3, column 1: not valid YAML: key 'run' is given twice"),
+        ("run: {seed: 1", "not valid YAML"),
+        ("- 1", "found a list, expected a mapping of settings"),
+        ("run: 1", "run: found 1, expected "),
+        ("1: 2", "1: unknown key"),
+    ):
+        path.write_text(text)
+        with pytest.raises(HexadError) as caught:
+            load_config(path)
+        assert says in str(caught.value), text
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(HexadError, match="cannot be read"):
+        load_config(path)
+    path.write_text("")
+    assert load_config(path) == build_config({})
+
+
+def test_overrides() -> None:
+    tree = {"optimizer": {"lr": 0.1}, "data": {"train": "a"}}
+    config = load_config(
+        tree,
+        ["optimizer.lr=1e-3", "data.train=[[1, a], [2.5, b]]", "batch.global=8", "run.seed=3", "run.seed=4"],
+    )
+    assert config.optimizer.lr == 1e-3 and config.batch.global_ == 8
+    assert config.data.train == [(1.0, "a"), (2.5, "b")]
+    assert config.run.seed == 4  # the last counts
+    assert tree == {"optimizer": {"lr": 0.1}, "data": {"train": "a"}}  # the caller's own stays
+    assert load_config(None, ["model.rope_scaling.factor=2"]).model.rope_scaling is not None
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_fill_in_and_the_users_keys_win(name: str) -> None:
+    model = build_config({"model": {"preset": name}}).model
+    for key, value in PRESETS[name].items():
+        found = getattr(model, key)
+        assert found == value or (isinstance(value, dict) and found is not None), key
+    # Even where the user's value is the schema's default.
+    assert build_config({"model": {"preset": name, "layers": 4}}).model.layers == 4
+    assert model.layers != 4
+
+
+def test_family_defaults() -> None:
+    def model(**settings: object) -> Config:
+        return build_config({"model": {"hidden": 96, "heads": 12, **settings}})
+
+    gpt2, qwen2, qwen3 = (model(family=name).model for name in ("gpt2", "qwen2", "qwen3"))
+    llama = model().model
+    assert (gpt2.kv_heads, gpt2.ffn_hidden, gpt2.tied_embeddings, gpt2.qkv_bias) == (12, 384, True, True)
+    assert (llama.kv_heads, llama.ffn_hidden, llama.tied_embeddings, llama.qkv_bias) == (4, 256, False, False)
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen3.qkv_bias, qwen3.qk_norm) == (True, False, False, True)
+    assert llama.head_dim == 8 and model(head_dim=10).model.head_dim == 10
+    assert model(heads=6).model.kv_heads == 6
+    assert model(family="gpt2", tied_embeddings=False).model.tied_embeddings is False
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model.preset=llama3-8b", "parallel.tensor=8", "data.train=[[1, a], [2, b]]"],
+        ["model.family=gpt2", "parallel.split=[1, 3]", "memory.recompute_layers=2", "log.wandb=x"],
+        ["model.rope_scaling.factor=2", "lr_schedule.decay_steps=9", "validate.every=2"],
+    ],
+)
+def test_what_is_dumped_loads_as_the_same(overrides: list[str], tmp_path: Path) -> None:
+    config = load_config(None, overrides)
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+    assert dump_config(load_config(path)) == dump_config(config)
+    assert (
+        "validate" in yaml.safe_load(path.read_text())
+        and "global" in yaml.safe_load(path.read_text())["batch"]
+    )
+
+
+def test_a_config_cannot_be_changed_in_place() -> None:
+    config = build_config({})
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 2  # type: ignore[misc]
+
+
+def test_config_error_knows_its_field() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["optimizer.lr=x"])
+    assert caught.value.field == "optimizer.lr"

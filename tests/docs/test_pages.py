@@ -1,0 +1,69 @@
+"""The pages say what is: the generated one is current, and commands marked as tested run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs import generate
+
+from hexad.config import Config, setting_names
+
+from ..train.command import call, write_run
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"<!-- tested -->\s*\n```bash\n(.*?)\n```", re.DOTALL)
+PAGES = {
+    str(path.relative_to(ROOT)): blocks
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
+    if path.exists() and (blocks := BLOCK.findall(path.read_text(encoding="utf-8")))
+}
+
+
+def test_configuration_is_current() -> None:
+    assert generate.PAGE.read_text(encoding="utf-8") == generate.page(), "run 'make docs'"
+
+
+def test_every_setting_is_described() -> None:
+    rows = {
+        match[1]: match[2]
+        for match in re.finditer(r"^\| `([\w.]+)` \|.*\| (.*) \|$", generate.page(), re.MULTILINE)
+    }
+    groups = set(Config.model_fields) | {field.alias for field in Config.model_fields.values()}
+    assert set(rows) == set(setting_names()) - groups
+    assert all(len(meaning) > 10 for meaning in rows.values())
+
+
+def test_there_are_tested_commands() -> None:
+    assert "docs/training.md" in PAGES
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_marked_commands_run(page: str, tmp_path: Path) -> None:
+    """All marked blocks of a page in order, in one directory that has ``corpus/``, ``data/`` and ``run.yaml``."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (tmp_path / "data").mkdir()
+    for name in ("train", "validation"):
+        (corpus / f"{name}.txt").write_text("\n".join(f"line {n}: {n * n}" for n in range(200)))
+        prefix = str(tmp_path / "data" / name)
+        options = ("--output", prefix, "--tokenizer", "byte", "--workers", "1")
+        assert call("data", "build", "--input", str(corpus / f"{name}.txt"), *options).status == 0
+    data = {"train": "data/train", "validation": "data/validation"}
+    write_run(tmp_path, "data/train", run={"dir": "runs/demo"}, data=data)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    for block in PAGES[page]:
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, f"{page}:\n{block}\n{result.stdout}\n{result.stderr}"

@@ -44,7 +44,7 @@ def test_there_are_tested_commands() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_marked_commands_run(page: str, tmp_path: Path) -> None:
-    """All marked blocks of a page in order, in a directory that has ``corpus/``, ``data/`` and ``run.yaml``."""
+    """All marked blocks of a page in order, in a directory with ``corpus/``, ``data/`` and ``run.yaml``."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     (tmp_path / "data").mkdir()

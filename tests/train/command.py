@@ -176,7 +176,8 @@ class Process:
         found = {}
         for process in children(self.popen.pid):
             variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            found[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = process
+            # One that is between fork and exec has no rank yet.
+            found |= {int(v[5:]): process for v in variables if v.startswith(b"RANK=")}
         return found
 
     def wait(self, timeout: float = 90.0) -> Result:

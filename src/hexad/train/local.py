@@ -92,8 +92,9 @@ def run_local(arguments: Sequence[str], ranks: int) -> LocalOutcome:
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=scratch))
         try:
             return _outcome(agent.run(), agent.asked)
-        except SignalException as error:  # SIGHUP, SIGQUIT
-            return LocalOutcome(128 + error.sigval, f"stopped by {signal.Signals(error.sigval).name}")
+        except SignalException as error:  # SIGHUP, SIGQUIT, or before the ranks were started
+            name = signal.Signals(error.sigval).name
+            return LocalOutcome(128 + error.sigval, f"stopped by {name} without saving")
         finally:
             handler.shutdown()
             for number, action in previous.items():

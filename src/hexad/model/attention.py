@@ -83,9 +83,12 @@ def _attend_sequences(
 ) -> torch.Tensor:
     tokens = q.shape[0]
     q, k, v = (t.unflatten(0, (sequences, -1)).transpose(1, 2) for t in (q, k, v))
+    causal = True
     if store is not None:
         k, v = store.extend(k, v)
-    # A single new token may see everything stored; several at once start from an empty store.
-    causal = q.shape[2] > 1
+        # A single new token may see everything stored.
+        causal = q.shape[2] > 1
+        if causal and q.shape[2] != k.shape[2]:
+            raise ValueError("several tokens at once need an empty key/value store")
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).reshape(tokens, -1)

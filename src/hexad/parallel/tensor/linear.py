@@ -80,10 +80,18 @@ class _RowLinear(torch.autograd.Function):
         return grad_x, weight_gradient(ctx.weight, gradient, x), None
 
 
+def _plain(place: Placement) -> bool:
+    """Under ``torch.compile`` on one tensor rank PyTorch's own layer serves: accumulating into gradient slots
+    is a side effect that would break the graph."""
+    return place.axis.size == 1 and torch.compiler.is_compiling()
+
+
 def column_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Placement
 ) -> torch.Tensor:
     """``x W^T + b`` for this rank's rows of W; see :class:`ColumnParallelLinear`."""
+    if _plain(place):
+        return F.linear(x, weight, bias)
     return _ColumnLinear.apply(x, weight, bias, place)
 
 
@@ -182,5 +190,7 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``."""
+        if _plain(self.place):
+            return F.linear(x, self.weight, self.bias)
         y = _RowLinear.apply(x, self.weight, self.place)
         return y if self.bias is None else y + self.bias

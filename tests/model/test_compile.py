@@ -1,0 +1,37 @@
+"""Compiled blocks: the same numbers, one graph each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from hexad import Engine, Layout, Mesh, Microbatch, load_config
+
+
+def _losses(compile_blocks: bool, family: str) -> list[float]:
+    config = load_config(
+        {
+            "run": {"compile": compile_blocks},
+            "model": {"family": family, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 100},
+            "data": {"sequence": 32},
+            "batch": {"micro": 2, "global": 4},
+            "precision": {"dtype": "fp32"},
+            "lr_schedule": {"warmup": 1},
+        }
+    )
+    engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")))
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(100, (2, 33), generator=torch.Generator().manual_seed(step))
+        batch = Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        losses.append(engine.train_step([batch, batch]).loss)
+    return losses
+
+
+@pytest.mark.slow  # needs a C++ compiler, and half a minute
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_compiled_blocks_give_the_same_losses_without_graph_breaks(family: str) -> None:
+    counters.clear()
+    assert _losses(True, family) == pytest.approx(_losses(False, family), rel=1e-5)
+    assert not counters["graph_break"]

@@ -7,6 +7,7 @@ import pytest
 from ..pool import Pool, RankError
 from .harness import GRID, TOLERANCE, VARIANTS, Case, References, errors, run
 from .mutations import MUTATIONS
+from .table import PAGE, rows
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +30,13 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
     except (AssertionError, RankError):
         return  # copies of a tensor differ between ranks, or ranks report different losses
     assert max(found.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {found}"
+
+
+def test_the_published_table_lists_the_grid() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    header = next(line for line in text.splitlines() if line.startswith("| layout"))
+    assert [name.strip() for name in header.split("|")[2:-1]] == [variant.name for variant in VARIANTS]
+    table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| data")]
+    assert [row[0].strip() for row in table] == rows()
+    assert all(float(number) < TOLERANCE for row in table for number in row[1:])
+    assert [line[2:].split(":")[0] for line in text.splitlines() if line.startswith("- ")] == list(MUTATIONS)

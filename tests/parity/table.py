@@ -1,0 +1,72 @@
+"""Writes ``docs/parity.md`` from a run of the grid: ``python -m tests.parity.table``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..pool import Pool, RankError
+from .harness import GRID, LAYOUTS, STEPS, TOLERANCE, VARIANTS, Case, References, errors, run
+from .mutations import MUTATIONS
+
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+
+_HEAD = f"""\
+<!-- Written by 'python -m tests.parity.table'. Do not edit. -->
+
+# Parity: every layout gives the numbers of one process
+
+Each cell is a run of {STEPS} steps on N gloo ranks in float64 against one process: the largest relative error of
+the losses, gradient norms, every gradient and every weight. `make test` runs all {len(GRID)} cells and demands
+less than {TOLERANCE:.0e}.
+
+All cells accumulate gradients over several microbatches, clip, and use several gradient buckets. Sizes are odd on
+purpose: heads wider than `hidden / heads`, vocabularies of which some ranks hold padding only, samples that lose
+most of their targets, documents of one token.
+"""
+
+_MUTATIONS = """
+## Broken code is noticed
+
+The same tests run with the code broken in each of these ways, and demand an error a thousand times the
+tolerance, or ranks that disagree with each other:
+"""
+
+
+def rows() -> list[str]:
+    """The layouts, one per table row."""
+    return [Case(VARIANTS[0], *layout).layout for layout in LAYOUTS]
+
+
+def cell(found: dict[str, float]) -> str:
+    """The largest error, to one digit."""
+    return f"{max(found.values()):.0e}"
+
+
+def page(pool: Pool) -> str:
+    """Run everything and describe it."""
+    references = References(pool)
+    lines = [_HEAD, "| layout | " + " | ".join(variant.name for variant in VARIANTS) + " |"]
+    lines.append("|---|" + "---|" * len(VARIANTS))
+    for layout in LAYOUTS:
+        cases = [Case(variant, *layout) for variant in VARIANTS]
+        found = [cell(errors(run(pool, case), references.of(case.variant.name))) for case in cases]
+        lines.append(f"| {cases[0].layout} | " + " | ".join(found) + " |")
+    lines.append(_MUTATIONS)
+    for name, (_, index, *layout) in MUTATIONS.items():
+        case = Case(VARIANTS[index], *layout)
+        try:
+            how = f"error {cell(errors(run(pool, case, name), references.of(case.variant.name)))}"
+        except RankError:
+            how = "a rank fails"
+        except AssertionError:
+            how = "ranks disagree"
+        lines.append(f"- {name}: {how} ({case.variant.name}; {case.layout})")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    workers = Pool()
+    try:
+        PAGE.write_text(page(workers), encoding="utf-8")
+    finally:
+        workers.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +30,25 @@ ERRORS = [
     ("parallel.data=some", "'auto'"),
     ("optimizer.lr=-1", "optimizer.lr: found -1, expected greater than 0"),
     ("optimizer.lr=.nan", "optimizer.lr: found nan"),
-    ("optimizer.betas=[0.9]", "optimizer.betas"),
+    ("parallel.bucket_mb=.inf", "parallel.bucket_mb: found inf, expected a finite number"),
+    ("lr_schedule.min_lr=.nan", "lr_schedule.min_lr: found nan"),
+    ("data.train=[[.inf, p]]", "data.train[0][0]: found inf, expected a finite number"),
+    ("model.layers=true", "model.layers: found True, expected a number, not true or false"),
+    ("model.rope_theta=true", "model.rope_theta: found True, expected a number, not true or false"),
+    ("parallel.zero=true", "parallel.zero: found True, expected a number, not true or false"),
+    ("batch.global=yes", "batch.global: found True, expected a number, not true or false"),
+    ("parallel.data=true", "found True, expected a number, not true or false; or expected 'auto'"),
+    ("data.train=3", "data.train: found 3, expected a prefix or [[weight, prefix], ...]"),
+    ("data.train=[p]", "data.train[0]: found 'p', expected [weight, prefix] "
+                       "(data.train is a prefix or [[weight, prefix], ...])"),
+    ("data.train=[[1, a], [0, b]]", "data.train[1][0]: found 0, expected greater than 0"),
+    ("data.validation=[[1]]", "data.validation[0]: found [1], expected [weight, prefix]"),
+    ("data.validation=[[1, 2]]", "data.validation[0][1]: found 2, expected a string"),
+    ("parallel.split=3", "parallel.split: found 3, expected 'cost', 'even' or [layers, ...]"),
+    ("parallel.split=evn", "expected 'cost', 'even' or [layers, ...] (did you mean 'even'?)"),
+    ("parallel.split=[2, -1]", "parallel.split[1]: found -1, expected greater than or equal to 0"),
+    ("optimizer.betas=[0.9]", "optimizer.betas: found [0.9], expected [beta1, beta2]"),
+    ("optimizer.betas=[0.9, 2]", "optimizer.betas[1]: found 2, expected less than 1"),
     ("model.rope_scaling.factr=2", "unknown key (did you mean 'model.rope_scaling.factor'?)"),
     ("model.preset=llama", "model.preset: unknown preset 'llama' (did you mean 'llama3-8b'?)"),
     ("model.heads=7", "model.hidden: 256 is not divisible by model.heads 7"),
@@ -69,15 +90,24 @@ def test_yaml_errors(tmp_path: Path) -> None:
 
 
 def test_overrides() -> None:
-    tree = {"optimizer": {"lr": 0.1}, "data": {"train": "a"}}
+    tree: dict[str, Any] = {"optimizer": {"lr": 0.1}, "model": {"rope_scaling": {"factor": 4}}}
+    kept = deepcopy(tree)
     config = load_config(
         tree,
-        ["optimizer.lr=1e-3", "data.train=[[1, a], [2.5, b]]", "batch.global=8", "run.seed=3", "run.seed=4"],
+        [
+            "model.rope_scaling.factor=2",
+            "optimizer.lr=1e-3",
+            "data.train=[[1, a], [2.5, b]]",
+            "batch.global=8",
+            "run.seed=3",
+            "run.seed=4",
+        ],
     )
     assert config.optimizer.lr == 1e-3 and config.batch.global_ == 8
     assert config.data.train == [(1.0, "a"), (2.5, "b")]
     assert config.run.seed == 4  # the last counts
-    assert tree == {"optimizer": {"lr": 0.1}, "data": {"train": "a"}}  # the caller's own stays
+    assert config.model.rope_scaling is not None and config.model.rope_scaling.factor == 2
+    assert tree == kept  # the caller's own stays
     assert load_config(None, ["model.rope_scaling.factor=2"]).model.rope_scaling is not None
 
 
@@ -137,3 +167,45 @@ def test_config_error_knows_its_field() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, ["optimizer.lr=x"])
     assert caught.value.field == "optimizer.lr"
+    copy = pickle.loads(pickle.dumps(caught.value))  # as a worker process sends it
+    assert type(copy) is ConfigError
+    assert (str(copy), copy.field) == (str(caught.value), "optimizer.lr")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["model.family=gpt2", "model.rope_theta=5e5"],
+            "model.rope_theta: found 500000.0, but gpt2 has learned",
+        ),
+        (
+            ["model.preset=gpt2", "model.rope_theta=5e5"],
+            "model.rope_theta: found 500000.0, but gpt2 has learned",
+        ),
+        (["model.max_positions=77"], "model.max_positions: found 77, but llama has rotary positions"),
+        (["model.preset=qwen3-8b", "model.max_positions=77"], "model.max_positions: found 77, but qwen3 has"),
+    ],
+)
+def test_settings_that_the_family_ignores(overrides: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert str(caught.value).startswith(says)
+    assert str(caught.value).endswith("; remove it")
+
+
+@pytest.mark.parametrize("preset", [None, *sorted(PRESETS)])
+@pytest.mark.parametrize("family", [None, "gpt2", "llama"])
+def test_a_resolved_configuration_is_never_refused(preset: str | None, family: str | None) -> None:
+    given = {"preset": preset, "family": family}
+    config = build_config({"model": {key: value for key, value in given.items() if value}})
+    # As a run does before it writes the configuration.
+    positions = config.model.max_positions if config.model.max_positions != "auto" else config.data.sequence
+    model = config.model.model_copy(update={"vocab": config.model.vocab, "max_positions": positions})
+    config = config.model_copy(update={"model": model})
+    assert build_config(config.model_dump(mode="json", by_alias=True)).model == config.model
+    again = yaml.safe_load(dump_config(config))
+    assert build_config(again).model.model_copy(update={"max_positions": positions}) == config.model
+    if config.model.family != "gpt2":  # and a longer sequence may be tried with it
+        again["data"]["sequence"] *= 2
+        build_config(again)

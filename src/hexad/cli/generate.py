@@ -59,6 +59,9 @@ def _config(request: dict[str, Any]) -> Any:
     tree = deepcopy(state["config"])
     tree["parallel"] = {"tensor": request["nproc"], "sequence": False}
     tree["batch"] = {"micro": 1, "global": 1}
+    model = tree.get("model", {})
+    if model.get("family") != "gpt2":
+        model.pop("max_positions", None)  # stated by the run, of use to gpt2 only
     for override in request["overrides"]:
         apply_override(tree, override)
     config: Config = build_config(tree)

@@ -26,6 +26,11 @@ class ConfigError(HexadError):
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
+        self.problem = problem
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        # An exception is unpickled from its args, here the one message: it must cross process borders.
+        return type(self), (self.field, self.problem)
 
 
 @contextmanager

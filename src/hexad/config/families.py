@@ -38,3 +38,29 @@ def complete_model(model: ModelSettings) -> ModelSettings:
         )
     filled = {name: value for name, value in defaults.items() if getattr(model, name) == "auto"}
     return model.model_copy(update=filled)
+
+
+def check_used(given: ModelSettings, model: ModelSettings, sequence: int) -> None:
+    """Refuse settings that the user gave and the family has no use for.
+
+    What a resolved configuration states of itself is let pass: defaults, what its preset has, and positions
+    that equal the sequence length.
+
+    Args:
+        given: the user's settings, as they were given.
+        model: the same, completed.
+        sequence: ``data.sequence``.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    preset = PRESETS.get(given.preset or "", {})
+    useless: dict[str, tuple[str, set[Any]]] = {
+        "rope_theta": ("has learned positions, not rotary ones", {ModelSettings().rope_theta})
+    }
+    if model.family != "gpt2":
+        useless = {"max_positions": ("has rotary positions and no table of them", {"auto", sequence})}
+    for name, (why, harmless) in useless.items():
+        found = getattr(given, name)
+        if name in given.model_fields_set and found not in harmless | {preset.get(name)}:
+            raise ConfigError(f"model.{name}", f"found {found!r}, but {model.family} {why}; remove it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from .errors import ConfigError, HexadError, did_you_mean
-from .families import complete_model
+from .families import check_used, complete_model
 from .schema import Config
 
 
@@ -54,7 +55,7 @@ def load_config(path: str | Path | Mapping[str, Any] | None = None, overrides: I
     if path is None:
         tree: Any = {}
     elif isinstance(path, Mapping):
-        tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in path.items()}
+        tree = deepcopy(dict(path))  # overrides are set in place, at any depth
     else:
         tree = _read(Path(path))
     for override in overrides:
@@ -97,12 +98,28 @@ def build_config(tree: Mapping[str, Any]) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise _readable(error) from None
-    return config.model_copy(update={"model": complete_model(config.model)})
+    model = complete_model(config.model)
+    check_used(config.model, model, config.data.sequence)
+    return config.model_copy(update={"model": model})
+
+
+# What to expect where several forms are good, or an item of a list has one: setting -> (whole, item).
+_FORMS = {
+    "data.train": ("a prefix or [[weight, prefix], ...]", "[weight, prefix]"),
+    "data.validation": ("a prefix or [[weight, prefix], ...]", "[weight, prefix]"),
+    "parallel.split": ("'cost', 'even' or [layers, ...]", "an integer"),
+    "optimizer.betas": ("[beta1, beta2]", "a number"),
+}
+_WRONG_FORM = {"string_type", "list_type", "tuple_type", "literal_error", "missing", "too_short", "too_long"}
 
 
 def _readable(error: ValidationError) -> ConfigError:
     """The first problem of a pydantic error as field, value found, and fix."""
-    problem = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    first = _field_of(problems[0]["loc"])[0]
+    # Of the forms that a union allows, the one meant is the one that was followed furthest into the value.
+    same = [p for p in problems if _field_of(p["loc"])[0] == first]
+    problem = max(same, key=lambda p: len(_indices(p["loc"])))
     # Locations carry the tried branches of a union too ("constrained-int", "literal[...]"): keep settings.
     field, model = _field_of(problem["loc"])
     if problem["type"] in ("extra_forbidden", "invalid_key"):
@@ -110,18 +127,29 @@ def _readable(error: ValidationError) -> ConfigError:
     found = problem["input"]
     if isinstance(found, Mapping) and problem["type"] not in ("model_type", "dict_type"):
         found = dict(found)
-    expected = "; or ".join(
-        dict.fromkeys(
-            _expectation(p["msg"]) for p in error.errors(include_url=False) if _field_of(p["loc"])[0] == field
-        )
+    indices = _indices(problem["loc"])
+    if problem["type"] == "missing":  # of an item: what was found is the list that lacks it
+        indices = indices[:-1]
+    alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]
+    if field in _FORMS and len(indices) < 2 and problem["type"] in _WRONG_FORM:
+        whole, item = _FORMS[field]
+        expected = f"expected {item} ({field} is {whole})" if indices else f"expected {whole}"
+    else:
+        expected = "; or ".join(dict.fromkeys(_expectation(p["msg"]) for p in alike))
+    hint = did_you_mean(found, _choices(model, field)) if isinstance(found, str) and not indices else ""
+    return ConfigError(
+        field + "".join(f"[{index}]" for index in indices), f"found {found!r}, {expected}{hint}"
     )
-    hint = did_you_mean(found, _choices(model, field)) if isinstance(found, str) else ""
-    return ConfigError(field, f"found {found!r}, {expected}{hint}")
 
 
 def _expectation(message: str) -> str:
     message = message.removeprefix("Input should be ").removeprefix("Value error, ")
     return f"expected {message}".replace("a valid integer", "an integer").replace("a valid", "a")
+
+
+def _indices(loc: Sequence[int | str]) -> list[int]:
+    """The places in nested lists that a pydantic location leads to."""
+    return [part for part in loc if isinstance(part, int)]
 
 
 def _field_of(loc: Sequence[int | str]) -> tuple[str, type[BaseModel]]:
@@ -184,4 +212,7 @@ def _nearest(field: str, model: type[BaseModel]) -> str:
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, in the order of the schema."""
-    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, width=110)
+    tree = config.model_dump(mode="json", by_alias=True)
+    if config.model.family != "gpt2":  # a number here would have to follow data.sequence
+        tree["model"]["max_positions"] = "auto"
+    return yaml.safe_dump(tree, sort_keys=False, width=110)

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+def _not_a_switch(value: Any) -> Any:
+    """``true`` is not 1: to Python it is, which hides a mistyped line."""
+    if isinstance(value, bool):
+        raise ValueError("a number, not true or false")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_not_a_switch)]
+Number = Annotated[float, BeforeValidator(_not_a_switch)]
+Positive = Annotated[Integer, Field(ge=1)]
+Count = Annotated[Integer, Field(ge=0)]
+PositiveFloat = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[Number, Field(ge=0, lt=1, allow_inf_nan=False)]
 
 
 class Settings(BaseModel):
@@ -123,7 +133,7 @@ class BatchSettings(Settings):
 
     micro: Positive = 2
     """Sequences per microbatch and data rank."""
-    global_: Annotated[int, Field(ge=1, alias="global")] = 32
+    global_: Annotated[Integer, Field(ge=1, alias="global")] = 32
     """Sequences per step, over all data ranks."""
 
 
@@ -153,7 +163,7 @@ class ParallelSettings(Settings):
     """Tensor-parallel degree inside each expert."""
     data: Positive | Literal["auto"] = "auto"
     """Data-parallel degree. ``auto``: ``world / (tensor * context * pipeline)``."""
-    zero: Annotated[int, Field(ge=0, le=3)] = 0
+    zero: Annotated[Integer, Field(ge=0, le=3)] = 0
     """What data ranks divide among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
     replicas: Positive = 1
     """Hybrid sharding: state is sharded inside ``data / replicas`` ranks and replicated across."""

@@ -168,6 +168,31 @@ def test_output_that_cannot_be_written(tmp_path: Path) -> None:
         build([tmp_path / "a"], tmp_path / "a" / "d", "byte")
 
 
+@pytest.mark.parametrize("documents", [1, 20_000], ids=["tokens", "index"])
+def test_full_disk(tmp_path: Path, documents: int) -> None:
+    """As far as a program can tell, a limit on the size of its files is a full disk."""
+    lines = [json.dumps({"text": "x" * (100_000 // documents)})] * documents
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prefix = tmp_path / "out" / "d"
+    with IndexedWriter(prefix, np.uint16) as earlier:
+        earlier.add_document([1, 2])
+    before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+    # Bytes: the tokens of the one document take 200,000, those of the many 240,000 and their index 400,000.
+    limit = 100_000 if documents == 1 else 300_000
+    script = (
+        "import resource, sys\nfrom hexad.cli.main import run\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "sys.exit(run(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", script, "data", "build", "--input", str(tmp_path / "a.jsonl")]
+    command += ["--output", str(prefix), "--tokenizer", "byte", "--workers", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    name = "d.bin" if documents == 1 else "d.idx"
+    assert result.stderr == f"hexad: error: {prefix.parent / name}: cannot be written: File too large\n"
+    assert result.returncode == 2
+    assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
+
+
 KILLED = """
 import sys, time
 from hexad.dataset import build as module

@@ -81,7 +81,8 @@ def build(
 
     Documents keep the order of the inputs (directories: sorted), so that the result does not depend on
     ``workers``. Documents without text are left out. Both files appear when all is on disk; a build that
-    fails or is killed leaves an earlier dataset of that name as it was.
+    fails leaves an earlier dataset of that name as it was. So does one that is killed, but for the moment of
+    taking the old one's place, in which there is none.
 
     Args:
         inputs: files or directories: .jsonl, .parquet, and any other extension is one document of UTF-8 text.
@@ -113,7 +114,8 @@ def build(
                 progress(done, total)
         if not writer.tokens:
             raise HexadError(f"{', '.join(map(str, inputs))}: no text found in {len(pieces)} files")
-        sidecar_path(prefix).unlink(missing_ok=True)
+        with suppress(OSError):  # one that stays is not believed: it is another dataset's
+            sidecar_path(prefix).unlink(missing_ok=True)
     data = IndexedDataset(prefix)
     facts = describe(data, writer.max_token, tokenizer=encoder.name, vocab=encoder.vocab_size, eod=eod)
     with suppress(OSError):  # the sidecar only saves time

@@ -221,6 +221,10 @@ def _missing(prefix: str, path: Path) -> str:
     return f"{message}; make them with 'hexad data build --input ... --output {prefix}'"
 
 
+def _unwritable(path: Path, error: OSError) -> HexadError:
+    return HexadError(f"{path}: cannot be written: {error.strerror}")
+
+
 class IndexedWriter:
     """Writes a dataset, one document after another; both files appear under their names when it is whole.
 
@@ -253,7 +257,7 @@ class IndexedWriter:
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._stream: BinaryIO = self._temporary[0].open("wb")
         except OSError as error:
-            raise HexadError(f"{self._bin}: cannot be written: {error.strerror}") from None
+            raise _unwritable(self._bin, error) from None
 
     @property
     def documents(self) -> int:
@@ -269,6 +273,7 @@ class IndexedWriter:
 
         Raises:
             ValueError: the lengths do not add up, or an id does not fit the dtype.
+            HexadError: the disk is full or the file cannot be written.
         """
         count = self._append(tokens, lengths)
         self._boundaries.append(self._boundaries[-1] + count)
@@ -281,7 +286,7 @@ class IndexedWriter:
             lengths: tokens of each document.
 
         Raises:
-            ValueError: as for :meth:`add_document`.
+            ValueError, HexadError: as for :meth:`add_document`.
         """
         count = self._append(tokens, lengths)
         first = self._boundaries[-1] + 1
@@ -297,7 +302,10 @@ class IndexedWriter:
             if low < limits.min or high > limits.max:
                 raise ValueError(f"token ids {low} to {high} do not fit {self.dtype.name}")
             self.max_token = max(self.max_token, high)
-        self._stream.write(ids.astype(self.dtype, copy=False).tobytes())
+        try:
+            self._stream.write(ids.astype(self.dtype, copy=False).tobytes())
+        except OSError as error:
+            raise _unwritable(self._bin, error) from None
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
         self.tokens += len(ids)
         return len(sizes)
@@ -305,13 +313,16 @@ class IndexedWriter:
     def finish(self) -> None:
         """Complete both files on disk, then let them appear under their names.
 
-        The index is renamed last and an old one removed first: whoever finds an index finds its tokens.
+        The index is renamed last and an old one removed first: whoever finds an index finds its tokens, and a
+        process killed between these renames leaves none.
 
         Raises:
             HexadError: the disk is full or the files cannot be written.
         """
+        path = self._bin
         try:
             sync_and_close(self._stream)
+            path = self._idx
             with self._temporary[1].open("wb") as stream:
                 self._write_index(stream)
                 sync_and_close(stream)
@@ -321,7 +332,7 @@ class IndexedWriter:
             sync_directory(self._idx.parent)
         except OSError as error:
             self.discard()
-            raise HexadError(f"{self._bin}: cannot be written: {error.strerror}") from None
+            raise _unwritable(path, error) from None
 
     def _write_index(self, stream: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)

@@ -6,7 +6,8 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -272,6 +273,14 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise HexadError(f"{directory}: cannot be written: {error.strerror}") from None
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HuggingFaceTokenizer:
     """Train a byte-level BPE tokenizer with ``<|endoftext|>`` and save it in Hugging Face form.
 
@@ -285,7 +294,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> Huggin
         The tokenizer, as :func:`load_tokenizer` gives it.
 
     Raises:
-        HexadError: ``vocab_size`` is below 257.
+        HexadError: ``vocab_size`` is below 257, or the directory cannot be written.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -302,11 +311,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> Huggin
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
     directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}, indent=2) + "\n"
-    )
+    with _writing(directory):  # before the work, which takes a while
+        directory.mkdir(parents=True, exist_ok=True)
+    backend.train_from_iterator(texts, trainer)
+    with _writing(directory):
+        (directory / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}, indent=2) + "\n"
+        )
     return HuggingFaceTokenizer(directory / "tokenizer.json", str(directory.resolve()))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from shlex import quote
+from typing import TYPE_CHECKING, Any
 
 import click
+import yaml
+
+from hexad.config import HexadError, build_config, load_config
+from hexad.config.load import apply_override
 
 from .options import overrides_argument
 
@@ -16,24 +21,49 @@ if TYPE_CHECKING:
 _RANKS = 4
 _PROMPT = "def read_lines(path):\n    "
 
-# Sized for two CPU cores: about two minutes of training.
-_RUN = """\
-# Written by 'hexad demo'. Train on with: hexad train {path} run.steps=400
-run: {{dir: {directory}, steps: 200, device: cpu}}
-model: {{layers: 4, hidden: 192, heads: 6, kv_heads: 2, ffn_hidden: 512, tied_embeddings: true}}
-data:
-  train: {data.train}
-  validation: {data.validation}
-  tokenizer: {data.tokenizer}
-  sequence: 128
-batch: {{micro: 8, global: 16}}
-parallel: {{data: 2, tensor: 2, sequence: true}}
-precision: {{dtype: fp32}}
-optimizer: {{lr: 3.0e-3}}
-lr_schedule: {{kind: cosine, warmup: 20, min_lr: 3.0e-4}}
-checkpoint: {{every: 100, keep: 2}}
-validate: {{every: 50, batches: 4}}
-"""
+
+def _settings(directory: Path, data: DemoData) -> dict[str, Any]:
+    """Sized for two CPU cores: about two minutes of training."""
+    return {
+        "run": {"dir": str(directory), "steps": 200, "device": "cpu"},
+        "model": {
+            "layers": 4, "hidden": 192, "heads": 6, "kv_heads": 2, "ffn_hidden": 512, "tied_embeddings": True
+        },
+        "data": {
+            "train": data.train, "validation": data.validation, "tokenizer": data.tokenizer, "sequence": 128
+        },
+        "batch": {"micro": 8, "global": 16},
+        "parallel": {"data": 2, "tensor": 2, "sequence": True},
+        "precision": {"dtype": "fp32"},
+        "optimizer": {"lr": 3.0e-3},
+        "lr_schedule": {"kind": "cosine", "warmup": 20, "min_lr": 3.0e-4},
+        "checkpoint": {"every": 100, "keep": 2},
+        "validate": {"every": 50, "batches": 4},
+    }  # fmt: skip
+
+
+def _write_run(directory: Path, data: DemoData, overrides: tuple[str, ...]) -> Path:
+    """``run.yaml``: what is trained, overrides included, and how to go on.
+
+    Raises:
+        HexadError: the file cannot be written, or an override is malformed.
+    """
+    path = directory / "run.yaml"
+    tree = _settings(directory, data)
+    for override in overrides:
+        apply_override(tree, override)
+    config = build_config(tree)
+    steps, schedule = config.run.steps, config.lr_schedule
+    on = f"run.steps={2 * steps}"
+    if schedule.kind in ("linear", "cosine") and schedule.decay_steps == "auto" and steps > schedule.warmup:
+        # Left at auto, the end of the decay would move along, and the learning rate would jump up again.
+        on += f" lr_schedule.decay_steps={steps}"
+    text = f"# Written by 'hexad demo'. To train on:\n#   hexad train {quote(str(path))} {on}\n"
+    try:
+        path.write_text(text + yaml.safe_dump(tree, sort_keys=False, width=110), encoding="utf-8")
+    except OSError as error:
+        raise HexadError(f"{path}: cannot be written: {error.strerror}") from None
+    return path
 
 
 @click.command("demo")
@@ -51,6 +81,7 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
 
     from .train import start
 
+    load_config(None, overrides)  # refuse wrong settings before the work
     where = Path(directory)
     click.echo("1. tokenizer and dataset from Python's standard library", err=True)
     data = build_demo_data(where / "data")
@@ -59,17 +90,13 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
         f"unigram entropy {data.unigram_entropy:.3f} nats per token",
         err=True,
     )
-    run_file = where / "run.yaml"
-    run_file.write_text(_RUN.format(path=run_file, directory=where, data=data), encoding="utf-8")
+    run_file = _write_run(where, data, overrides)
     click.echo(f"2. training on {_RANKS} ranks: data 2 x tensor 2, sequence parallel", err=True)
-    status = start(_RANKS, [str(run_file), "checkpoint.resume=auto", *overrides])
-    if status == 0:
-        _report(where, data)
-    return status
+    return start(_RANKS, [str(run_file)]) or _report(where, data)
 
 
-def _report(where: Path, data: DemoData) -> None:
-    """The curve, a sample, the communication, and where to go from here."""
+def _report(where: Path, data: DemoData) -> int:
+    """The curve, a sample, the communication, and where to go from here; returns the sample's exit status."""
     from hexad.show.figure import save_figure
     from hexad.show.run import read_metrics, readable_bytes, run_figure
 
@@ -88,7 +115,9 @@ def _report(where: Path, data: DemoData) -> None:
     sys.stderr.flush()
     click.echo("-" * 72)
     options = ["--prompt", _PROMPT, "--tokens", "80", "--temperature", "0.7", "--top-p", "0.9"]
-    generate.main([str(where), *options], prog_name="hexad generate", standalone_mode=False)
+    status: int = generate.main([str(where), *options], prog_name="hexad generate", standalone_mode=False)
+    if status:
+        return status
     click.echo("-" * 72)
     click.echo(f"loss {last['loss']:.3f} nats per token", nl=False)
     click.echo("" if validation is None else f", validation {validation:.3f}", nl=False)
@@ -98,3 +127,4 @@ def _report(where: Path, data: DemoData) -> None:
     click.echo(f"loss curve: {picture}")
     click.echo(f"look further: hexad show run {where}")
     click.echo(f'              hexad generate {where} --prompt "import os" --temperature 0.8')
+    return 0

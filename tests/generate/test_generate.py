@@ -10,6 +10,7 @@ import torch
 
 from hexad.cli.main import run
 from hexad.config import ConfigError, build_config
+from hexad.dataset.tokenizer import train_bpe
 from hexad.generate.generator import KeyValueCache, generate
 from hexad.generate.sampling import Sampling, choose
 from hexad.model.transformer import Transformer
@@ -23,7 +24,8 @@ FAMILIES = ("llama", "gpt2", "qwen2", "qwen3")
 
 def model_of(family: str) -> Transformer:
     tree = {"family": family, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24, "vocab": 50}
-    config = build_config({"model": {**tree, "max_positions": 32, "init_std": 0.5}})
+    positions = {"max_positions": 32} if family == "gpt2" else {}
+    config = build_config({"model": {**tree, **positions, "init_std": 0.5}})
     model = Transformer(config.model, Placement(Axis("tensor"), False, torch.float64, torch.device("cpu")))
     initialise(model, 7)
     return model.eval()
@@ -137,6 +139,26 @@ def test_the_command(trained: RunFile, tmp_path: Path) -> None:
 def test_errors(trained: RunFile, options: list[str], start: str) -> None:
     result = call("generate", str(trained.directory), "--prompt", "a", *options)
     assert result.status == 2 and result.error.startswith(start)
+
+
+@pytest.mark.parametrize("ranks", [(), ("--nproc", "2")])
+def test_a_tokenizer_with_more_ids_than_the_model(
+    trained: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[str, ...]
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("hexad.cli.generate.start_local", never)
+    train_bpe(["some text"] * 9, 262, tmp_path)
+    for where, problem in ((tmp_path, "with 262 ids, more than the model's 257"), ("nowhere", "no such")):
+        arguments = [str(trained.directory), "--prompt", "a", f"data.tokenizer={where}", *ranks]
+        result = call("generate", *arguments)
+        assert result.status == 2 and result.error.startswith("data.tokenizer: ")
+        assert problem in result.error
+
+
+def test_another_sequence_length_is_of_no_matter(trained: RunFile) -> None:
+    assert generated(trained, "data.sequence=64") == generated(trained)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

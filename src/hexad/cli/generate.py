@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import ConfigError
+from hexad.config import ConfigError, blaming
 
 from .options import overrides_argument, start_local
 
 if TYPE_CHECKING:
+    from hexad.config import Config
+    from hexad.dataset.tokenizer import Tokenizer
     from hexad.generate.sampling import Sampling
 
 
@@ -39,7 +41,7 @@ def generate(source: str, nproc: int, **options: Any) -> int:
 
     checkpoint = find_checkpoint(source)
     request = {**options, "checkpoint": str(checkpoint), "nproc": nproc}
-    _config(request), _sampling(request)  # refuse wrong settings before any rank is started
+    _tokenizer(_config(request)), _sampling(request)  # refuse wrong settings before any rank is started
     if nproc > 1 and not environment().joined:
         return start_local("generate", [json.dumps(request)], nproc)
     from .worker import work
@@ -47,9 +49,9 @@ def generate(source: str, nproc: int, **options: Any) -> int:
     return work(lambda: generate_here(request))
 
 
-def _config(request: dict[str, Any]) -> Any:
+def _config(request: dict[str, Any]) -> Config:
     from hexad.checkpoint.directory import check_same_model, read_state
-    from hexad.config import Config, build_config
+    from hexad.config import build_config
     from hexad.config.load import apply_override
     from hexad.topology.layout import Layout
     from hexad.train.checks import check_config
@@ -64,12 +66,28 @@ def _config(request: dict[str, Any]) -> Any:
         model.pop("max_positions", None)  # stated by the run, of use to gpt2 only
     for override in request["overrides"]:
         apply_override(tree, override)
-    config: Config = build_config(tree)
+    config = build_config(tree)
     if config.parallel.tensor != request["nproc"]:
         raise ConfigError("parallel.tensor", f"found {config.parallel.tensor}; give the ranks with --nproc")
     check_same_model(path, state, config)
     check_config(config, Layout.from_settings(config.parallel, request["nproc"]))
     return config
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer, which may be another than the checkpoint's, but not one with ids the model lacks."""
+    from hexad.dataset.tokenizer import load_tokenizer
+
+    with blaming("data.tokenizer"):
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    vocab = config.model.vocab
+    if vocab != "auto" and tokenizer.vocab_size > vocab:
+        raise ConfigError(
+            "data.tokenizer",
+            f"found {config.data.tokenizer} with {tokenizer.vocab_size} ids, more than the model's {vocab}; "
+            "give the one that the model was trained with",
+        )
+    return tokenizer
 
 
 def _sampling(request: dict[str, Any]) -> Sampling:
@@ -80,7 +98,6 @@ def _sampling(request: dict[str, Any]) -> Sampling:
 
 def generate_here(request: dict[str, Any]) -> None:
     """Be one rank of the generation; the first prints the text."""
-    from hexad.dataset.tokenizer import load_tokenizer
     from hexad.generate.generator import generate as generate_tokens
     from hexad.generate.generator import load_model
     from hexad.train.launch import launch
@@ -88,7 +105,7 @@ def generate_here(request: dict[str, Any]) -> None:
     config = _config(request)
     sampling = _sampling(request)
     with launch(config) as run:
-        tokenizer = run.agreed(lambda: load_tokenizer(config.data.tokenizer))
+        tokenizer = run.agreed(lambda: _tokenizer(config))
         model = load_model(config, Path(request["checkpoint"]), run.mesh)
         prompt = tokenizer.encode(request["prompt"])
         new = list(generate_tokens(model, prompt, request["tokens"], sampling, tokenizer.eod))

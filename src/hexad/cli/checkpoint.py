@@ -26,8 +26,7 @@ def inspect(directory: str, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(path), **state, "tensors": tensors})
         return
-    click.echo(
-        f"{path}: step {state['step']}, {state['samples']} samples, written by {state['world']} rank(s)"
-    )
+    ranks = state.get("world", "an unknown number of")
+    click.echo(f"{path}: step {state['step']}, {state['samples']} samples, written by {ranks} rank(s)")
     for name, tensor in sorted(tensors.items()):
         click.echo(f"  {name:44s} {tensor['dtype']:10s} {' x '.join(map(str, tensor['shape']))}")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hexad.cli.main import run
+
 _SCRIPT = """
 import json, sys
 from hexad.cli.main import run
@@ -66,3 +68,8 @@ def _with_run(directory: Path, arguments: list[str]) -> list[str]:
     path = directory / "run.yaml"
     path.write_text("model: {hidden: 64}\n")
     return [str(path) if argument == "RUN" else argument for argument in arguments]
+
+
+def test_help_says_where_the_traceback_of_a_rank_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    assert "log-rankN.txt" in capsys.readouterr().out

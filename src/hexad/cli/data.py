@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from .options import json_option, print_json
 
 if TYPE_CHECKING:
     from hexad.dataset.build import BuildSummary
@@ -59,7 +60,7 @@ def data() -> None:
     "--json-key", default="text", show_default=True, help="Key (.jsonl) or column (.parquet) of the text."
 )
 @click.option("--no-eod", is_flag=True, help="Do not end documents with the end-of-document token.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def build_command(
     inputs: tuple[str, ...],
     prefix: str,
@@ -88,7 +89,10 @@ def build_command(
             append_eod=not no_eod,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    click.echo(json.dumps(asdict(summary)) if as_json else _sentence(summary))
+    if as_json:
+        print_json(asdict(summary))
+    else:
+        click.echo(_sentence(summary))
 
 
 def _sentence(summary: BuildSummary) -> str:
@@ -103,14 +107,14 @@ def _sentence(summary: BuildSummary) -> str:
 @click.argument("prefix")
 @click.option("--tokenizer", metavar="byte|PATH", help="To decode the first tokens. Default: what built it.")
 @click.option("--first", default=32, show_default=True, type=click.IntRange(min=0), help="Tokens to show.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@json_option
 def inspect_command(prefix: str, tokenizer: str | None, first: int, as_json: bool) -> None:
     """Show what a .bin/.idx dataset holds."""
     from hexad.dataset.inspect import inspect
 
     facts = inspect(prefix, tokenizer=tokenizer, first=first)
     if as_json:
-        click.echo(json.dumps(facts))
+        print_json(facts)
         return
     for name, value in facts.items():
         click.echo(f"{name.replace('_', ' '):<14}{_shown(value)}")

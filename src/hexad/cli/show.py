@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,14 @@ import click
 from hexad.config import ConfigError, HexadError, load_config
 from hexad.config.schema import ParallelSettings
 
+from .options import json_option, print_json
+
 # torch, matplotlib and rich are imported where they are used: `--json` must answer at once.
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from hexad.topology.layout import Layout
 
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 _output_option = click.option(
     "--output", metavar="FILE", help="Draw into FILE.png, FILE.svg or FILE.html instead of the terminal."
 )
@@ -38,7 +38,7 @@ def show() -> None:
 @click.option("--expert-tensor", type=int, help="Tensor-parallel degree inside each expert.")
 @click.option("--data", help="Data-parallel degree, or auto (world / (tensor * context * pipeline)).")
 @click.option("--order", help="Rank order, fastest first, such as tensor-context-expert-data-pipeline.")
-@_json_option
+@json_option
 @_output_option
 def layout_command(
     settings: tuple[str, ...], world: int | None, as_json: bool, output: str | None, **degrees: Any
@@ -54,7 +54,7 @@ def layout_command(
     if output:
         _save(layout_figure(layout), output)
     if as_json:
-        click.echo(json.dumps(layout_json(layout)))
+        print_json(layout_json(layout))
     elif not output:
         width = _terminal_width()
         _print(layout_text(layout, width), width)
@@ -69,7 +69,7 @@ def layout_command(
     multiple=True,
     help="Draw a horizontal line in the loss panel, such as 'unigram entropy=7.1'. May be repeated.",
 )
-@_json_option
+@json_option
 @_output_option
 def run_command(directory: str, references: tuple[str, ...], as_json: bool, output: str | None) -> None:
     """Show a run's loss, speed and communication from its metrics.jsonl."""
@@ -83,7 +83,7 @@ def run_command(directory: str, references: tuple[str, ...], as_json: bool, outp
     if output:
         _save(run_figure(metrics, lines), output)
     if as_json:
-        click.echo(json.dumps(summary(metrics)))
+        print_json(summary(metrics))
     elif not output:
         width = _terminal_width()
         _print(run_text(metrics, width), width)

@@ -53,7 +53,9 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hexad")
 @click.option(
-    "--debug", is_flag=True, help="Show the traceback of errors; that of a rank is in run.dir/log-rankN.txt."
+    "--debug",
+    is_flag=True,
+    help="Show the traceback of errors. Those of started ranks are in run.dir/log-rankN.txt.",
 )
 def hexad(debug: bool) -> None:
     """Train and run transformers too large for one accelerator."""

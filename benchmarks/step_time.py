@@ -34,7 +34,6 @@ def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
 
     from hexad import Engine, Layout, Mesh, Microbatch, load_config
     from hexad.model.families import hugging_face_tensors
-    from hexad.parallel.sharding import load_global
 
     shape = Shape()
     config = load_config(
@@ -61,9 +60,7 @@ def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
     engine = Engine(config, mesh)
     state = reference_weights(shape)
     table = hugging_face_tensors(config.model)
-    load_global(engine.model, {ours: place.read(state) for ours, place in table.items()})
-    for group in engine.groups:
-        group.adopt()
+    engine.load_weights({ours: place.read(state) for ours, place in table.items()})
     tokens = random_tokens(shape)[0]
     rows = range(mesh.data.rank * MICRO, GLOBAL, MICRO * mesh.data.size)
     batch = [

@@ -43,7 +43,7 @@ def _worker(pipe: Connection) -> None:
                 dist.destroy_process_group()
 
 
-class RankError(AssertionError):
+class RankError(Exception):
     """A function raised on at least one rank."""
 
 

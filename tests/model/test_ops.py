@@ -47,6 +47,9 @@ def test_rotate() -> None:
 
 def test_bf16_norm_is_computed_in_float32() -> None:
     x, weight = _random(64, 512, dtype=torch.bfloat16), _random(512, dtype=torch.bfloat16)
-    wanted = F.rms_norm(x.float(), (512,), weight.float(), 1e-5)
-    error = (ops.rms_norm(x, weight, 1e-5).float() - wanted).abs().max() / wanted.abs().max()
-    assert error < 2**-7  # two roundings to 8 bits
+    wide_x, wide_weight = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    wanted, found = F.rms_norm(wide_x, (512,), wide_weight, 1e-5), ops.rms_norm(x, weight, 1e-5)
+    results = zip((found, *_gradients(found, x, weight)), (wanted, *_gradients(wanted, wide_x, wide_weight)))
+    for name, (ours, theirs), roundings in zip(("y", "dx", "dw"), results, (2, 2, 2)):
+        error = (ours.float() - theirs).norm() / theirs.norm()
+        assert error < roundings * 2**-9, name  # a rounding to 8 bits is off by 2^-9 at most

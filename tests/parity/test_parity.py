@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..pool import Pool, RankError
+from ..pool import Pool
 from .harness import GRID, TOLERANCE, VARIANTS, Case, References, errors, run
 from .mutations import MUTATIONS
 from .table import PAGE, rows
@@ -27,7 +27,7 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
     case = Case(VARIANTS[index], data, tensor, sequence)
     try:
         found = errors(run(pool, case, name), references.of(case.variant.name))
-    except (AssertionError, RankError):
+    except AssertionError:
         return  # copies of a tensor differ between ranks, or ranks report different losses
     assert max(found.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {found}"
 

@@ -60,7 +60,7 @@ def test_files_that_are_not_there(tmp_path: Path, make_run: MakeRun) -> None:
     assert call("train", str(missing)).error == f"{missing}: no such configuration file"
     assert "Is a directory" in call("train", str(tmp_path)).error
     (tmp_path / "file").write_text("")
-    assert make_run().train(f"run.dir={tmp_path / 'file'}").error.startswith("run.dir: cannot create ")
+    assert make_run().train(f"run.dir={tmp_path / 'file'}").error.startswith("run.dir: cannot write to ")
 
 
 def test_commands_that_are_not_there() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
-from hexad.comm import CommError
+from hexad.comm import CommError, gather_objects
 from hexad.config import AgreedError, Config, HexadError, blaming, dump_config
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
 from .chunks import Chunk, load_chunks, save_chunks
 from .directory import (
@@ -24,6 +25,9 @@ from .directory import (
     read_state,
     write_durably,
 )
+
+_LONGEST_SAVE = 1800.0
+"""Seconds that ranks wait for each other's files, where run.timeout is less: a save moves the whole state."""
 
 
 class Checkpointer:
@@ -40,7 +44,10 @@ class Checkpointer:
         self.config = config
         self.mesh = mesh
         self.directory = CheckpointDirectory(config.run.dir)
-        self._group = dist.new_group(backend="gloo") if mesh.layout.world > 1 else None
+        self._axis = Axis("checkpoint", mesh.world.ranks, mesh.rank)
+        if mesh.layout.world > 1:
+            timeout = timedelta(seconds=max(config.run.timeout, _LONGEST_SAVE))
+            self._axis.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoint")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
         self._saving: Future[None] | None = None
 
@@ -66,10 +73,10 @@ class Checkpointer:
             saving, self._saving = self._saving, None
             saving.result()
 
-    def check(self) -> None:
-        """Raise the error of a background save that has failed; does not wait."""
-        if self._saving is not None and self._saving.done():
-            self.wait()
+    def failed(self) -> bool:
+        """Whether the save in the background has failed on this rank, as far as it knows; does not wait."""
+        saving = self._saving
+        return saving is not None and saving.done() and saving.exception() is not None
 
     def close(self) -> None:
         """Finish the save under way."""
@@ -92,7 +99,7 @@ class Checkpointer:
         Raises:
             HexadError: a tensor is missing or does not fit, or the files are damaged.
         """
-        load_chunks(path, chunks, self._group)
+        load_chunks(path, chunks, self._axis.group)
 
     def find(self) -> Path | None:
         """The checkpoint to start from according to ``checkpoint.resume`` and ``checkpoint.load``, or None.
@@ -132,7 +139,7 @@ class Checkpointer:
 
     def _write_all(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str) -> None:
         partial = self._on_first(lambda: self.directory.begin(step))
-        save_chunks(partial, chunks, self._group)
+        save_chunks(partial, chunks, self._axis.group)
 
         def commit() -> None:
             write_durably(partial / "config.yaml", dump_config(self.config))
@@ -159,11 +166,7 @@ class Checkpointer:
                 outcome = (True, action())
             except OSError as error:
                 outcome = (False, error)
-        if self._group is not None:
-            boxes = [outcome]
-            dist.broadcast_object_list(boxes, src=0, group=self._group)
-            outcome = boxes[0]
-        good, value = outcome
+        good, value = gather_objects(outcome, self._axis)[0]
         if not good:
             raise value
         return value

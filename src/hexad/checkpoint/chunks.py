@@ -63,8 +63,8 @@ class Chunk:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Plans the writing of chunks; the base class drops the copies that several ranks hold and verifies that
-    the rest covers every tensor exactly once."""
+    """Plans the writing of chunks; the base class drops the copies that several ranks hold and, where
+    several ranks write, verifies that the rest covers every tensor exactly once."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         super().__init__(flatten_state_dict=False)

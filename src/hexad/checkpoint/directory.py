@@ -78,8 +78,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise HexadError(f"{checkpoint}: not a checkpoint: {STATE_FILE} is missing") from None
     except (OSError, ValueError) as error:
         raise HexadError(f"{checkpoint / STATE_FILE}: cannot be read: {error}") from None
-    if not isinstance(state, dict) or not {"step", "samples", "config"} <= state.keys():
-        raise HexadError(f"{checkpoint / STATE_FILE}: damaged: step, samples or config is missing")
+    wanted = {"step": int, "samples": int, "world": int, "config": dict}
+    for name, kind in wanted.items():
+        if not isinstance(state, dict) or not isinstance(state.get(name), kind):
+            raise HexadError(f"{checkpoint / STATE_FILE}: damaged: {name} is missing or malformed")
     return state
 
 
@@ -101,11 +103,15 @@ def check_same_model(path: Path, state: dict[str, Any], config: Config) -> None:
 def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
     """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
     wanted = config.model_dump(mode="json", by_alias=True)
+    silent = {"run.dir", "run.device", "run.timeout"}
+    schedule = config.lr_schedule
+    if schedule.decay_steps != "auto" or schedule.kind in ("constant", "inverse_sqrt"):
+        silent.add("run.steps")  # otherwise it moves the learning-rate schedule
     return [
         f"{group}.{name}: {saved[group][name]} -> {value}"
         for group in ("run", "data", "batch", "precision", "optimizer", "lr_schedule")
         for name, value in wanted[group].items()
-        if f"{group}.{name}" not in ("run.dir", "run.steps", "run.device", "run.timeout")
+        if f"{group}.{name}" not in silent
         if name in saved.get(group, {}) and saved[group][name] != value
     ]
 

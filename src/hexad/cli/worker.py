@@ -10,6 +10,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+import torch.distributed as dist
+
 from hexad.comm import CommError
 from hexad.config import AgreedError, ConfigError, HexadError
 
@@ -48,7 +50,17 @@ def work(action: Callable[[], None]) -> int:
     status, message, same = attempt(action)
     if status and (speaks() or not same):
         fail(message, status=status)
+    _end_if_deserted(status)
     return status
+
+
+def _end_if_deserted(status: int) -> None:
+    """After a failure among several ranks, end at once: threads may be waiting for peers that are gone, and
+    would keep the process alive until run.timeout."""
+    if status == 1 and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def main() -> None:
@@ -72,6 +84,7 @@ def main() -> None:
         with open(error_file, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}, file)
     sys.stdout.flush()
+    _end_if_deserted(status)
     sys.exit(status)
 
 

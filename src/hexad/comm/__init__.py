@@ -1,4 +1,4 @@
-"""Collectives and point-to-point messages over axes; the only caller of ``torch.distributed``'s."""
+"""Collectives and point-to-point messages over axes: all of training's go through here."""
 
 from .collectives import (
     CommError,
@@ -7,7 +7,6 @@ from .collectives import (
     all_gather_async,
     all_reduce,
     all_reduce_async,
-    barrier,
     broadcast,
     gather_objects,
     receive_async,
@@ -24,7 +23,6 @@ __all__ = [
     "all_gather_async",
     "all_reduce",
     "all_reduce_async",
-    "barrier",
     "broadcast",
     "gather_objects",
     "receive_async",

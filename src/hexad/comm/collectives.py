@@ -214,8 +214,3 @@ def gather_objects(value: object, axis: Axis) -> list[Any]:
     except RuntimeError as error:
         raise CommError(f"agreement over axis {axis.name} failed: {error}") from error
     return result
-
-
-def barrier(axis: Axis) -> None:
-    """Wait for every rank of the axis."""
-    gather_objects(None, axis)

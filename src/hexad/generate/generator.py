@@ -10,13 +10,11 @@ import torch
 from hexad.checkpoint.chunks import Chunk, load_chunks
 from hexad.comm import all_gather
 from hexad.config import Config, ConfigError, HexadError
-from hexad.model.transformer import Transformer
+from hexad.model.transformer import DTYPES, Transformer
 from hexad.parallel.sharding import Placement, declared_parameters
 from hexad.topology.mesh import Mesh
 
 from .sampling import Sampling, choose
-
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class KeyValueCache:
@@ -46,7 +44,7 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh) -> Transformer:
     Raises:
         HexadError: the checkpoint does not fit the configuration or is damaged.
     """
-    dtype = _DTYPES[config.precision.dtype]
+    dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
     model = Transformer(config.model, Placement(mesh.tensor, False, stored, mesh.device))
     chunks = []
@@ -69,10 +67,14 @@ def generate(
     Every tensor rank iterates together and gets the same ids.
 
     Raises:
-        HexadError: an empty prompt, or more positions than the model has.
+        HexadError: an empty prompt, ids outside the vocabulary, or more positions than the model has.
     """
     if not prompt:
         raise HexadError("--prompt: found no tokens, expected at least one")
+    if max(prompt) >= model.vocab or min(prompt) < 0:
+        raise ConfigError(
+            "data.tokenizer", f"gives token id {max(prompt)}, but the model's vocabulary is {model.vocab}"
+        )
     total = len(prompt) + tokens
     if model.positions is not None and total > model.positions.weight.shape[0]:
         raise ConfigError(

@@ -39,7 +39,7 @@ class _RmsNorm(torch.autograd.Function):
         grad_weight = own_gradient(weight, (scale.view(1, -1) @ flat).view(-1))
         # d/dx of x * scale(x): the part along x shrinks by scale^3 / width.
         along = (flat @ weight.to(scale.dtype)).view_as(scale) * scale.pow(3) / -x.shape[-1]
-        grad_x = (gradient * weight).mul_(scale).addcmul_(wide, along)
+        grad_x = (gradient.to(scale.dtype) * weight).mul_(scale).addcmul_(wide, along)
         return grad_x.to(x.dtype), grad_weight, None
 
 

@@ -17,6 +17,9 @@ from .feedforward import FeedForward
 from .norms import residual_norm
 from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
 
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+"""``precision.dtype`` -> torch's."""
+
 
 class Block(nn.Module):
     """One layer: attention and feed-forward, each normalised before and added to the residual stream."""

@@ -30,6 +30,8 @@ def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: int, s
     else:
         begin = warmup
         end = total_steps if schedule.decay_steps == "auto" else schedule.decay_steps
+    if end <= begin:  # the run ends with its warm-up
+        return peak
     done = 1.0 if step >= end else max(0, step - begin) / (end - begin)
     if schedule.kind == "cosine":
         done = (1 - math.cos(math.pi * done)) / 2

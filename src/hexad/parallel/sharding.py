@@ -67,7 +67,13 @@ class Piece:
         return parameter.narrow(0, self.start, self.sizes[0])
 
     def slice_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of the global tensor that this piece holds."""
+        """The view of the global tensor that this piece holds.
+
+        Raises:
+            ValueError: ``whole`` has another shape.
+        """
+        if tuple(whole.shape) != self.shape:
+            raise ValueError(f"{self.name}: found shape {tuple(whole.shape)}, expected {self.shape}")
         for dim, (offset, size) in enumerate(zip(self.offset, self.sizes)):
             whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
         return whole
@@ -204,7 +210,4 @@ def load_global(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     for declared in declared_parameters(model):
         declared.parameter.zero_()
         for piece in declared.declaration.pieces:
-            whole = tensors[piece.name]
-            if tuple(whole.shape) != piece.shape:
-                raise ValueError(f"{piece.name}: found shape {tuple(whole.shape)}, expected {piece.shape}")
-            piece.local(declared.parameter).copy_(piece.slice_of(whole))
+            piece.local(declared.parameter).copy_(piece.slice_of(tensors[piece.name]))

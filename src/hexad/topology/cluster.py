@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import torch
@@ -11,6 +12,7 @@ _PEAKS: dict[str, tuple[float, float]] = {
     "H100 PCIe": (756e12, 51e12),
     "H100 NVL": (835e12, 60e12),
     "H100": (989e12, 67e12),
+    "H200 NVL": (836e12, 60e12),
     "H200": (989e12, 67e12),
     "GH200": (989e12, 67e12),
     "B200": (2250e12, 75e12),
@@ -18,8 +20,10 @@ _PEAKS: dict[str, tuple[float, float]] = {
     "A800": (312e12, 19.5e12),
     "H800": (989e12, 67e12),
     "L40S": (362e12, 91.6e12),
+    "L40": (181e12, 90.5e12),
     "L4": (121e12, 30.3e12),
     "A10": (125e12, 31.2e12),
+    "A10G": (70e12, 35e12),
     "V100": (125e12, 15.7e12),
     "RTX 4090": (165e12, 82.6e12),
     "RTX 3090": (71e12, 35.6e12),
@@ -33,9 +37,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     reach, so the rate of a square multiplication is measured here (best of five, about 0.1 s).
     """
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = max((key for key in _PEAKS if key in name), key=len, default=None)
-        return None if known is None else _PEAKS[known][0 if dtype.itemsize == 2 else 1]
+        peaks = published_peaks(torch.cuda.get_device_name(device))
+        return None if peaks is None or dtype == torch.float64 else peaks[0 if dtype.itemsize == 2 else 1]
     size = 512
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     best = float("inf")
@@ -44,3 +47,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         torch.mm(a, b)
         best = min(best, time.perf_counter() - begin)
     return 2 * size**3 / best
+
+
+def published_peaks(name: str) -> tuple[float, float] | None:
+    """(16-bit, fp32) peak of a GPU by name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
+    words = rf"(?<![A-Za-z0-9])({'|'.join(sorted(_PEAKS, key=len, reverse=True))})(?![A-Za-z0-9])"
+    found = re.search(words, name)
+    return _PEAKS[found[1]] if found else None

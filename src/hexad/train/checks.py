@@ -98,6 +98,9 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
         yield ConfigError(
             "run.compile", f"found true with parallel.tensor {tensor}; it needs parallel.tensor 1"
         )
+    if config.run.compile and config.data.documents == "isolate":
+        # Every number of documents would be a graph of its own.
+        yield ConfigError("run.compile", "found true with data.documents isolate; it needs documents: join")
 
 
 def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
@@ -117,7 +120,8 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
             "lr_schedule.decay_steps",
             f"found {schedule.decay_steps}, expected more than lr_schedule.warmup {schedule.warmup}",
         )
-    if schedule.min_lr > config.optimizer.lr:
+    default = type(schedule).model_fields["min_lr"].default
+    if config.optimizer.lr < schedule.min_lr != default:  # the default gives way to a small optimizer.lr
         yield ConfigError(
             "lr_schedule.min_lr", f"found {schedule.min_lr}, more than optimizer.lr {config.optimizer.lr}"
         )

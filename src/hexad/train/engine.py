@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -13,7 +14,7 @@ from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.config.schema import ModelSettings
 from hexad.dataset.microbatch import Microbatch
-from hexad.model.transformer import Transformer
+from hexad.model.transformer import DTYPES, Transformer
 from hexad.optim.adamw import FlatAdamW
 from hexad.optim.schedule import learning_rate
 from hexad.parallel.data import FlatGroup, GradientReducer, flatten
@@ -21,8 +22,6 @@ from hexad.parallel.sharding import Placement, initialise
 from hexad.topology.mesh import Axis, Mesh
 
 from .checks import check_config
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,8 @@ class Engine:
             HexadError: no microbatch, no target token, different numbers of microbatches, or token ids
                 outside the vocabulary.
         """
-        microbatches = [self._placed(microbatch) for microbatch in microbatches]
         counting = self._count(microbatches)
+        microbatches = [self._placed(microbatch) for microbatch in microbatches]
         self.reducer.begin(len(microbatches))
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         targets = 0
@@ -164,6 +163,18 @@ class Engine:
         for group in self.groups:
             group.publish()
 
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Set the weights (their masters, in 16-bit runs) from whole global tensors, given by name.
+
+        Raises:
+            KeyError: a tensor is missing. ValueError: one has another shape.
+        """
+        for group in self.groups:
+            for piece, values in group.pieces(group.master):
+                values.copy_(piece.slice_of(tensors[piece.name]))
+            group.publish()
+
     def _placed(self, microbatch: Microbatch) -> Microbatch:
         """Check a microbatch and move it to the device."""
         vocab = self.model.vocab
@@ -174,6 +185,8 @@ class Engine:
                 raise HexadError(
                     f"{name} id {bad} is outside the model's vocabulary of {vocab} (model.vocab)"
                 )
+        if microbatch.documents is not None:
+            _check_documents(microbatch.documents, *microbatch.tokens.shape)
         return microbatch.to(self.mesh.device)
 
     def _count(self, microbatches: Sequence[Microbatch]) -> Pending:
@@ -192,3 +205,15 @@ class Engine:
         if targets == 0:
             raise HexadError("no position of the global batch has a target: all labels are -100")
         return int(targets)
+
+
+def _check_documents(documents: tuple[int, ...], sequences: int, length: int) -> None:
+    """Offsets that miss the start of a sequence would let attention reach across sequences in silence."""
+    total = sequences * length
+    starts = set(range(0, total, length))
+    ascending = all(a < b for a, b in pairwise(documents))
+    if not ascending or documents[-1] != total or documents[0] != 0 or not starts <= set(documents):
+        raise HexadError(
+            f"Microbatch.documents: found {documents}, expected rising offsets from 0 to {total} with each "
+            f"sequence's start ({length} tokens each) among them"
+        )

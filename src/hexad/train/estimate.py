@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from hexad.config import Config
-from hexad.model.transformer import Transformer
+from hexad.model.transformer import DTYPES, Transformer
 from hexad.parallel.data.flat import aligned
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis
 
-from .engine import DTYPES, placement, with_positions
+from .engine import placement, with_positions
 
 
 def state_bytes(config: Config, layout: Layout) -> dict[str, int]:

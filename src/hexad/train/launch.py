@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hexad.comm import gather_objects
+from hexad.comm import CommError, gather_objects
 from hexad.config import AgreedError, Config, ConfigError, HexadError
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
@@ -48,6 +48,26 @@ class Run:
                 raise AgreedError(text if None not in errors else f"rank {rank}: {text}")
         return result  # type: ignore[return-value]
 
+    def identical(self, what: str, value: object) -> None:
+        """See that all ranks have the same value.
+
+        Raises:
+            AgreedError: they do not; names two ranks and what they have.
+        """
+        values = gather_objects(value, self.mesh.world)
+        rank = next((rank for rank, other in enumerate(values) if other != values[0]), 0)
+        if rank:
+            name, ours, theirs = _difference(what, values[0], values[rank])
+            raise AgreedError(f"{name}: rank 0 has {ours}, rank {rank} has {theirs}; all ranks need the same")
+
+
+def _difference(name: str, one: object, other: object) -> tuple[str, object, object]:
+    """The first leaf in which two trees of settings differ: its dotted name and both values."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        key = next(key for key in one if one[key] != other[key])
+        return _difference(key if name == "settings" else f"{name}.{key}", one[key], other[key])
+    return name, one, other
+
 
 def pick_device(setting: str, here: Environment) -> torch.device:
     """The device of ``run.device`` for this process.
@@ -61,6 +81,8 @@ def pick_device(setting: str, here: Environment) -> torch.device:
     if not available:
         raise ConfigError("run.device", "found cuda, but no GPU is visible; use auto or cpu")
     visible = torch.cuda.device_count()
+    if here.launcher == "slurm" and visible == 1:
+        return torch.device("cuda", 0)  # each task was given a GPU of its own (--gpus-per-task)
     if max(here.local_world, here.local_rank + 1) > visible:
         raise ConfigError(
             "run.device",
@@ -89,10 +111,30 @@ def launch(config: Config) -> Iterator[Run]:
     if here.world > 1:
         _join(here, device, config.run.timeout)
     try:
-        yield Run(Mesh.create(layout, device, config.run.timeout), here)
-    finally:
-        if here.world > 1:
-            dist.destroy_process_group()
+        run = Run(Mesh.create(layout, device, config.run.timeout), here)
+        # Each rank has read its own files; nothing later would notice a difference.
+        run.identical("torch", str(torch.__version__))
+        run.identical("settings", config.model_dump(mode="json", by_alias=True))
+        yield run
+    except CommError:
+        # Peers are gone. An orderly end would wait for collectives that they will never join; the process
+        # ends at once instead (see hexad.cli.worker).
+        raise
+    except BaseException:
+        _leave(here, device, orderly=False)
+        raise
+    _leave(here, device, orderly=True)
+
+
+def _leave(here: Environment, device: torch.device, *, orderly: bool) -> None:
+    """Leave the world. After an error NCCL's orderly end would wait for peers that may never answer."""
+    if here.world == 1:
+        return
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if not orderly and device.type == "cuda" and abort is not None:
+        abort()
+    else:
+        dist.destroy_process_group()
 
 
 def _join(here: Environment, device: torch.device, timeout: float) -> None:

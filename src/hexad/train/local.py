@@ -78,7 +78,12 @@ def run_local(arguments: Sequence[str], ranks: int) -> LocalOutcome:
     previous = {number: signal.getsignal(number) for number in POLITE_SIGNALS}
     with tempfile.TemporaryDirectory(prefix="hexad-launch-") as scratch:
         place = rendezvous.RendezvousParameters(
-            backend="c10d", endpoint="localhost:0", run_id=f"hexad-{os.getpid()}", min_nodes=1, max_nodes=1
+            backend="c10d",
+            endpoint="localhost:0",
+            run_id=f"hexad-{os.getpid()}",
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="localhost",
         )
         handler = registry.get_rendezvous_handler(place)
         spec = WorkerSpec(
@@ -88,6 +93,7 @@ def run_local(arguments: Sequence[str], ranks: int) -> LocalOutcome:
             entrypoint=sys.executable,
             args=("-m", "hexad.cli.worker", *arguments),
             max_restarts=0,
+            local_addr="localhost",  # not the host's full name, which may not resolve on a laptop
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=scratch))
         try:

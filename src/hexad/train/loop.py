@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import resource
-import sys
 import time
-import traceback
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
 from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.checkpoint.directory import changed_settings
-from hexad.config import Config, ConfigError, HexadError, blaming, dump_config
+from hexad.checkpoint.directory import changed_settings, write_durably
+from hexad.comm import CommError
+from hexad.config import AgreedError, Config, ConfigError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
+from hexad.dataset.sidecar import fingerprint
 from hexad.dataset.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.counts import flops_per_token, parameter_count
+from hexad.model.transformer import DTYPES
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
-from .engine import DTYPES, Engine, StepResult, with_positions
+from .engine import Engine, StepResult, with_positions
 from .launch import Run, launch
 from .record import Metrics, Recorder
-from .stop import StopRequest
+from .rundir import open_run_directory
+from .stop import SAVE_FAILED, StopRequest
 
 log = logging.getLogger("hexad")
 
@@ -46,10 +48,9 @@ def train(config: Config) -> Outcome:
         HexadError: anything the user can mend; the same on every rank.
     """
     with launch(config) as run, ExitStack() as stack:
-        run.agreed(lambda: _prepare_directory(config))
-        _log_to_file(config, run, stack)
+        open_run_directory(config.run.dir, run, stack)
         trainer = Trainer(config, run)
-        stack.callback(trainer.close)
+        stack.push(trainer.leave)
         return trainer.run_steps()
 
 
@@ -63,50 +64,75 @@ class Trainer:
         # What can fail on one rank alone (files) is agreed upon, and has no collectives inside.
         self.config, self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
         config = self.config
+        run.identical("data", [fingerprint(prefix) for prefix in _prefixes(config)])
         self.engine = Engine(config, mesh)
         self.checkpointer = Checkpointer(config, mesh)
         self.flops = flops_per_token(config.model, config.data.sequence)
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
-        if self.first:
-            (Path(config.run.dir) / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        run.agreed(self._write_config)
 
-    def close(self) -> None:
-        """Stop reading ahead and finish the save under way."""
+    def _write_config(self) -> None:
+        if not self.first:
+            return
+        path = Path(self.config.run.dir) / "config.yaml"
+        try:
+            write_durably(path, dump_config(self.config))
+        except OSError as error:
+            raise ConfigError("run.dir", f"cannot write {path}: {error.strerror}") from None
+
+    def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop reading ahead and finish the save under way, unless peers it needs are gone."""
         self.loader.close()
         if self.validation is not None:
             self.validation.close()
-        self.checkpointer.close()
+        if not isinstance(error, CommError):
+            self.checkpointer.close()
 
     def run_steps(self) -> Outcome:
         """Train up to ``run.steps``, or until a signal asks to stop."""
         config, engine = self.config, self.engine
-        saved_step = engine.step
         # Agreed, because a package may be missing on the one rank that writes.
         recorder = self.run.agreed(lambda: Recorder(config, engine.step) if self.first else nullcontext())
+        if config.lr_schedule.warmup >= config.run.steps:
+            log.info(
+                "lr_schedule.warmup %d is not over by run.steps %d",
+                config.lr_schedule.warmup,
+                config.run.steps,
+            )
         if engine.step >= config.run.steps:
             log.info("nothing to do: run.steps is %d; give a larger number to go on", config.run.steps)
         with recorder as sink, StopRequest(self.mesh) as stop:
             while engine.step < config.run.steps:
-                asking = stop.ask()
+                asking = stop.ask(self.checkpointer.failed())
                 metrics = self._step()
                 self._validate(metrics)
-                if sink is not None and (
-                    engine.step % config.log.every == 0 or engine.step == config.run.steps
-                ):
+                if sink is not None and self._log_due(metrics):
                     sink.write(metrics)
-                self.checkpointer.check()
+                if metrics["skipped"]:
+                    raise AgreedError(
+                        f"step {engine.step}: the loss is {metrics['loss']} and the gradient is not finite; "
+                        "lower optimizer.lr, or go on from an earlier checkpoint with other data"
+                    )
                 signal = stop.answer(asking)
+                if signal == SAVE_FAILED:
+                    self.checkpointer.wait()
+                    continue
                 if self._save_due(engine.step, signal):
                     reason = "signal" if signal else "schedule"
                     self.checkpointer.save(engine.chunks(), engine.step, engine.samples, reason)
-                    saved_step = engine.step
                 if signal:
                     self.checkpointer.wait()
-                    log.info("%s: saved step %d and stopped; the same command goes on", signal, saved_step)
+                    log.info("%s: saved step %d and stopped; the same command goes on", signal, engine.step)
                     return Outcome(engine.step, signal)
             self.checkpointer.wait()  # a signal must not cut the last save short
         return Outcome(engine.step, None)
+
+    def _log_due(self, metrics: Metrics) -> bool:
+        due = metrics["step"] % self.config.log.every == 0 or metrics["step"] == self.config.run.steps
+        return due or metrics["skipped"] or "validation_loss" in metrics
 
     def _save_due(self, step: int, signal: str | None) -> bool:
         every = self.config.checkpoint.every
@@ -118,11 +144,6 @@ class Trainer:
         begin = time.perf_counter()
         result = self.engine.train_step(self.loader.step(self.engine.samples))
         seconds = time.perf_counter() - begin
-        if result.skipped:
-            raise HexadError(
-                f"step {result.step}: the loss is {result.loss} and the gradient is not finite; lower "
-                "optimizer.lr, or go on from an earlier checkpoint with other data"
-            )
         sent = self.mesh.sent_bytes()
         return self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
 
@@ -162,6 +183,7 @@ class Trainer:
 
     def _resume(self, run: Run) -> None:
         path = run.agreed(self.checkpointer.find)
+        run.identical("the newest checkpoint", str(path))
         if path is None:
             parameters = parameter_count(self.engine.config.model, self.config.data.sequence)
             log.info("starting anew: %s parameters", f"{parameters:,}")
@@ -172,6 +194,12 @@ class Trainer:
         log.info("going on from %s: step %d, %d samples", path, state["step"], state["samples"])
         for change in changed_settings(state["config"], self.config):
             log.info("changed since: %s", change)
+
+
+def _prefixes(config: Config) -> list[str]:
+    """The training data's prefixes."""
+    data = config.data.train
+    return [data] if isinstance(data, str) else [prefix for _, prefix in data or []]
 
 
 def _open_data(config: Config, mesh: Mesh) -> tuple[Config, DataLoader, DataLoader | None]:
@@ -202,31 +230,6 @@ def with_vocab(config: Config, tokenizer: Tokenizer) -> Config:
     model = config.model.model_copy(update={"vocab": tokenizer.vocab_size if vocab == "auto" else vocab})
     config = config.model_copy(update={"model": model})
     return config.model_copy(update={"model": with_positions(config)})
-
-
-def _prepare_directory(config: Config) -> None:
-    path = Path(config.run.dir)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError("run.dir", f"cannot create {path}: {error.strerror}") from None
-
-
-def _log_to_file(config: Config, run: Run, stack: ExitStack) -> None:
-    """Messages, and the stacks of a crash, go to ``log-rankN.txt``; rank 0's messages to stderr too."""
-    path = Path(config.run.dir) / f"log-rank{run.mesh.rank}.txt"
-    file = stack.enter_context(path.open("a", encoding="utf-8"))
-    faulthandler.enable(file)
-    stack.callback(faulthandler.disable)
-    stack.push(lambda kind, error, trace: traceback.print_exception(error, file=file) if error else None)
-    handlers: list[logging.Handler] = [logging.StreamHandler(file)]
-    if run.mesh.rank == 0:
-        handlers.append(logging.StreamHandler(sys.stderr))
-    for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-        log.addHandler(handler)
-        stack.callback(log.removeHandler, handler)
-    log.setLevel(logging.INFO)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -114,10 +114,9 @@ class ProgressLine:
 
     _PLAIN_SECONDS = 10.0
 
-    def __init__(self, steps: int, done: int, tokens_per_step: int) -> None:
+    def __init__(self, steps: int, done: int) -> None:
         self._console = Console(stderr=True)
         self._steps = steps
-        self._tokens_per_step = tokens_per_step
         self._last = 0.0
         self._progress = Progress(
             TextColumn("step"),
@@ -165,8 +164,7 @@ class Recorder:
             self._sinks.append(TensorBoard(directory / "tensorboard"))
         if config.log.wandb is not None:
             self._sinks.append(WeightsAndBiases(config.log.wandb, config))
-        tokens = config.batch.global_ * config.data.sequence
-        self._sinks.append(ProgressLine(config.run.steps, last_step, tokens))
+        self._sinks.append(ProgressLine(config.run.steps, last_step))
 
     def write(self, metrics: Metrics) -> None:
         """Hand one step's metrics to every sink."""

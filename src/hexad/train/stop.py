@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 import torch
@@ -11,6 +12,9 @@ import torch
 from hexad.comm import Pending, all_reduce_async
 from hexad.topology.mesh import Mesh
 
+SAVE_FAILED = "save failed"
+_SAVE_FAILED_NUMBER = 255  # above every signal's
+_ONE_REQUEST = 0.5  # seconds
 POLITE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -18,12 +22,14 @@ class StopRequest:
     """Remembers a signal, and lets all ranks agree on it after a step.
 
     The agreement is a one-number reduction started before the step and read after it, so that nobody waits.
-    A second signal acts as it would without Hexad. Used as a context manager.
+    A second signal, more than half a second later, acts as it would without Hexad (managers that signal a
+    command and its ranks make two of one). Used as a context manager.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._received = 0
+        self._at = 0.0
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -37,21 +43,26 @@ class StopRequest:
     ) -> None:
         self._restore()
 
-    def ask(self) -> Pending:
-        """Start asking whether any rank has received a signal."""
-        return all_reduce_async(
-            torch.tensor([self._received], device=self._mesh.device), self._mesh.world, "max"
-        )
+    def ask(self, save_failed: bool) -> Pending:
+        """Start asking whether any rank has received a signal, or has seen its background save fail."""
+        word = _SAVE_FAILED_NUMBER if save_failed else self._received
+        return all_reduce_async(torch.tensor([word], device=self._mesh.device), self._mesh.world, "max")
 
     @staticmethod
     def answer(pending: Pending) -> str | None:
-        """The name of a signal that some rank received, or None; the same on all ranks."""
+        """The name of a signal that some rank received, SAVE_FAILED, or None; the same on all ranks."""
         number = int(pending.wait())
+        if number == _SAVE_FAILED_NUMBER:
+            return SAVE_FAILED
         return signal.Signals(number).name if number else None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-        self._restore()
+        now = time.monotonic()
+        if not self._received:
+            self._received, self._at = number, now
+        elif now - self._at > _ONE_REQUEST:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

@@ -98,11 +98,6 @@ class FlatGroup:
         if self.master is not self.parameters:
             self.parameters.copy_(self.master)
 
-    def adopt(self) -> None:
-        """Copy the model's values to the master, after they were set from outside."""
-        if self.master is not self.parameters:
-            self.master.copy_(self.parameters)
-
     def _cut(self, bucket_bytes: float) -> list[Bucket]:
         limit = max(1, int(bucket_bytes) // self.gradients.element_size())
         buckets: list[Bucket] = []

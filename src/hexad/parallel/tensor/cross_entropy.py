@@ -14,11 +14,14 @@ from hexad.comm import all_reduce
 from hexad.topology.mesh import Axis
 
 IGNORED = -100
-_CACHED_ELEMENTS = 1 << 20  # rows are worked on in slices of about this many logits, which stay in cache
+_CACHED_ELEMENTS = 1 << 20  # on a CPU, rows are worked on in slices of about this many logits
 
 
 def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Overwrite ``[tokens, columns]`` with ``exp(logits - highest)``; return each row's highest and sum."""
+    if logits.device.type != "cpu":
+        highest = logits.amax(dim=1).clamp_(min=torch.finfo(logits.dtype).min)
+        return highest, logits.sub_(highest[:, None]).exp_().sum(dim=1)
     highest = logits.new_empty(logits.shape[0])
     sums = torch.empty_like(highest)
     rows = max(1, _CACHED_ELEMENTS // logits.shape[1])

@@ -1,0 +1,109 @@
+"""What every rank must have in common is compared before the first step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hexad.config import AgreedError, HexadError, load_config
+from hexad.topology.cluster import published_peaks
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+from hexad.train.engine import Engine
+from hexad.train.environment import Environment
+from hexad.train.launch import Run
+
+from ..pool import Pool
+
+
+def _compare(values: list[object], what: str) -> str:
+    mesh = Mesh.create(Layout(world=len(values)), torch.device("cpu"))
+    try:
+        Run(mesh, Environment()).identical(what, values[mesh.rank])
+    except AgreedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_difference_is_named_alike_on_all_ranks(pool: Pool) -> None:
+    assert pool.run(3, _compare, ["a", "a", "a"], "x") == [""] * 3
+    trees = [
+        load_config({"optimizer": {"lr": lr}}).model_dump(mode="json", by_alias=True)
+        for lr in (0.1, 0.1, 0.3)
+    ]
+    wanted = "optimizer.lr: rank 0 has 0.1, rank 2 has 0.3; all ranks need the same"
+    assert pool.run(3, _compare, trees, "settings") == [wanted] * 3
+    found = pool.run(2, _compare, ["runs/step-1", "None"], "the newest checkpoint")
+    assert (
+        found
+        == ["the newest checkpoint: rank 0 has runs/step-1, rank 1 has None; all ranks need the same"] * 2
+    )
+
+
+def _own_directories(parent: str) -> str:
+    from contextlib import ExitStack
+
+    from hexad.train.rundir import open_run_directory
+
+    mesh = Mesh.create(Layout(world=2), torch.device("cpu"))
+    try:
+        with ExitStack() as stack:
+            open_run_directory(f"{parent}/{mesh.rank}", Run(mesh, Environment()), stack)
+    except AgreedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_directory_that_is_not_shared_is_refused(pool: Pool, tmp_path: object) -> None:
+    found = pool.run(2, _own_directories, str(tmp_path))
+    assert found[0] == found[1]
+    assert "is not that of rank 0; use a file system that all hosts share" in found[0]
+
+
+def test_loaded_weights_survive_a_step_in_bf16() -> None:
+    """The master weights are what counts."""
+    from hexad import Microbatch
+
+    config = load_config(
+        {
+            "model": {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "vocab": 40},
+            "data": {"sequence": 8},
+            "batch": {"micro": 1, "global": 1},
+            "optimizer": {"lr": 1e-8},
+        }
+    )
+    engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")))
+    tensors = {
+        piece.name: torch.full(piece.shape, 0.3)
+        for group in engine.groups
+        for piece, _ in group.pieces(group.master)
+    }
+    engine.load_weights(tensors)
+    tokens = torch.arange(8)[None]
+    engine.train_step([Microbatch(tokens, tokens)])
+    for group in engine.groups:
+        for piece, values in group.pieces(group.master):
+            assert torch.allclose(values, torch.tensor(0.3), atol=1e-6), piece.name
+        for piece, values in group.pieces(group.parameters):
+            assert torch.equal(values, torch.full_like(values, 0.3)), piece.name
+    with pytest.raises(ValueError, match="expected"):
+        engine.load_weights({name: tensor[:1] for name, tensor in tensors.items()})
+    with pytest.raises(HexadError, match=r"Microbatch.documents: found \(0, 3\)"):
+        engine.train_step([Microbatch(tokens, tokens, (0, 3))])
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_peaks_go_by_whole_names(name: str, peak: float | None) -> None:
+    found = published_peaks(name)
+    assert (found and found[0]) == peak

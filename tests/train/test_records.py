@@ -57,7 +57,7 @@ def test_what_a_run_writes(four: RunFile, pool: Pool) -> None:
 def test_validation(make_run: MakeRun, data: str, alone: RunFile, pool: Pool) -> None:
     validation = data.removesuffix("train") + "validation"
     groups = {"data": {"validation": validation}, "validate": {"every": 3, "batches": 2}, "run": {"steps": 6}}
-    run, other = make_run(**groups), make_run(**groups)
+    run, other = make_run(**groups), make_run(**groups, log={"every": 4})  # losses of step 3 are logged too
     assert run.train().status == 0
     losses = _validation_losses(run)
     assert list(losses) == [3, 6] and losses[6] < losses[3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 from shlex import quote
@@ -125,6 +127,8 @@ def _report(where: Path, data: DemoData) -> int:
     sent = {axis: count for axis, count in last["comm_bytes"].items() if count}
     click.echo("sent per rank and step: " + ", ".join(f"{a} {readable_bytes(n)}" for a, n in sent.items()))
     click.echo(f"loss curve: {picture}")
-    click.echo(f"look further: hexad show run {where}")
-    click.echo(f'              hexad generate {where} --prompt "import os" --temperature 0.8')
+    # Inside 'make demo' the command is not on the user's path.
+    hexad = "hexad" if shutil.which("hexad") else os.path.relpath(Path(sys.executable).with_name("hexad"))
+    click.echo(f"look further: {hexad} show run {where}")
+    click.echo(f'              {hexad} generate {where} --prompt "import os" --temperature 0.8')
     return 0

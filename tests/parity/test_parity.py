@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ..pool import Pool
@@ -30,6 +32,18 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
     except AssertionError:
         return  # copies of a tensor differ between ranks, or ranks report different losses
     assert max(found.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {found}"
+
+
+@pytest.mark.parametrize("layout", [(1, 1, True), (2, 1, True), (1, 2, False), (2, 2, True)])
+@pytest.mark.parametrize("index", range(len(VARIANTS)))
+def test_bf16_stays_near_float64(
+    index: int, layout: tuple[int, int, bool], pool: Pool, references: References
+) -> None:
+    """A bf16 number is off by 2^-9 of itself at most; losses are means over many such numbers."""
+    variant = replace(VARIANTS[index], overrides={"precision": {"dtype": "bf16"}})
+    losses, wanted = run(pool, Case(variant, *layout)).losses, references.of(variant.name).losses
+    assert losses != wanted
+    assert losses == pytest.approx(wanted, rel=2**-8)
 
 
 def test_the_published_table_lists_the_grid() -> None:

@@ -13,11 +13,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from hexad.comm import CommError
-from hexad.config import AgreedError, ConfigError, HexadError
+from hexad.config import USER_ERROR, AgreedError, ConfigError, HexadError
 
 from .main import fail, speaks
-
-USER_ERROR = 2
 
 
 def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+USER_ERROR = 2
+"""Exit status of a command that met a mistake the user can mend."""
+
 
 class HexadError(Exception):
     """A mistake the user can mend: shown as one line, without a traceback, with exit status 2."""

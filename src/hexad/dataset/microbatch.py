@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-IGNORED = -100
-"""Label of a position that has no target (the convention of torch and Hugging Face)."""
+from hexad.parallel.tensor.cross_entropy import IGNORED
+
+__all__ = ["IGNORED", "Microbatch"]
 
 
 @dataclass(frozen=True)

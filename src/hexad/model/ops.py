@@ -2,7 +2,7 @@
 
 On a GPU they are PyTorch's own (fused, or left to ``torch.compile``). On a CPU, where eager PyTorch makes a
 pass over memory per arithmetic operation, RMSNorm, SwiGLU and rotary positions have hand-written backward
-passes that make about half as many; ``tests/model/test_ops.py`` holds them to autograd's results.
+passes that make fewer; ``tests/model/test_ops.py`` holds them to autograd's results.
 """
 
 from __future__ import annotations

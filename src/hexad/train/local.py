@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import registry
 
-from .stop import POLITE_SIGNALS
+from hexad.config import USER_ERROR
 
-USER_ERROR = 2
+from .stop import POLITE_SIGNALS
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hexad.comm import all_reduce
 from hexad.topology.mesh import Axis
 
 IGNORED = -100
+"""Label of a position that has no target (the convention of torch and Hugging Face)."""
 _CACHED_ELEMENTS = 1 << 20  # on a CPU, rows are worked on in slices of about this many logits
 
 

@@ -1,0 +1,219 @@
+"""A pipeline schedule is data: for each pipeline rank, the order of its actions.
+
+The generators (``schedules/``), the validator, the simulator, the pictures and the executor all speak of the
+same :class:`Schedule`. It can be written to a file and read from one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hexad.config import HexadError
+
+KINDS = ("F", "B", "W", "BW")
+
+
+class ScheduleError(HexadError):
+    """A schedule that cannot be made, or that must not be run."""
+
+
+class Action(NamedTuple):
+    """One thing a pipeline rank does.
+
+    Attributes:
+        kind: ``F`` forward; ``B`` gradient of the stage's input; ``W`` gradient of its weights; ``BW`` both.
+        stage: global number of the stage.
+        microbatch: number in the step.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.stage}, microbatch {self.microbatch}"
+
+
+class Message(NamedTuple):
+    """A tensor that one rank sends another: an activation (``F``) or a gradient (``B``).
+
+    Attributes:
+        kind: ``F`` or ``B``.
+        stage: the stage that computed it. ``F`` goes to ``stage + 1``, ``B`` to ``stage - 1``.
+        microbatch: number in the step.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    @property
+    def target(self) -> int:
+        """The stage that needs it."""
+        return self.stage + 1 if self.kind == "F" else self.stage - 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of actions on every pipeline rank.
+
+    Attributes:
+        name: for people.
+        microbatches: of one step.
+        placement: the pipeline rank of every stage.
+        ranks: for each pipeline rank its actions, in order.
+    """
+
+    name: str
+    microbatches: int
+    placement: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def pipeline(self) -> int:
+        """Number of pipeline ranks."""
+        return len(self.ranks)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages over all ranks."""
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    @cached_property
+    def split_backward(self) -> bool:
+        """Whether any weight gradient is an action of its own."""
+        return any(action.kind == "W" for actions in self.ranks for action in actions)
+
+    def sent(self, action: Action) -> Message | None:
+        """The message that another rank waits for once ``action`` is done."""
+        kind, stage, microbatch = action
+        target = stage + 1 if kind == "F" else stage - 1
+        if kind == "W" or not 0 <= target < self.stages or self.placement[target] == self.placement[stage]:
+            return None
+        return Message("F" if kind == "F" else "B", stage, microbatch)
+
+    def received(self, action: Action) -> Message | None:
+        """The message that ``action`` waits for."""
+        kind, stage, microbatch = action
+        source = stage - 1 if kind == "F" else stage + 1
+        if kind == "W" or not 0 <= source < self.stages or self.placement[source] == self.placement[stage]:
+            return None
+        return Message("F" if kind == "F" else "B", source, microbatch)
+
+    def only(self, kind: str) -> Schedule:
+        """The schedule without actions of other kinds."""
+        ranks = tuple(tuple(action for action in actions if action.kind == kind) for actions in self.ranks)
+        return Schedule(f"{self.name}, {kind} only", self.microbatches, self.placement, ranks)
+
+    def first(self, microbatches: int) -> Schedule:
+        """The schedule for the first ``microbatches``. Leaving actions out keeps every order possible."""
+        ranks = tuple(
+            tuple(action for action in actions if action.microbatch < microbatches) for actions in self.ranks
+        )
+        return Schedule(self.name, microbatches, self.placement, ranks)
+
+    def as_tree(self) -> dict[str, Any]:
+        """What a file holds, as JSON values."""
+        return {
+            "name": self.name,
+            "microbatches": self.microbatches,
+            "placement": list(self.placement),
+            "ranks": [[action._asdict() for action in actions] for actions in self.ranks],
+        }
+
+
+def looped(pipeline: int, virtual_stages: int) -> tuple[int, ...]:
+    """Placement of stages in turns: 0, 1, .., p-1, 0, 1, .. (Narayanan et al., arXiv 2104.04473)."""
+    return tuple(stage % pipeline for stage in range(pipeline * virtual_stages))
+
+
+def v_shaped(pipeline: int) -> tuple[int, ...]:
+    """Two stages per rank, there and back: 0, 1, .., p-1, p-1, .., 0 (Qi et al., arXiv 2405.15362)."""
+    return (*range(pipeline), *reversed(range(pipeline)))
+
+
+def forward_schedule(placement: Sequence[int], microbatches: int) -> Schedule:
+    """Forward passes only, for evaluation.
+
+    Microbatches go in groups of as many as there are ranks, each group through all of a rank's stages. Every
+    action comes after those it needs in one order that all ranks share, so that no rank can wait in vain.
+    """
+    pipeline = max(placement) + 1
+    ranks: list[list[Action]] = [[] for _ in range(pipeline)]
+    for begin in range(0, microbatches, pipeline):
+        for stage, rank in enumerate(placement):
+            group = range(begin, min(begin + pipeline, microbatches))
+            ranks[rank] += [Action("F", stage, microbatch) for microbatch in group]
+    return Schedule("forward", microbatches, tuple(placement), tuple(map(tuple, ranks)))
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """A schedule from a JSON file, as :func:`write_schedule` and ``hexad show schedule --json`` write it.
+
+    It is well-formed, not yet validated.
+
+    Raises:
+        ScheduleError: the file cannot be read, or what it holds is not a schedule.
+    """
+    try:
+        tree = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
+    try:
+        return _from_tree(tree, Path(path).stem)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+
+
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule to a JSON file.
+
+    Raises:
+        ScheduleError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(schedule.as_tree()) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _from_tree(tree: Any, name: str) -> Schedule:
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("ranks"), list) or not tree["ranks"]:
+        raise ScheduleError("expected an object with 'ranks': a list of actions for each pipeline rank")
+    ranks = tuple(tuple(_actions(actions, rank)) for rank, actions in enumerate(tree["ranks"]))
+    owners: dict[int, int] = {}
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            owner = owners.setdefault(action.stage, rank)
+            if owner != rank:
+                raise ScheduleError(f"stage {action.stage} has actions on ranks {owner} and {rank}")
+    if not owners or sorted(owners) != list(range(len(owners))):
+        raise ScheduleError(f"found actions of stages {sorted(owners)}, expected 0, 1, 2, .. without a gap")
+    microbatches = 1 + max(action.microbatch for actions in ranks for action in actions)
+    placement = tuple(owners[stage] for stage in range(len(owners)))
+    return Schedule(str(tree.get("name", name)), microbatches, placement, ranks)
+
+
+def _actions(actions: Any, rank: int) -> Iterator[Action]:
+    if not isinstance(actions, list):
+        raise ScheduleError(f"ranks[{rank}]: expected a list of actions")
+    for index, entry in enumerate(actions):
+        where = f"ranks[{rank}][{index}]"
+        if not isinstance(entry, Mapping):
+            raise ScheduleError(f"{where}: expected an object with kind, stage and microbatch")
+        if entry.get("kind") not in KINDS:
+            raise ScheduleError(f"{where}.kind: found {entry.get('kind')!r}, expected {', '.join(KINDS)}")
+        for field in ("stage", "microbatch"):
+            number = entry.get(field)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise ScheduleError(f"{where}.{field}: found {number!r}, expected a number from 0")
+        yield Action(entry["kind"], entry["stage"], entry["microbatch"])

@@ -10,7 +10,7 @@ import pytest
 from hexad.config import ConfigError, build_config
 from hexad.config.presets import PRESETS
 from hexad.config.schema import ModelSettings
-from hexad.model.counts import flops_per_token, parameter_count
+from hexad.model.counts import flops_per_token, layer_costs, layer_counts, parameter_count
 
 # Parameters of the published checkpoints (safetensors metadata on the Hugging Face hub; for tied
 # embeddings counted once).
@@ -183,3 +183,22 @@ def test_unresolved_settings_are_named() -> None:
 def test_counting_does_not_import_torch() -> None:
     code = "import sys, hexad.model.counts; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("settings", [{"preset": "llama3-8b"}, *SMALL])
+def test_work_of_the_parts_is_the_model_and_the_scores_computed_again(settings: dict) -> None:
+    model = model_of(settings)
+    work = layer_costs(model, 16)
+    total = model.layers * work.block.total + work.embedding.total + work.head.total
+    assert isinstance(model.head_dim, int) and isinstance(model.vocab, int)
+    again = model.layers * model.heads * model.head_dim * 16
+    assert total == flops_per_token(model, 16) + again
+    assert work.block.weight == 2 * layer_counts(model).matmul
+    attention = work.block.forward - work.block.weight
+    assert work.block.backward - work.block.weight == 2.5 * attention > 0
+    assert work.head == (2 * model.vocab * model.hidden,) * 3 and work.embedding == (0, 0, 0)
+
+
+def test_work_needs_a_vocabulary() -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab: found auto"):
+        layer_costs(ModelSettings(), 16)

@@ -18,6 +18,33 @@ class LayerCounts(NamedTuple):
     """Biases and normalisation weights."""
 
 
+class Work(NamedTuple):
+    """Arithmetic per token, in FLOPs, by the pipeline's actions."""
+
+    forward: float
+    """``F``."""
+    backward: float
+    """``B``: the gradient of the input."""
+    weight: float
+    """``W``: the gradient of the weights."""
+
+    @property
+    def total(self) -> float:
+        """Of all three."""
+        return self.forward + self.backward + self.weight
+
+
+class ModelWork(NamedTuple):
+    """Arithmetic per token of what a pipeline's stages are made of."""
+
+    block: Work
+    """One transformer block."""
+    embedding: Work
+    """The embedding, part of the first stage."""
+    head: Work
+    """The output head, part of the last stage."""
+
+
 def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
     """Exact number of parameters: unpadded vocabulary, a tied embedding counted once.
 
@@ -55,6 +82,32 @@ def flops_per_token(model: ModelSettings, sequence: int) -> float:
     matmul = model.layers * layer_counts(model).matmul + _vocab(model) * model.hidden
     attention = model.layers * model.heads * _int(model.head_dim) * sequence
     return 6.0 * matmul + 6.0 * attention
+
+
+def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
+    """Arithmetic per token of a block, of the embedding and of the output head.
+
+    A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. Attention's products have
+    no weights; with a causal mask the two of the forward pass cost ``2 * heads * head_dim * sequence``. Its
+    backward pass makes five products of the same size where the forward pass makes two, since it computes the
+    scores again (FlashAttention-2, arXiv 2307.08691), all of them in ``B``. Because of those scores the sum
+    over the model is larger than :func:`flops_per_token`, which leaves out what is recomputed, by ``layers *
+    heads * head_dim * sequence``. The embedding's look-up moves memory but multiplies nothing, and counts as
+    0; so do norms, activation functions and the loss.
+
+    Args:
+        model: the architecture; what it leaves to its preset or family is filled in.
+        sequence: tokens per sample, all attended to (one document).
+
+    Raises:
+        ConfigError: ``model.vocab`` is still ``auto``, or the architecture is a mixture of experts.
+    """
+    model = _complete(model)
+    product = 2.0 * layer_counts(model).matmul
+    attention = 2.0 * model.heads * _int(model.head_dim) * sequence
+    block = Work(product + attention, product + 2.5 * attention, product)
+    logits = 2.0 * _vocab(model) * model.hidden
+    return ModelWork(block, Work(0.0, 0.0, 0.0), Work(logits, logits, logits))
 
 
 def layer_counts(model: ModelSettings) -> LayerCounts:

@@ -1,0 +1,204 @@
+"""Which layers each stage holds: contiguous, every layer exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import isfinite
+from typing import Literal, NamedTuple
+
+from hexad.config import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Time that one microbatch takes, in any one unit. All are finite and none is negative.
+
+    Attributes:
+        embedding: of the token (and position) embedding, the work of the first stage besides its layers.
+        layers: of each layer.
+        head: of the last norm, the output head and the loss, the work of the last stage besides its layers.
+    """
+
+    embedding: float
+    layers: tuple[float, ...]
+    head: float
+
+    @classmethod
+    def uniform(
+        cls, layers: int, layer: float = 1.0, embedding: float = 0.0, head: float = 0.0
+    ) -> LayerCosts:
+        """Costs of ``layers`` equal layers."""
+        return cls(embedding, (layer,) * layers, head)
+
+
+def partition(
+    split: Literal["cost", "even"] | Sequence[int], layers: int, stages: int, costs: LayerCosts
+) -> tuple[range, ...]:
+    """The global indices of each stage's layers, stage after stage.
+
+    With one stage it holds all layers. Otherwise:
+
+    - ``cost``: the slowest stage is as fast as it can be. Among such divisions the sum of the stages' squared
+      times is least, and what is still equal gives later stages more layers: earlier ones keep more
+      activations. The first and the last stage, which hold the embedding and the head, may have no layer.
+    - ``even``: numbers of layers differ by at most one, for any ``costs``. The larger ones stand just before
+      the last stage, so that the stages with embedding and head are the last to get one.
+    - a list: so many layers each. The first and the last entry may be 0.
+
+    Args:
+        split: one of these.
+        layers: of the model.
+        stages: over all pipeline ranks, ``pipeline * virtual_stages``.
+        costs: of ``layers`` layers.
+
+    Raises:
+        ConfigError: too few layers for the stages, or a list that does not fit.
+    """
+    if stages < 1:
+        raise ConfigError("parallel.pipeline", f"found {stages} stages, expected at least 1")
+    if isinstance(split, str):
+        sizes = _by_name(split, layers, stages, costs)
+    else:
+        sizes = _checked(list(split), layers, stages)
+    bounds = list(accumulate(sizes, initial=0))
+    parts = tuple(range(begin, end) for begin, end in pairwise(bounds))
+    assert [layer for part in parts for layer in part] == list(range(layers)) and len(parts) == stages
+    return parts
+
+
+def _by_name(split: str, layers: int, stages: int, costs: LayerCosts) -> list[int]:
+    if split not in ("cost", "even"):
+        hint = did_you_mean(split, ("cost", "even"))
+        raise ConfigError("parallel.split", f"found '{split}', expected cost, even or [layers, ...]{hint}")
+    if stages == 1:
+        return [layers]
+    if split == "even":
+        _check_enough(split, layers, stages, most=layers)
+        each, extra = divmod(layers, stages)
+        return [each + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
+    _check_enough(split, layers, stages, most=layers + 2)
+    return _by_cost(layers, stages, costs)
+
+
+def _check_enough(split: str, layers: int, stages: int, most: int) -> None:
+    if stages > most:
+        need = "every stage" if split == "even" else "every stage but the first and the last"
+        raise ConfigError(
+            "parallel.pipeline",
+            f"found {stages} stages (pipeline * virtual_stages) for {layers} layers, but {need} needs a "
+            f"layer with split {split}; use at most {most} stages or more layers",
+        )
+
+
+def _checked(sizes: list[int], layers: int, stages: int) -> list[int]:
+    if len(sizes) != stages:
+        problem = f"it has {len(sizes)} entries, expected one for each of {stages} stages"
+        raise ConfigError("parallel.split", f"found {sizes}: {problem} (pipeline * virtual_stages)")
+    low = [stage for stage, size in enumerate(sizes) if size < (0 if stage in (0, stages - 1) else 1)]
+    if low:
+        problem = (
+            f"stage {low[0]} has {sizes[low[0]]} layers, expected at least 1 (the first and last stage: 0)"
+        )
+        raise ConfigError("parallel.split", f"found {sizes}: {problem}")
+    if sum(sizes) != layers:
+        problem = f"its sum is {sum(sizes)}, expected model.layers, which is {layers}"
+        raise ConfigError("parallel.split", f"found {sizes}: {problem}")
+    return sizes
+
+
+class _Ends(NamedTuple):
+    """A kind of stage: from which ``starts[begin]`` and ``ends[end]`` its time is the difference.
+
+    Layers ``begin`` to ``end - 1`` are the stage's, and it has at least ``fewest`` of them.
+    """
+
+    starts: list[int]
+    ends: list[int]
+    fewest: int
+
+
+def _by_cost(layers: int, stages: int, costs: LayerCosts) -> list[int]:
+    """Layers per stage, for at least two stages and enough layers."""
+    assert len(costs.layers) == layers, f"{len(costs.layers)} costs for {layers} layers"
+    embedding, *each, head = _whole_numbers((costs.embedding, *costs.layers, costs.head))
+    before = list(accumulate(each, initial=0))
+    first = _Ends([-embedding, *before[1:]], before, 0)
+    last = _Ends(before, [cost + head for cost in before], 0)
+    kinds = [first, *[_Ends(before, before, 1)] * (stages - 2), last]
+    limit = _least_limit(kinds, embedding + before[-1] + head)
+    return _balanced(kinds, limit)
+
+
+def _least_limit(kinds: list[_Ends], total: int) -> int:
+    """The least time within which every stage can stay."""
+    low, high = 0, total
+    while low < high:
+        middle = (low + high) // 2
+        if _furthest(kinds, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _furthest(kinds: list[_Ends], limit: int) -> list[int]:
+    """For each stage the furthest layer before which it can end, all within ``limit``; empty if they cannot.
+
+    To go as far as possible is never worse: costs are not negative.
+    """
+    layers = len(kinds[0].starts) - 1
+    spare = sum(kind.fewest for kind in kinds)
+    reached, begin = [], 0
+    for kind in kinds:
+        spare -= kind.fewest
+        end = begin
+        while end < layers - spare and kind.ends[end + 1] - kind.starts[begin] <= limit:
+            end += 1
+        if end - begin < kind.fewest or kind.ends[end] - kind.starts[begin] > limit:
+            return []
+        reached.append(end)
+        begin = end
+    return reached if begin == layers else []
+
+
+def _balanced(kinds: list[_Ends], limit: int) -> list[int]:
+    """The sizes with the least sum of squared times, every one within ``limit``: dynamic programming."""
+    layers = len(kinds[0].starts) - 1
+    unreachable = len(kinds) * limit * limit + 1
+    best = [0, *[unreachable] * layers]
+    choices = []
+    for (starts, ends, fewest), furthest in zip(kinds, _furthest(kinds, limit)):
+        after = [unreachable] * (layers + 1)
+        chosen = [0] * (layers + 1)
+        for end in range(fewest, furthest + 1):
+            for begin in range(end - fewest, -1, -1):
+                time = ends[end] - starts[begin]
+                if time > limit:
+                    break
+                if best[begin] + time * time <= after[end]:
+                    after[end], chosen[end] = best[begin] + time * time, begin
+        choices.append(chosen)
+        best = after
+    assert best[layers] < unreachable
+    return _sizes(choices, layers)
+
+
+def _sizes(choices: list[list[int]], layers: int) -> list[int]:
+    sizes: list[int] = []
+    end = layers
+    for chosen in reversed(choices):
+        sizes.append(end - chosen[end])
+        end = chosen[end]
+    assert end == 0
+    return sizes[::-1]
+
+
+def _whole_numbers(values: Sequence[float]) -> list[int]:
+    """``values`` in a unit in which all are whole: their sums are exact, so that equal ones compare equal."""
+    if not all(isfinite(value) and value >= 0 for value in values):
+        raise ValueError(f"found costs {list(values)}, expected finite numbers from 0")
+    ratios = [float(value).as_integer_ratio() for value in values]
+    unit = max(denominator for _, denominator in ratios)  # all are powers of two
+    return [numerator * (unit // denominator) for numerator, denominator in ratios]

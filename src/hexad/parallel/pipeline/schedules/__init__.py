@@ -1,0 +1,85 @@
+"""Generators of pipeline schedules, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hexad.config import did_you_mean
+
+from ..schedule import Schedule, ScheduleError
+from ..simulate import Costs
+from .auto import search
+from .gpipe import gpipe
+from .one_forward_one_backward import interleaved, one_forward_one_backward
+from .v_shaped import dualpipe_v, zb_v
+from .zero_bubble import zb_h1, zb_h2
+
+NAMES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto")
+
+_ONE_STAGE = {"1f1b": one_forward_one_backward, "zb_h1": zb_h1, "zb_h2": zb_h2}
+_V_SHAPED = {"zb_v": zb_v, "dualpipe_v": dualpipe_v}
+
+
+def stages_per_rank(name: str, virtual_stages: int = 1) -> int:
+    """Stages per rank of a schedule by name, given the setting.
+
+    ``auto`` with 1 may choose two; see :func:`~hexad.parallel.pipeline.schedules.auto.placements`.
+
+    Raises:
+        ScheduleError: there is no such schedule, or none with that many stages per rank.
+    """
+    if name not in NAMES:
+        raise ScheduleError(
+            f"no schedule is called '{name}'{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}"
+        )
+    if virtual_stages < 1:
+        raise ScheduleError(f"found {virtual_stages} stages per rank, expected at least 1")
+    if name in _ONE_STAGE and virtual_stages != 1:
+        other = "interleaved" if name == "1f1b" else "zb_v or auto"
+        raise ScheduleError(f"{name} has one stage per rank, found {virtual_stages}; use {other}")
+    if name in _V_SHAPED:
+        if virtual_stages > 2:
+            raise ScheduleError(
+                f"{name} has two stages per rank, found {virtual_stages}; use interleaved or auto"
+            )
+        return 2
+    return virtual_stages
+
+
+def build_schedule(
+    name: str,
+    pipeline: int,
+    microbatches: int,
+    virtual_stages: int = 1,
+    *,
+    group: int | None = None,
+    costs: Costs | Callable[[tuple[int, ...]], Costs | None] | None = None,
+    memory: float | None = None,
+) -> Schedule:
+    """The schedule called ``name``.
+
+    Args:
+        name: one of :data:`NAMES`.
+        pipeline: number of pipeline ranks.
+        microbatches: of one step; every schedule takes any number from 1.
+        virtual_stages: stages per rank. ``zb_v`` and ``dualpipe_v`` always have two.
+        group: microbatches of one group of ``interleaved``, from 1; by default as many as there are ranks.
+        costs: for ``auto``: of one placement, or as a function of the placement; by default uniform.
+        memory: for ``auto``: see :func:`~hexad.parallel.pipeline.schedules.auto.search`.
+
+    Raises:
+        ScheduleError: the schedule cannot be made; the message says what would fit.
+    """
+    per_rank = stages_per_rank(name, virtual_stages)
+    for count, what in ((pipeline, "pipeline ranks"), (microbatches, "microbatches")):
+        if count < 1:
+            raise ScheduleError(f"found {count} {what}, expected at least 1")
+    if group is not None and (name != "interleaved" or group < 1):
+        raise ScheduleError(f"found microbatch groups of {group}; interleaved alone has groups, of 1 or more")
+    if name == "gpipe":
+        return gpipe(pipeline, microbatches, per_rank)
+    if name == "interleaved":
+        return interleaved(pipeline, microbatches, per_rank, group)
+    if name == "auto":
+        return search(pipeline, microbatches, virtual_stages, costs, memory)
+    return (_ONE_STAGE | _V_SHAPED)[name](pipeline, microbatches)

@@ -1,0 +1,200 @@
+"""When every action of a schedule begins and ends, given what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .schedule import Schedule, ScheduleError
+from .validate import validate
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a schedule's actions take, per stage and for one microbatch.
+
+    Attributes:
+        forward: seconds of F, of each stage.
+        backward: seconds of B, the gradient of the stage's input alone. BW takes ``backward + weight``.
+        weight: seconds of W.
+        latency: seconds that a message takes besides ``transfer``.
+        transfer: seconds that a message occupies its link. There is one link from each rank to each other;
+            the messages on one link go one after another.
+        activation: memory held from the beginning of F to the end of B, of each stage, in any unit; 1.0 each
+            by default.
+        weight_inputs: the part of it that is held on until the end of W; by default all.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    latency: float = 0.0
+    transfer: float = 0.0
+    activation: tuple[float, ...] = ()
+    weight_inputs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "activation", self.activation or (1.0,) * len(self.forward))
+        object.__setattr__(self, "weight_inputs", self.weight_inputs or self.activation)
+        given = (self.forward, self.backward, self.weight, self.activation, self.weight_inputs)
+        if len({len(values) for values in given}) > 1:
+            raise ScheduleError("costs need as many values of each kind as there are stages")
+        if min(min(values, default=0.0) for values in (*given, (self.latency, self.transfer))) < 0:
+            raise ScheduleError("costs cannot be negative")
+
+    @property
+    def stages(self) -> int:
+        """How many stages they are of."""
+        return len(self.forward)
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        per_rank: int = 1,
+        forward: float = 1.0,
+        backward: float = 1.0,
+        weight: float = 1.0,
+        latency: float = 0.0,
+        transfer: float = 0.0,
+    ) -> Costs:
+        """Every stage alike.
+
+        Args:
+            stages: over all ranks.
+            per_rank: stages per rank; each takes that part of a rank's time and memory.
+            forward: seconds of a rank's whole share of F for one microbatch; ``backward`` and ``weight`` too.
+            backward: see above.
+            weight: see above.
+            latency: seconds per message, whatever ``per_rank``.
+            transfer: seconds per message, whatever ``per_rank``.
+        """
+        shares = [(total / per_rank,) * stages for total in (forward, backward, weight, 1.0)]
+        return cls(shares[0], shares[1], shares[2], latency, transfer, shares[3])
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule carried out, every action as soon as it can be.
+
+    Attributes:
+        schedule: what was simulated.
+        times: for each rank and each of its actions (start, end) in seconds.
+        makespan: seconds from the first start to the last end over all ranks.
+        span: seconds from a rank's first start to its last end, of the rank where that is longest. It is what
+            a step costs where steps follow each other without a common stop.
+        bubble: the part of ``ranks * span`` in which nothing is computed (as in Qi et al., arXiv 2401.10241).
+        peak_memory: of each rank, in the unit of :attr:`Costs.activation`.
+    """
+
+    schedule: Schedule
+    times: tuple[tuple[tuple[float, float], ...], ...]
+    makespan: float
+    span: float
+    bubble: float
+    peak_memory: tuple[float, ...]
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Carry out a valid schedule (see :func:`~hexad.parallel.pipeline.validate.validate`).
+
+    Sends never block and take none of a rank's time. It takes time proportional to the number of actions.
+
+    Raises:
+        ScheduleError: the costs are of another number of stages, or the order leads to a deadlock.
+    """
+    if costs.stages != schedule.stages:
+        raise ScheduleError(f"found costs of {costs.stages} stages for a schedule of {schedule.stages}")
+    times = _times(schedule, costs)
+    spans = [(actions[0][0], actions[-1][1]) for actions in times if actions]
+    makespan = max(end for _, end in spans) - min(start for start, _ in spans)
+    span = max(end - start for start, end in spans)
+    seconds = _seconds(costs)
+    busy = sum(seconds[kind][stage] for actions in schedule.ranks for kind, stage, _ in actions)
+    bubble = 1 - busy / (len(schedule.ranks) * span) if span else 0.0
+    return Timeline(schedule, times, makespan, span, bubble, peak_memory(schedule, costs))
+
+
+def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """The most activation memory that each rank holds at once, in the unit of :attr:`Costs.activation`."""
+    activation = costs.activation
+    early = [held - later for held, later in zip(costs.activation, costs.weight_inputs)]
+    freed = {"B": early, "W": costs.weight_inputs, "BW": activation}
+    peaks = []
+    for actions in schedule.ranks:
+        held = peak = 0.0
+        for kind, stage, _ in actions:
+            if kind == "F":
+                held += activation[stage]
+                if held > peak:
+                    peak = held
+            else:
+                held -= freed[kind][stage]
+        peaks.append(round(peak, 9))
+    return tuple(peaks)
+
+
+def _seconds(costs: Costs) -> dict[str, Sequence[float]]:
+    both = [backward + weight for backward, weight in zip(costs.backward, costs.weight)]
+    return {"F": costs.forward, "B": costs.backward, "W": costs.weight, "BW": both}
+
+
+def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """(start, end) of every action. Each rank goes on until it must wait, and is woken by what it waits for.
+
+    A link's messages all come from one rank and go in the order of that rank's actions, so that ranks can be
+    carried out one after the other, each as far as it goes, without a common clock.
+    """
+    seconds = _seconds(costs)
+    microbatches, stages, placement = schedule.microbatches, schedule.stages, schedule.placement
+    pipeline, backward = schedule.pipeline, schedule.stages * schedule.microbatches
+    # When the input of F (and, above, that of B) of each stage and microbatch is there. None: not yet known.
+    arrivals: list[float | None] = [None] * (2 * backward)
+    arrivals[:microbatches] = arrivals[2 * backward - microbatches :] = [0.0] * microbatches
+    links = [0.0] * pipeline**2
+    waiting = [-1] * pipeline
+    times: list[list[tuple[float, float]]] = [[] for _ in range(pipeline)]
+    stack = list(range(pipeline))
+    while stack:
+        rank = stack.pop()
+        done = times[rank]
+        now = done[-1][1] if done else 0.0
+        actions = schedule.ranks[rank]
+        for position in range(len(done), len(actions)):
+            kind, stage, number = actions[position]
+            if kind == "W":
+                end = now + seconds["W"][stage]
+                done.append((now, end))
+                now = end
+                continue
+            index = stage * microbatches + number
+            if kind == "F":
+                target, gives = stage + 1, index + microbatches
+            else:
+                index += backward
+                target, gives = stage - 1, index - microbatches
+            arrival = arrivals[index]
+            if arrival is None:
+                waiting[rank] = index
+                break
+            start = arrival if arrival > now else now
+            now = start + seconds[kind][stage]
+            done.append((start, now))
+            if not 0 <= target < stages:
+                continue
+            other = placement[target]
+            if other == rank:
+                arrivals[gives] = now
+                continue
+            link = rank * pipeline + other
+            sent = links[link] = max(now, links[link]) + costs.transfer
+            arrivals[gives] = sent + costs.latency
+            if waiting[other] == gives:
+                waiting[other] = -1
+                stack.append(other)
+    if any(len(done) < len(actions) for done, actions in zip(times, schedule.ranks)):
+        validate(
+            schedule, forward_only=not any(kind != "F" for actions in schedule.ranks for kind, *_ in actions)
+        )
+        raise ScheduleError("the schedule cannot be carried out")
+    return tuple(map(tuple, times))

@@ -1,10 +1,14 @@
 """Step time and peak memory of Hexad beside plain PyTorch, in one run: the 32M-parameter llama on CPUs.
 
     python benchmarks/step_time.py [--modes single data2 tensor2 tensor2_sequence] [--steps 7] [--json FILE]
+    python benchmarks/step_time.py --modes pipeline2_1f1b tensor2_pipeline2_1f1b pipeline2_best
 
 For every mode, both programs' processes are started and hold the same weights; then they take turns, a step
 each, while the other's processes sleep. Printed are the medians of the wall seconds of a step (the slowest
 rank), of the CPU seconds (all ranks), the largest resident set of a rank, and their ratios (Hexad / PyTorch).
+
+Both run the same pipeline schedule on the same stages, save in modes that end in ``_best`` and ``_auto``:
+there Hexad's ZB-V, or the schedule that it finds itself, runs beside PyTorch's 1F1B.
 """
 
 from __future__ import annotations
@@ -25,6 +29,16 @@ from typing import Any
 
 PROGRAMS = ("hexad", "torch")
 RANKS = {"single": 1, "data2": 2, "tensor2": 2, "tensor2_sequence": 2}
+SCHEDULES = {
+    "1f1b": ("1f1b", "1f1b"),
+    "interleaved": ("interleaved", "interleaved"),
+    "zb_v": ("zb_v", "zb_v"),
+    "best": ("zb_v", "1f1b"),
+    "auto": ("auto", "1f1b"),
+}
+"""Hexad's schedule and PyTorch's, by the end of a pipeline mode's name."""
+PLAIN = tuple(RANKS)
+RANKS |= {f"pipeline2_{end}": 2 for end in SCHEDULES} | {f"tensor2_pipeline2_{end}": 4 for end in SCHEDULES}
 
 
 def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
@@ -49,7 +63,7 @@ def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
             },
             "data": {"sequence": shape.sequence},
             "batch": {"micro": MICRO, "global": GLOBAL},
-            "parallel": {"tensor": 2 if "tensor" in mode else 1, "sequence": mode.endswith("sequence")},
+            "parallel": parallel_settings(mode),
             "precision": {"dtype": dtype},
             "optimizer": {"lr": 3e-4, "clip": 0.0},
             "lr_schedule": {"kind": "constant", "warmup": 0},
@@ -70,16 +84,39 @@ def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
     return lambda: engine.train_step(batch).loss
 
 
-def torch_step(mode: str, dtype: str) -> Callable[[], float]:
-    """A step of plain PyTorch."""
+def parallel_settings(mode: str) -> dict[str, Any]:
+    """Hexad's ``parallel`` settings for a mode."""
+    settings = {"tensor": 2 if "tensor" in mode else 1, "sequence": mode.endswith("sequence")}
+    if "pipeline" not in mode:
+        return settings
+    from peers.torch_pipelining import PIPELINE, SPLITS
+
+    schedule = SCHEDULES[mode.split("pipeline2_")[1]][0]
+    virtual_stages = 2 if schedule in ("interleaved", "zb_v") else 1
+    # How many stages there are, `auto` finds itself.
+    split = "cost" if schedule == "auto" else list(SPLITS[PIPELINE * virtual_stages])
+    pipeline = {"pipeline": PIPELINE, "virtual_stages": virtual_stages, "schedule": schedule, "split": split}
+    return settings | pipeline
+
+
+def torch_step(mode: str, dtype: str) -> Callable[[], float | None]:
+    """A step of plain PyTorch. With a pipeline, ranks without the last stage know no loss."""
     import torch
     from peers.plain_torch import Shape, make_step, random_tokens
 
-    step = make_step(mode, random_tokens(Shape())[0])
+    tokens = random_tokens(Shape())[0]
+    step: Callable[[], float | None]
+    if "pipeline" in mode:
+        from peers.torch_pipelining import make_step as make_pipeline_step
+
+        layout, _, end = mode.rpartition("pipeline2_")
+        step = make_pipeline_step(f"{layout}pipeline2_{SCHEDULES[end][1]}", tokens)
+    else:
+        step = make_step(mode, tokens)
     if dtype == "fp32":
         return step
 
-    def in_bf16() -> float:
+    def in_bf16() -> float | None:
         with torch.autocast("cpu", torch.bfloat16):
             return step()
 
@@ -94,7 +131,7 @@ def worker(program: str, mode: str, dtype: str) -> None:
     torch.set_num_threads(1)
     if RANKS[mode] > 1:
         dist.init_process_group("gloo")
-    step = (hexad_step if program == "hexad" else torch_step)(mode, dtype)
+    step: Callable[[], float | None] = (hexad_step if program == "hexad" else torch_step)(mode, dtype)
     print("ready", flush=True)
     for _ in sys.stdin:
         if RANKS[mode] > 1:
@@ -133,7 +170,7 @@ class Program:
         ]
         for rank in self.ranks:
             assert rank.stdout is not None and rank.stdout.readline() == "ready\n", "a rank did not start"
-        self.steps: list[list[dict[str, float]]] = []
+        self.steps: list[list[dict[str, Any]]] = []
 
     def step(self) -> None:
         """Let all ranks make one step."""
@@ -155,9 +192,14 @@ class Program:
             "step_seconds": median(max(rank["wall"] for rank in step) for step in steps),
             "cpu_seconds": median(sum(rank["cpu"] for rank in step) for step in steps),
             "peak_rss_mb": max(rank["rss"] for rank in steps[-1]),
-            "first_loss": self.steps[0][0]["loss"],
-            "last_loss": self.steps[-1][0]["loss"],
+            "first_loss": _loss(self.steps[0]),
+            "last_loss": _loss(self.steps[-1]),
         }
+
+
+def _loss(step: list[dict[str, Any]]) -> float:
+    """Of the first rank that knows it."""
+    return next(rank["loss"] for rank in step if rank["loss"] is not None)
 
 
 def compare(mode: str, steps: int, dtype: str) -> dict[str, Any]:
@@ -182,7 +224,7 @@ def compare(mode: str, steps: int, dtype: str) -> dict[str, Any]:
 def main() -> None:
     """Compare the modes asked for; a table, or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--modes", nargs="+", choices=RANKS, default=list(RANKS))
+    parser.add_argument("--modes", nargs="+", choices=RANKS, default=PLAIN)
     parser.add_argument("--steps", type=int, default=7, help="timed steps per program and mode")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -201,7 +243,7 @@ def main() -> None:
         "modes": {},
     }
     columns = ("wall s", "torch", "ratio", "paired", "CPU", "MB", "torch", "loss", "torch")
-    print(f"{'mode':18s}" + "".join(f"{name:>9s}" for name in columns))
+    print(f"{'mode':29s}" + "".join(f"{name:>9s}" for name in columns))
     for mode in options.modes:
         found = results["modes"][mode] = compare(mode, options.steps, options.dtype)
         ours, theirs, ratio = found["hexad"], found["torch"], found["ratio"]
@@ -211,7 +253,7 @@ def main() -> None:
         losses = (ours["first_loss"], theirs["first_loss"])
         line = "".join(f"{value:9.2f}" for value in (*seconds, *ratios))
         line += "".join(f"{value:9.0f}" for value in memory) + "".join(f"{value:9.5f}" for value in losses)
-        print(f"{mode:18s}{line}", flush=True)
+        print(f"{mode:29s}{line}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

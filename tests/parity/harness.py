@@ -71,10 +71,16 @@ class Case:
     data: int = 1
     tensor: int = 1
     sequence: bool = True
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    split: str | tuple[int, ...] = "cost"
+    group: int | str = "auto"
+    samples: int = 8
 
     @property
     def world(self) -> int:
-        return self.data * self.tensor
+        return self.data * self.tensor * self.pipeline
 
     @property
     def layout(self) -> str:
@@ -86,11 +92,16 @@ class Case:
             "run": {"steps": 10},
             "model": dict(self.variant.model),
             "data": {"sequence": 12, "documents": self.variant.documents},
-            "batch": {"micro": self.variant.micro, "global": 8},
+            "batch": {"micro": self.variant.micro, "global": self.samples},
             "parallel": {
                 "tensor": self.tensor,
                 "sequence": self.sequence,
                 "data": self.data,
+                "pipeline": self.pipeline,
+                "schedule": self.schedule,
+                "virtual_stages": self.virtual,
+                "schedule_group": self.group,
+                "split": self.split if isinstance(self.split, str) else list(self.split),
                 "bucket_mb": 0.004,  # several buckets even in a tiny model
             },
             "precision": {"dtype": "fp64"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _not_a_switch(value: Any) -> Any:
@@ -137,6 +137,15 @@ class BatchSettings(Settings):
     """Sequences per step, over all data ranks."""
 
 
+def _schedule_file(path: str) -> str:
+    if not path.endswith(".json"):
+        raise ValueError("a file ending in .json")
+    return path
+
+
+ScheduleFile = Annotated[str, AfterValidator(_schedule_file)]
+
+
 class ParallelSettings(Settings):
     """The layout: how the work is divided among ranks."""
 
@@ -152,9 +161,19 @@ class ParallelSettings(Settings):
     pipeline: Positive = 1
     """Pipeline-parallel degree: the layers are divided among this many ranks."""
     virtual_stages: Positive = 1
-    """Stages per pipeline rank."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto"] = "1f1b"
-    """Order of forward and backward passes on the pipeline ranks."""
+    """Stages per pipeline rank. ``zb_v`` and ``dualpipe_v`` always have two; ``auto`` may choose two where this
+    is 1."""
+    schedule: (
+        Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto"] | ScheduleFile
+    ) = "1f1b"
+    """Order of forward and backward passes on the pipeline ranks. ``auto`` searches for the best one within
+    ``schedule_memory``; a ``.json`` file holds one of your own (``hexad show schedule --save``)."""
+    schedule_group: Positive | Literal["auto"] = "auto"
+    """Microbatches that ``interleaved`` sends through one stage before it turns to the next; ``auto``: the
+    pipeline degree."""
+    schedule_memory: PositiveFloat | Literal["auto"] = "auto"
+    """Activations that ``schedule: auto`` may hold on a rank, in microbatches of all the rank's layers.
+    ``auto``: the pipeline degree, as many as ``1f1b``."""
     split: Literal["cost", "even"] | list[Count] = "cost"
     """How layers are divided among stages: by cost, evenly, or an explicit list of layers per stage."""
     expert: Positive = 1
@@ -251,6 +270,8 @@ class LogSettings(Settings):
     """Write TensorBoard scalars to ``run.dir/tensorboard`` (``pip install hexad[tensorboard]``)."""
     wandb: str | None = None
     """Weights & Biases project to log to (``pip install hexad[wandb]``)."""
+    timeline: Count = 0
+    """The step whose pipeline actions are timed and written to ``run.dir/timeline.json``; 0 for none."""
 
 
 class ValidateSettings(Settings):

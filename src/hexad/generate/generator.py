@@ -98,5 +98,5 @@ def generate(
 
 def _last_logits(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
     """``[1, vocab]`` logits on the CPU, gathered from the tensor ranks and without padding."""
-    parts = all_gather(model.head(hidden).contiguous(), model.place.axis)
+    parts = all_gather(model.logits(hidden).contiguous(), model.place.axis)
     return parts.reshape(1, -1)[:, : model.vocab].float().cpu()

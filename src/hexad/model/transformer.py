@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from hexad.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, cro
 
 from .attention import Attention, KeyValueStore
 from .feedforward import FeedForward
-from .norms import residual_norm
+from .norms import LayerNorm, RmsNorm, residual_norm
 from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,29 +58,60 @@ class Positions(ShardedModule):
         return x + F.embedding(positions, self.weight)
 
 
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that one pipeline stage holds.
+
+    Attributes:
+        layers: global numbers of its layers.
+        first: it has the embedding.
+        last: it has the final norm and the output head.
+        tied: only in models whose head shares the embedding's weight, on the first and the last stage: the
+            parameter itself where a stage of this rank holds it already, ``copy`` where one of another rank
+            does.
+    """
+
+    layers: range
+    first: bool = True
+    last: bool = True
+    tied: nn.Parameter | Literal["copy"] | None = None
+
+
 class Transformer(nn.Module):
-    """A decoder-only language model over this rank's shards.
+    """A decoder-only language model, or a pipeline stage of one, over this rank's shards.
 
     Args:
         model: resolved settings; ``vocab`` and ``max_positions`` are numbers.
         place: this rank's place on the tensor axis, dtype and device.
+        part: what the stage holds; by default everything.
     """
 
-    def __init__(self, model: ModelSettings, place: Placement) -> None:
+    def __init__(self, model: ModelSettings, place: Placement, part: Part | None = None) -> None:
         super().__init__()
         self.place = place
+        self.part = part = part or Part(range(model.layers))
         self.vocab = int(model.vocab)
-        self.embedding = VocabParallelEmbedding(self.vocab, model.hidden, place, std=model.init_std)
+        self.embedding: VocabParallelEmbedding | None = None
         self.positions: Positions | None = None
         self.frequencies: torch.Tensor | None = None
-        if model.family == "gpt2":
-            self.positions = Positions(model, place)
-        else:
+        tied = part.tied
+        if part.first:
+            self.embedding = VocabParallelEmbedding(
+                self.vocab, model.hidden, place, std=model.init_std, tied=isinstance(tied, str)
+            )
+            if model.tied_embeddings and part.last:
+                tied = self.embedding.weight
+        if model.family != "gpt2":
             self.frequencies = rotary_frequencies(model, place.device)
-        self.layers = nn.ModuleList([Block(model, place) for _ in range(model.layers)])
-        self.norm = residual_norm(model, place)
-        tied = self.embedding.weight if model.tied_embeddings else None
-        self.head = VocabParallelHead(self.vocab, model.hidden, place, tied=tied, std=model.init_std)
+        elif part.first:
+            self.positions = Positions(model, place)
+        # Names keep the layer's global number, whatever stage holds it.
+        self.layers = nn.ModuleDict({str(index): Block(model, place) for index in part.layers})
+        self.norm: RmsNorm | LayerNorm | None = None
+        self.head: VocabParallelHead | None = None
+        if part.last:
+            self.norm = residual_norm(model, place)
+            self.head = VocabParallelHead(self.vocab, model.hidden, place, tied=tied, std=model.init_std)
 
     def forward(
         self,
@@ -86,34 +119,80 @@ class Transformer(nn.Module):
         documents: tuple[int, ...] | None = None,
         stores: Sequence[KeyValueStore] | None = None,
         start: int = 0,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the final norm, ``[tokens (/ size in sequence parallel), hidden]``.
+        """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``: of the last stage after the final norm.
 
         Args:
-            tokens: int64 ``[sequences, length]``.
+            tokens: int64 ``[sequences, length]``, on every stage.
             documents: document offsets (see ``Microbatch``), or None.
             stores: one per layer, to go on from what they hold (generation).
             start: position of the first token, where ``stores`` hold what came before.
+            inputs: the hidden states of the stage before; None on the first stage.
         """
         where = self._geometry(tokens, documents, start)
-        x = self.embedding(tokens.flatten())
+        if self.embedding is not None:
+            x = self.embedding(tokens.flatten())
+        else:
+            assert inputs is not None, "every stage but the first needs the hidden states of the one before"
+            x = inputs
         if self.positions is not None:
             x = self.positions(x, where.positions)
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers.values()):
             x = layer(x, where, stores[index] if stores is not None else None)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
     def loss_sum(
-        self, tokens: torch.Tensor, labels: torch.Tensor, documents: tuple[int, ...] | None = None
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        documents: tuple[int, ...] | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Sum of the token losses, in nats; labels are int64 ``[sequences, length]``, -100 for none."""
-        logits = self.head(self(tokens, documents))
+        """Sum of the token losses, in nats; labels are int64 ``[sequences, length]``, -100 for none.
+
+        Only the last stage has it; ``inputs`` as for :meth:`forward`.
+        """
+        logits = self.logits(self(tokens, documents, inputs=inputs))
         return cross_entropy_sum(logits, labels.flatten(), self.vocab, self.place.axis)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[tokens, padded vocab / size]`` of the last stage's hidden states."""
+        assert self.head is not None, "only the last stage has the output head"
+        return self.head(hidden)
 
     def _geometry(self, tokens: torch.Tensor, documents: tuple[int, ...] | None, start: int) -> Geometry:
         sequences, length = tokens.shape
         positions = document_positions(sequences, length, documents, tokens.device) + start
         if self.frequencies is None:
             return Geometry(sequences, documents, positions)
-        dtype = self.embedding.weight.dtype
-        return Geometry(sequences, documents, positions, *rotary_factors(positions, self.frequencies, dtype))
+        factors = rotary_factors(positions, self.frequencies, next(self.parameters()).dtype)
+        return Geometry(sequences, documents, positions, *factors)
+
+
+def build_stages(
+    model: ModelSettings, place: Placement, layers: Sequence[range], placement: Sequence[int], rank: int
+) -> dict[int, Transformer]:
+    """The stages of one pipeline rank, by number, ascending.
+
+    Args:
+        model: as for :class:`Transformer`.
+        place: this rank's place on the tensor axis.
+        layers: for every stage its layers.
+        placement: for every stage its pipeline rank.
+        rank: whose stages to build.
+    """
+    final = len(placement) - 1
+    together = placement[0] == placement[final]
+    stages: dict[int, Transformer] = {}
+    for stage in (stage for stage, owner in enumerate(placement) if owner == rank):
+        first, last = stage == 0, stage == final
+        tied: nn.Parameter | Literal["copy"] | None = None
+        if model.tied_embeddings and first != last and (first or last):
+            if not together:
+                tied = "copy"
+            elif last:
+                embedding = stages[0].embedding
+                tied = None if embedding is None else embedding.weight
+        stages[stage] = Transformer(model, place, Part(layers[stage], first, last, tied))
+    return stages

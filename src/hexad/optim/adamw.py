@@ -22,12 +22,16 @@ class FlatAdamW:
         groups: flat parameter groups; those whose kind says so get weight decay.
         settings: ``optimizer`` settings.
         tensor: the tensor axis, over which sharded gradients' norms are summed.
+        pipeline: the pipeline axis, over which the stages' norms are summed.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], settings: OptimizerSettings, tensor: Axis) -> None:
+    def __init__(
+        self, groups: Sequence[FlatGroup], settings: OptimizerSettings, tensor: Axis, pipeline: Axis
+    ) -> None:
         self.groups = groups
         self.settings = settings
         self.tensor = tensor
+        self.pipeline = pipeline
         for group in groups:
             group.master.grad = group.gradients
         self._adamw = torch.optim.AdamW(
@@ -49,13 +53,15 @@ class FlatAdamW:
     def gradient_norm(self) -> torch.Tensor:
         """Euclidean norm of the whole model's gradient, as a scalar tensor.
 
-        Parameters divided over the tensor axis are summed over it; those that every rank holds count once.
+        Parameters divided over the tensor axis are summed over it; those that several ranks hold count once.
         """
         squares = self.groups[0].gradients.new_zeros(2)
         for group in self.groups:
-            square = torch.linalg.vector_norm(group.gradients).square()
-            squares[0 if group.kind.sharded else 1] += square
-        return (all_reduce(squares[:1], self.tensor)[0] + squares[1]).sqrt()
+            if not group.kind.copy:
+                square = torch.linalg.vector_norm(group.gradients).square()
+                squares[0 if group.kind.sharded else 1] += square
+        of_stages = all_reduce(squares[:1], self.tensor) + squares[1]
+        return all_reduce(of_stages, self.pipeline)[0].sqrt()
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:

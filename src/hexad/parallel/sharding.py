@@ -7,8 +7,9 @@ gradient norms, checkpoints and tests all read these declarations.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import nn
@@ -89,12 +90,17 @@ class Declaration:
         partial: not sharded, but each tensor rank computes only part of the gradient, so that the parts must
             be summed over the tensor axis.
         decay: whether weight decay applies.
+        tied: another pipeline rank holds the same values for another use (a tied embedding), so that the
+            gradients of both must be summed.
+        copy: the second one of such a pair, which the gradient norm leaves out.
     """
 
     pieces: tuple[Piece, ...]
     sharded: bool
     partial: bool
     decay: bool
+    tied: bool = False
+    copy: bool = False
 
 
 class ShardedModule(nn.Module):
@@ -134,8 +140,8 @@ class DeclaredParameter:
     uses: int
 
 
-def declared_parameters(model: nn.Module) -> list[DeclaredParameter]:
-    """Every parameter once, in order of registration, with fully qualified piece names.
+def declared_parameters(*models: nn.Module) -> list[DeclaredParameter]:
+    """Every parameter of the models (stages) once, in order of registration, with fully qualified piece names.
 
     A piece name that begins with a dot is relative to the module's parent: ``attention.qkv`` with the piece
     ``.q.weight`` is ``attention.q.weight``.
@@ -144,7 +150,7 @@ def declared_parameters(model: nn.Module) -> list[DeclaredParameter]:
         TypeError: a parameter that no module declares.
     """
     found: dict[nn.Parameter, DeclaredParameter] = {}
-    for path, module in model.named_modules():
+    for path, module in chain.from_iterable(model.named_modules() for model in models):
         for name, parameter in module.named_parameters(recurse=False):
             declaration = getattr(module, "declarations", {}).get(name)
             if parameter in found:
@@ -154,27 +160,27 @@ def declared_parameters(model: nn.Module) -> list[DeclaredParameter]:
             if declaration is None:
                 raise TypeError(f"parameter {path}.{name} does not declare how it is sharded")
             pieces = tuple(_qualified(piece, path) for piece in declaration.pieces)
-            full = Declaration(pieces, declaration.sharded, declaration.partial, declaration.decay)
+            full = replace(declaration, pieces=pieces)
             found[parameter] = DeclaredParameter(f"{path}.{name}", parameter, full, 1)
     return list(found.values())
 
 
 def _qualified(piece: Piece, path: str) -> Piece:
     if piece.name.startswith("."):
-        name = path.rpartition(".")[0] + piece.name
+        name = (path.rpartition(".")[0] + piece.name).removeprefix(".")
     else:
         name = f"{path}.{piece.name}"
-    return Piece(name, piece.shape, piece.offset, piece.sizes, piece.start, piece.std, piece.fill)
+    return replace(piece, name=name)
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
-    """Fill every parameter from (seed, global name) alone, so that all layouts and devices agree bit for bit.
+def initialise(models: Iterable[nn.Module], seed: int) -> None:
+    """Fill every parameter of the models (stages) from (seed, global name) alone, so that all layouts and devices agree bit for bit.
 
     Values are drawn on the CPU in float32, in blocks of rows that each have a generator of their own: a rank
     draws only the blocks that it holds rows of.
     """
-    for declared in declared_parameters(model):
+    for declared in declared_parameters(*models):
         declared.parameter.zero_()
         for piece in declared.declaration.pieces:
             local = piece.local(declared.parameter)

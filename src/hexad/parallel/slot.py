@@ -2,10 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
+
+from hexad.comm import Pending, all_gather_async
+from hexad.topology.mesh import Axis
+
+
+class Product(NamedTuple):
+    """A weight gradient still to be computed: ``output_gradient.T @ inputs``.
+
+    Attributes:
+        slot: where it goes.
+        output_gradient: ``[tokens, out]``.
+        inputs: ``[tokens, in]``, or this rank's share of the tokens where ``gather`` is given.
+        gather: the axis over which the inputs are divided.
+    """
+
+    slot: GradientSlot
+    output_gradient: torch.Tensor
+    inputs: torch.Tensor
+    gather: Axis | None
+
+
+class ProductQueue:
+    """Whether weight gradients of linear layers are computed in the backward pass or put off.
+
+    A backward pass under :meth:`deferring` computes gradients of activations only and yields the products
+    that are missing: the pipeline's ``B`` and ``W`` (Qi et al., arXiv 2401.10241).
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[Product] | None = None
+
+    @contextmanager
+    def deferring(self) -> Iterator[deque[Product]]:
+        """Put products off while inside; yields where they are collected."""
+        self.pending = deque()
+        try:
+            yield self.pending
+        finally:
+            self.pending = None
+
+    @staticmethod
+    @torch.no_grad()
+    def compute(products: deque[Product]) -> None:
+        """Compute products, first come first served, and let go of their operands one by one.
+
+        Divided inputs are gathered one product ahead, while the one before is computed.
+        """
+        gathering = _gather(products[0]) if products else None
+        while products:
+            product = products.popleft()
+            inputs = product.inputs if gathering is None else gathering.wait()
+            gathering = _gather(products[0]) if products else None
+            product.slot.add_product(product.output_gradient, inputs)
+
+
+def _gather(product: Product) -> Pending | None:
+    return None if product.gather is None else all_gather_async(product.inputs, product.gather)
 
 
 class GradientSlot:
@@ -19,11 +79,15 @@ class GradientSlot:
         buffer: view of the flat gradient buffer, in the parameter's shape.
         uses: contributions per microbatch (2 for a weight tied between embedding and head).
         on_complete: called once per step.
+        queue: says whether products are put off.
     """
 
-    def __init__(self, buffer: torch.Tensor, uses: int, on_complete: Callable[[], None]) -> None:
+    def __init__(
+        self, buffer: torch.Tensor, uses: int, on_complete: Callable[[], None], queue: ProductQueue
+    ) -> None:
         self.buffer = buffer
         self.uses = uses
+        self.queue = queue
         self._on_complete = on_complete
         self._fresh = True
         self._expected = 0
@@ -88,14 +152,26 @@ def attach_slot(parameter: nn.Parameter, slot: GradientSlot) -> None:
     parameter.register_post_accumulate_grad_hook(move)
 
 
+def deferred(weight: torch.Tensor) -> bool:
+    """Whether the weight's gradient is being put off."""
+    slot = slot_of(weight)
+    return slot is not None and slot.queue.pending is not None
+
+
 def weight_gradient(
-    weight: torch.Tensor, output_gradient: torch.Tensor, inputs: torch.Tensor
+    weight: torch.Tensor, output_gradient: torch.Tensor, inputs: torch.Tensor, gather: Axis | None = None
 ) -> torch.Tensor | None:
-    """``output_gradient.T @ inputs``: into the weight's slot (returning None), else as a new tensor."""
+    """``output_gradient.T @ inputs``: into the weight's slot, now or later (returning None), or as a new tensor.
+
+    ``gather`` is the axis over which the inputs are still divided; only where products are being put off.
+    """
     slot = slot_of(weight)
     if slot is None:
         return output_gradient.t() @ inputs
-    slot.add_product(output_gradient, inputs)
+    if slot.queue.pending is not None:
+        slot.queue.pending.append(Product(slot, output_gradient, inputs, gather))
+    else:
+        slot.add_product(output_gradient, inputs)
     return None
 
 

@@ -53,8 +53,11 @@ class Mesh:
         world: all ranks, for agreement outside the training step.
     """
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device, axes: dict[str, Axis]) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, device: torch.device, axes: dict[str, Axis], timeout: timedelta
+    ) -> None:
         self.layout = layout
+        self.timeout = timeout
         self.rank = rank
         self.device = device
         self.axes = axes
@@ -64,6 +67,24 @@ class Mesh:
         self.pipeline = axes["pipeline"]
         self.data = axes["data"]
 
+    def pair(self, axis: Axis, one: int, other: int) -> Axis:
+        """Two places of an axis as an axis of their own, whose traffic counts as the whole one's.
+
+        Every rank of the default process group calls this together; those of other places get an axis of
+        size 1.
+        """
+        members = tuple(axis.ranks[place] for place in sorted({one, other}))
+        if len(members) == 1 or members == axis.ranks:
+            return axis if members == axis.ranks else Axis(axis.name, (self.rank,))
+        mine = members if self.rank in members else (self.rank,)
+        # Ranks apart make a group too: torch names a group after how many a process has made before.
+        group = dist.new_group(
+            list(mine), timeout=self.timeout, use_local_synchronization=True, group_desc=f"{axis.name} pair"
+        )
+        if len(mine) == 1:
+            return Axis(axis.name, mine)
+        return Axis(axis.name, mine, mine.index(self.rank), group, axis.sent, axis.calls)
+
     @classmethod
     def create(cls, layout: Layout, device: torch.device, timeout: float = 600.0) -> Mesh:
         """Build the groups in use, and only those.
@@ -71,6 +92,7 @@ class Mesh:
         Every rank of the default process group calls this together; a world of one needs no process group.
         ``timeout`` is in seconds.
         """
+        limit = timedelta(seconds=timeout)
         rank = dist.get_rank() if layout.world > 1 else 0
         everyone = dist.group.WORLD if layout.world > 1 else None
         axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone)}
@@ -81,12 +103,12 @@ class Mesh:
                 # Only members take part, so that the cost does not grow with the world.
                 group = dist.new_group(
                     list(ranks),
-                    timeout=timedelta(seconds=timeout),
+                    timeout=limit,
                     use_local_synchronization=True,
                     group_desc=name,
                 )
             axes[name] = Axis(name, ranks, ranks.index(rank), group)
-        return cls(layout, rank, device, axes)
+        return cls(layout, rank, device, axes, limit)
 
     def training_axes(self) -> list[Axis]:
         """The axes whose traffic a step is charged for."""

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from hexad.config import Config, ConfigError
 from hexad.topology.layout import Layout
 
+from .pipeline import pipeline_plan
+
 # What the configuration can name but this version cannot do yet: field -> values it can.
 SUPPORTED: dict[str, tuple[object, ...]] = {
     "model.family": ("llama", "mistral", "qwen2", "qwen3", "gpt2"),
     "model.moe": (None,),
     "parallel.context": (1,),
     "parallel.context_method": ("ring",),
-    "parallel.pipeline": (1,),
-    "parallel.virtual_stages": (1,),
-    "parallel.schedule": ("1f1b",),
-    "parallel.split": ("cost",),
     "parallel.expert": (1,),
     "parallel.expert_tensor": (1,),
     "parallel.zero": (0,),
@@ -45,6 +43,7 @@ def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
     yield from _tensor(config, layout.tensor)
     yield from _batch(config, layout)
+    yield from _pipeline(config, layout)
 
 
 def _unsupported(config: Config) -> Iterator[ConfigError]:
@@ -124,6 +123,29 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
     if config.optimizer.lr < schedule.min_lr != default:  # the default gives way to a small optimizer.lr
         yield ConfigError(
             "lr_schedule.min_lr", f"found {schedule.min_lr}, more than optimizer.lr {config.optimizer.lr}"
+        )
+
+
+def _pipeline(config: Config, layout: Layout) -> Iterator[ConfigError]:
+    settings = config.parallel
+    for field, owner in (("schedule_group", "interleaved"), ("schedule_memory", "auto")):
+        found = getattr(settings, field)
+        if found != "auto" and settings.schedule != owner:
+            yield ConfigError(
+                f"parallel.{field}",
+                f"found {found} with parallel.schedule {settings.schedule}, which does not use it; "
+                f"set parallel.schedule: {owner}, or remove it",
+            )
+    try:
+        schedule = pipeline_plan(config, layout).schedule
+    except ConfigError as problem:
+        yield problem
+        return
+    if config.run.compile and schedule.split_backward:
+        yield ConfigError(
+            "run.compile",
+            f"found true with parallel.schedule {settings.schedule}, which puts weight gradients off; use "
+            "gpipe, 1f1b or interleaved",
         )
 
 

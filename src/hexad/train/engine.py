@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,14 +14,18 @@ from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.config.schema import ModelSettings
 from hexad.dataset.microbatch import Microbatch
-from hexad.model.transformer import DTYPES, Transformer
+from hexad.model.transformer import DTYPES, Transformer, build_stages
 from hexad.optim.adamw import FlatAdamW
 from hexad.optim.schedule import learning_rate
 from hexad.parallel.data import FlatGroup, GradientReducer, flatten
+from hexad.parallel.pipeline.executor import Executor
+from hexad.parallel.pipeline.schedule import Action, forward_schedule
 from hexad.parallel.sharding import Placement, initialise
+from hexad.parallel.slot import ProductQueue
 from hexad.topology.mesh import Axis, Mesh
 
 from .checks import check_config
+from .pipeline import pipeline_plan, training_schedule
 
 
 @dataclass(frozen=True)
@@ -93,57 +97,65 @@ class Engine:
         self.mesh = mesh
         self.step = 0
         self.samples = 0
-        self.model = Transformer(with_positions(config), placement(config, mesh.tensor, mesh.device))
-        initialise(self.model, config.run.seed)
-        self.groups = flatten(self.model, config.parallel.bucket_mb * 2**20)
-        self.reducer = GradientReducer(self.groups, mesh.data, mesh.tensor)
-        self.optimizer = FlatAdamW(self.groups, config.optimizer, mesh.tensor)
+        self.plan = plan = pipeline_plan(config, mesh.layout)
+        place = placement(config, mesh.tensor, mesh.device)
+        owners = plan.schedule.placement
+        self.stages = build_stages(with_positions(config), place, plan.layers, owners, mesh.pipeline.rank)
+        initialise(self.stages.values(), config.run.seed)
+        self.groups = flatten(self.stages.values(), config.parallel.bucket_mb * 2**20)
+        tied = Axis("pipeline")
+        if config.model.tied_embeddings:
+            tied = mesh.pair(mesh.pipeline, owners[0], owners[-1])
+        self._products = ProductQueue()
+        self.reducer = GradientReducer(self.groups, mesh.data, mesh.tensor, tied, self._products)
+        self.optimizer = FlatAdamW(self.groups, config.optimizer, mesh.tensor, mesh.pipeline)
+        self._executors: dict[tuple[bool, int], Executor[Microbatch]] = {}
         if config.run.compile:
-            for layer in self.model.layers:
-                layer.compile()
+            for stage in self.stages.values():
+                for layer in stage.layers.values():
+                    layer.compile()
 
-    def train_step(self, microbatches: Sequence[Microbatch]) -> StepResult:
+    def train_step(self, microbatches: Sequence[Microbatch], record: bool = False) -> StepResult:
         """Accumulate this data rank's microbatches, reduce, clip and update.
 
-        Every rank of the mesh calls this together with the same number of microbatches; tensor ranks of one
-        data rank pass the same ones.
+        Every rank of the mesh calls this together with the same number of microbatches; tensor and pipeline
+        ranks of one data rank pass the same ones. With ``record`` the pipeline's actions are timed, see
+        :meth:`timeline`.
 
         Raises:
             HexadError: no microbatch, no target token, different numbers of microbatches, or token ids
                 outside the vocabulary.
         """
         counting = self._count(microbatches)
-        microbatches = [self._placed(microbatch) for microbatch in microbatches]
-        self.reducer.begin(len(microbatches))
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        targets = 0
-        for microbatch in microbatches:
-            loss_sum = self.model.loss_sum(microbatch.tokens, microbatch.labels, microbatch.documents)
-            # The count was on its way during the first forward.
-            targets = targets or self._targets(counting.wait())
-            (loss_sum / targets).backward()
-            total += loss_sum.detach()
-        loss_reduction = all_reduce_async(total, self.mesh.data)
+        executor = self._executor(len(microbatches), training=True)
+        placed = [self._placed(microbatch) for microbatch in microbatches]
+        self.reducer.begin(len(placed))
+        # The counts are on their way during the first forward.
+        total = executor.run(placed, lambda: 1.0 / self._targets(counting.wait()), record)
+        total = total if total is not None else self._zero()
+        loss = all_reduce_async(total, self.mesh.data)
         self.reducer.finish()
+        loss = all_reduce_async(loss.wait(), self.mesh.pipeline)
         schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
         lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
         norm = float(self.optimizer.step(lr))
         self.step += 1
-        sequences = sum(microbatch.tokens.shape[0] for microbatch in microbatches)
+        sequences = sum(microbatch.tokens.shape[0] for microbatch in placed)
         self.samples += sequences * self.mesh.data.size
-        loss = float(loss_reduction.wait()) / targets
-        return StepResult(self.step, loss, norm, lr, targets, skipped=not math.isfinite(norm))
+        targets = self._targets(counting.wait())
+        mean = float(loss.wait()) / targets
+        return StepResult(self.step, mean, norm, lr, targets, skipped=not math.isfinite(norm))
 
-    @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing."""
+        executor = self._executor(len(microbatches), training=False)
+        total = executor.run([self._placed(microbatch) for microbatch in microbatches])
+        targets = sum(microbatch.targets() for microbatch in microbatches)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for microbatch in microbatches:
-            placed = self._placed(microbatch)
-            result[0] += self.model.loss_sum(placed.tokens, placed.labels, placed.documents)
-            result[1] += microbatch.targets()
-        loss_sum, targets = all_reduce(result, self.mesh.data).tolist()
-        return loss_sum, int(targets)
+        if total is not None:
+            result += torch.stack([total, torch.full_like(total, targets)])
+        loss_sum, count = all_reduce(all_reduce(result, self.mesh.data), self.mesh.pipeline).tolist()
+        return loss_sum, int(count)
 
     def chunks(self) -> list[Chunk]:
         """This rank's share of the state: master weights and optimizer state, as views."""
@@ -175,9 +187,50 @@ class Engine:
                 values.copy_(piece.slice_of(tensors[piece.name]))
             group.publish()
 
+    def timeline(self) -> list[tuple[Action, float, float]]:
+        """(action, start, end) of what this rank did in the last recorded step, in seconds from its begin."""
+        executor = next(e for e in self._executors.values() if e.times)
+        actions = executor.schedule.ranks[self.mesh.pipeline.rank]
+        return [(action, start, end) for action, (start, end) in zip(actions, executor.times)]
+
+    def _executor(self, microbatches: int, training: bool) -> Executor[Microbatch]:
+        """The executor for this many microbatches, made when it is first needed."""
+        key = (training, microbatches)
+        if key not in self._executors:
+            if training:
+                schedule = training_schedule(self.config, self.plan, microbatches)
+            else:
+                schedule = forward_schedule(self.plan.schedule.placement, microbatches)
+            stages = {number: self._stage(stage) for number, stage in self.stages.items()}
+            self._executors[key] = Executor(
+                schedule, stages, self.mesh.pipeline, self._boundary, self._products, self.mesh.device
+            )
+        return self._executors[key]
+
+    @staticmethod
+    def _stage(stage: Transformer) -> Callable[[Microbatch, torch.Tensor | None], torch.Tensor]:
+        """What a stage computes of a microbatch: hidden states, and the last stage the loss."""
+
+        def compute(microbatch: Microbatch, inputs: torch.Tensor | None) -> torch.Tensor:
+            tokens, documents = microbatch.tokens, microbatch.documents
+            if stage.part.last:
+                return stage.loss_sum(tokens, microbatch.labels, documents, inputs)
+            return stage(tokens, documents, inputs=inputs)
+
+        return compute
+
+    def _boundary(self, microbatch: Microbatch) -> torch.Tensor:
+        """An empty tensor for the hidden states between two stages."""
+        place = placement(self.config, self.mesh.tensor, self.mesh.device)
+        rows = microbatch.tokens.numel() // (place.axis.size if place.sequence else 1)
+        return torch.empty((rows, self.config.model.hidden), dtype=place.dtype, device=place.device)
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+
     def _placed(self, microbatch: Microbatch) -> Microbatch:
         """Check a microbatch and move it to the device."""
-        vocab = self.model.vocab
+        vocab = int(self.config.model.vocab)
         for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
             low, high = (int(x) for x in ids.aminmax())
             if low < lowest or high >= vocab or (lowest and -100 < low < 0):
@@ -198,6 +251,7 @@ class Engine:
         return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.mesh.data)
 
     def _targets(self, counts: torch.Tensor) -> int:
+        """The global number of targets, from :meth:`_count`'s sums."""
         targets, number, squares = counts.tolist()
         # Equality in Cauchy-Schwarz: only when every rank has the same number.
         if number**2 != squares * self.mesh.data.size:

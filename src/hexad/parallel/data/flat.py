@@ -6,13 +6,13 @@ reduction, norm and update each touch a few large tensors instead of hundreds of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
 
-from ..sharding import DeclaredParameter, Piece, declared_parameters
+from ..sharding import Declaration, DeclaredParameter, Piece, declared_parameters
 
 _ALIGNMENT = 32  # elements; keeps every view on a boundary that vector and matrix units like
 
@@ -29,6 +29,13 @@ class Kind:
     sharded: bool
     partial: bool
     decay: bool
+    tied: bool
+    copy: bool
+
+    @classmethod
+    def of(cls, declaration: Declaration) -> Kind:
+        """The kind of a declared parameter."""
+        return cls(**{field.name: getattr(declaration, field.name) for field in fields(cls)})
 
 
 @dataclass
@@ -111,11 +118,12 @@ class FlatGroup:
         return buckets
 
 
-def flatten(model: nn.Module, bucket_bytes: float) -> list[FlatGroup]:
-    """Move all parameters of ``model`` into flat groups, in an order that all ranks share."""
+def flatten(models: Iterable[nn.Module], bucket_bytes: float) -> list[FlatGroup]:
+    """Move all parameters of the models (stages) into flat groups.
+
+    The order is the same on all ranks that hold the same stages.
+    """
     kinds: dict[Kind, list[tuple[int, DeclaredParameter]]] = {}
-    for place, declared in enumerate(declared_parameters(model)):
-        declaration = declared.declaration
-        kind = Kind(declaration.sharded, declaration.partial, declaration.decay)
-        kinds.setdefault(kind, []).append((place, declared))
+    for place, declared in enumerate(declared_parameters(*models)):
+        kinds.setdefault(Kind.of(declared.declaration), []).append((place, declared))
     return [FlatGroup(kind, members, bucket_bytes) for kind, members in kinds.items()]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.topology.mesh import Axis
 
-from ..slot import GradientSlot, attach_slot
+from ..slot import GradientSlot, ProductQueue, attach_slot
 from .flat import Bucket, FlatGroup
 
 
@@ -21,15 +21,25 @@ class GradientReducer:
 
     Buckets are started in one fixed order, the same on all ranks whatever the order in which gradients
     complete, because collectives of one group must be started in the same order everywhere.
+
+    Args:
+        groups: of this rank's stages.
+        data: the axis to reduce over.
+        tensor: the axis over which gradients may be partial.
+        tied: the ranks that hold the two copies of a tied embedding.
+        queue: where weight gradients may be put off.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], data: Axis, tensor: Axis) -> None:
+    def __init__(
+        self, groups: Sequence[FlatGroup], data: Axis, tensor: Axis, tied: Axis, queue: ProductQueue
+    ) -> None:
         self.groups = groups
         self.data = data
         self.tensor = tensor
-        # Gradients that are partial over the tensor axis take two reductions; being few, they go last.
+        self.tied = tied
+        # Gradients that are partial over another axis too take two reductions; being few, they go last.
         self._queue = sorted(
-            ((group, bucket) for group in groups if not group.kind.partial for bucket in group.buckets),
+            ((group, bucket) for group in groups if not self._partial(group) for bucket in group.buckets),
             key=lambda entry: -entry[1].earliest,
         )
         self._next = 0
@@ -37,7 +47,8 @@ class GradientReducer:
         self._slots: list[GradientSlot] = []
         for group in groups:
             for (_, declared, view), offset in zip(group.views(group.gradients), group.offsets):
-                slot = GradientSlot(view, declared.uses, self._completer(group.bucket_of(offset)))
+                completer = self._completer(group.bucket_of(offset))
+                slot = GradientSlot(view, declared.uses, completer, queue)
                 attach_slot(declared.parameter, slot)
                 self._slots.append(slot)
 
@@ -56,14 +67,18 @@ class GradientReducer:
             slot.finish()
         self._start(len(self._queue))
         for group in self.groups:
-            if group.kind.partial:
-                for bucket in group.buckets:
-                    slice_ = group.gradients[bucket.start : bucket.end]
-                    all_reduce(slice_, self.tensor)
-                    self._pending.append(all_reduce_async(slice_, self.data))
+            for axis in self._partial(group):
+                all_reduce(group.gradients, axis)
+            if self._partial(group):
+                self._pending.append(all_reduce_async(group.gradients, self.data))
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
+
+    def _partial(self, group: FlatGroup) -> list[Axis]:
+        """The axes besides data over which the group's gradients must be summed."""
+        kind = group.kind
+        return [axis for axis, sum_ in ((self.tensor, kind.partial), (self.tied, kind.tied)) if sum_]
 
     def _completer(self, bucket: Bucket) -> Callable[[], None]:
         def complete() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,14 +23,17 @@ def padded_vocab(vocab: int, size: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-def _vocab_weight(vocab: int, hidden: int, place: Placement, std: float) -> tuple[nn.Parameter, Declaration]:
+def _vocab_weight(
+    vocab: int, hidden: int, place: Placement, std: float, name: str = "weight", **flags: bool
+) -> tuple[nn.Parameter, Declaration]:
     """A ``[padded vocab / size, hidden]`` weight; padding rows belong to no piece and stay zero."""
     size, rank = place.axis.size, place.axis.rank
     rows = padded_vocab(vocab, size) // size
     begin = min(rank * rows, vocab)
     sizes = (min(begin + rows, vocab) - begin, hidden)
-    piece = Piece("weight", (vocab, hidden), (begin, 0), sizes, std=std)
-    return place.parameter(rows, hidden), Declaration((piece,), size > 1, partial=False, decay=True)
+    piece = Piece(name, (vocab, hidden), (begin, 0), sizes, std=std)
+    declaration = Declaration((piece,), size > 1, partial=False, decay=True, **flags)
+    return place.parameter(rows, hidden), declaration
 
 
 class _Embed(torch.autograd.Function):
@@ -70,21 +73,15 @@ class VocabParallelEmbedding(ShardedModule):
         vocab: number of tokens, any; padded internally.
         hidden: width.
         place: in sequence parallel the output is divided over tokens.
+        tied: another pipeline rank's output head holds a copy of the weight.
     """
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        vocab: int,
-        hidden: int,
-        place: Placement,
-        *,
-        std: float,
-    ) -> None:
+    def __init__(self, vocab: int, hidden: int, place: Placement, *, std: float, tied: bool = False) -> None:
         super().__init__()
         self.place = place
-        self.declare("weight", *_vocab_weight(vocab, hidden, place, std))
+        self.declare("weight", *_vocab_weight(vocab, hidden, place, std, tied=tied))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 ``[tokens]`` -> ``[tokens (/ size in sequence parallel), hidden]``."""
@@ -95,7 +92,8 @@ class VocabParallelHead(ShardedModule):
     """The output projection with the vocabulary divided over the axis; each rank returns its own logits.
 
     Args:
-        tied: the embedding's weight where it is shared; None makes an own one.
+        tied: the embedding's weight where this rank holds it; ``copy`` where another pipeline rank does, of
+            which the head then holds a copy; None makes a weight of its own.
     """
 
     weight: nn.Parameter
@@ -106,15 +104,18 @@ class VocabParallelHead(ShardedModule):
         hidden: int,
         place: Placement,
         *,
-        tied: nn.Parameter | None,
+        tied: nn.Parameter | Literal["copy"] | None,
         std: float,
     ) -> None:
         super().__init__()
         self.place = place
         if tied is None:
             self.declare("weight", *_vocab_weight(vocab, hidden, place, std))
-        else:
+        elif isinstance(tied, nn.Parameter):
             self.weight = tied
+        else:
+            name = ".embedding.weight"
+            self.declare("weight", *_vocab_weight(vocab, hidden, place, std, name, tied=True, copy=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> ``[tokens, padded vocab / size]``."""

@@ -23,14 +23,15 @@ from hexad.comm import (
 )
 
 from ..sharding import Declaration, Piece, Placement, ShardedModule, replicated
-from ..slot import bias_gradient, weight_gradient
+from ..slot import bias_gradient, deferred, weight_gradient
 
 
 class _ColumnLinear(torch.autograd.Function):
     """``y = x W^T + b`` with W's rows divided over the axis.
 
     Backward: the input gradient's reduction runs while the weight gradient is computed, and in sequence
-    parallel the input is gathered again (it is not kept) while the input gradient is computed.
+    parallel the input is gathered again (it is not kept) while the input gradient is computed. Where the
+    weight gradient is put off, so is that gathering.
     """
 
     @staticmethod
@@ -46,7 +47,8 @@ class _ColumnLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         gradient = gradient.contiguous()
         axis, sequence = ctx.place.axis, ctx.place.sequence
-        gathering = all_gather_async(x, axis) if sequence else None
+        later = deferred(ctx.weight)
+        gathering = all_gather_async(x, axis) if sequence and not later else None
         reducing = None
         if ctx.needs_input_grad[0]:
             grad_x = gradient @ ctx.weight
@@ -54,7 +56,7 @@ class _ColumnLinear(torch.autograd.Function):
             reducing = reduce(grad_x, axis)
         if gathering is not None:
             x = gathering.wait()
-        grad_weight = weight_gradient(ctx.weight, gradient, x)
+        grad_weight = weight_gradient(ctx.weight, gradient, x, gather=axis if sequence and later else None)
         grad_bias = bias_gradient(ctx.bias, gradient)
         grad_x = None if reducing is None else reducing.wait()
         return grad_x, grad_weight, grad_bias, None

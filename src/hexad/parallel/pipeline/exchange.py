@@ -1,0 +1,138 @@
+"""The messages of one pipeline rank: what is sent and received, in which order, and when buffers are free.
+
+All ranks start their sends and receives in one global order, that of the times at which a simulation
+produces the messages. Then none can wait for another in a circle, even where a communicator carries out what
+it is given strictly in order (NCCL): the two ends of the earliest unfinished message have nothing left to do
+before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hexad.comm import Pending, receive_async, send_async
+from hexad.topology.mesh import Axis
+
+from .schedule import Message, Schedule
+from .simulate import Costs, simulate
+
+_AHEAD = 4
+"""Receives posted before they are needed: enough to hide a message behind an action, few enough to hold."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message as one of its two ends sees it.
+
+    Attributes:
+        outgoing: this rank sends it.
+        peer: the other rank.
+        delivered: position of the action that needs it (outgoing) or makes it (incoming) among the peer's
+            actions. Whoever hears from the peer about a later action knows that it is done.
+    """
+
+    message: Message
+    outgoing: bool
+    peer: int
+    delivered: int
+
+
+def transfers(schedule: Schedule) -> list[list[Transfer]]:
+    """Every rank's transfers in the global order."""
+    timeline = simulate(schedule, Costs.uniform(schedule.stages))
+    consumed = {
+        message: index
+        for actions in schedule.ranks
+        for index, action in enumerate(actions)
+        if (message := schedule.received(action)) is not None
+    }
+    found = []
+    for rank, actions in enumerate(schedule.ranks):
+        for index, action in enumerate(actions):
+            message = schedule.sent(action)
+            if message is not None:
+                found.append((timeline.times[rank][index][1], message, rank, index))
+    result: list[list[Transfer]] = [[] for _ in schedule.ranks]
+    for _, message, sender, index in sorted(found):
+        receiver = schedule.placement[message.target]
+        result[sender].append(Transfer(message, True, receiver, consumed[message]))
+        result[receiver].append(Transfer(message, False, sender, index))
+    return result
+
+
+class Exchange:
+    """Carries one step's messages of this rank.
+
+    Args:
+        schedule: whose messages.
+        order: this rank's entry of :func:`transfers`.
+        axis: the pipeline axis.
+        buffer: makes an uninitialised tensor for a microbatch's message.
+    """
+
+    def __init__(
+        self, schedule: Schedule, order: list[Transfer], axis: Axis, buffer: Callable[[int], torch.Tensor]
+    ) -> None:
+        self._order = order
+        self._axis = axis
+        self._buffer = buffer
+        self._microbatches = schedule.microbatches
+        self._position = {transfer.message: index for index, transfer in enumerate(order)}
+        self._next = 0
+        self._outgoing: dict[Message, torch.Tensor] = {}
+        self._arriving: dict[Message, Pending] = {}
+        self._sent: dict[int, deque[tuple[int, Pending]]] = {}
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """Start sending; the tensor must not be changed any more."""
+        self._outgoing[message] = tensor
+        self._advance(self._position[message])
+
+    def receive(self, message: Message) -> torch.Tensor:
+        """The message, once it is here."""
+        position = self._position[message]
+        self._advance(position)
+        tensor = self._arriving.pop(message).wait()
+        self._release(self._order[position])
+        self._advance()
+        return tensor
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has arrived."""
+        for pending in self._sent.values():
+            while pending:
+                pending.popleft()[1].wait()
+
+    def _advance(self, until: int = -1) -> None:
+        """Start transfers in order: those up to position ``until``, then as many as may be ahead."""
+        while self._next < len(self._order):
+            transfer = self._order[self._next]
+            message, peer = transfer.message, transfer.peer
+            if transfer.outgoing:
+                if message not in self._outgoing:
+                    return
+                pending = send_async(self._outgoing.pop(message), self._axis, peer, self._tag(message))
+                self._sent.setdefault(peer, deque()).append((transfer.delivered, pending))
+            else:
+                if self._next > until and len(self._arriving) >= _AHEAD:
+                    return
+                buffer = self._buffer(message.microbatch)
+                self._arriving[message] = receive_async(buffer, self._axis, peer, self._tag(message))
+            self._next += 1
+
+    def _release(self, received: Transfer) -> None:
+        """Let go of what the peer must have had before it could make what has just been received."""
+        pending = self._sent.get(received.peer)
+        if pending:
+            kept = [entry for entry in pending if entry[0] > received.delivered]
+            for position, work in pending:
+                if position <= received.delivered:
+                    work.wait()  # at once
+            self._sent[received.peer] = deque(kept)
+
+    def _tag(self, message: Message) -> int:
+        return 2 * (message.stage * self._microbatches + message.microbatch) + (message.kind == "B")

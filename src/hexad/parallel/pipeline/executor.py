@@ -1,0 +1,214 @@
+"""Runs a schedule: walks this rank's actions, and derives sends and receives from them.
+
+One stage on one rank is the shortest schedule, so that there is no second path without a pipeline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hexad.topology.mesh import Axis
+
+from ..slot import Product, ProductQueue
+from .exchange import Exchange, transfers
+from .schedule import Action, Message, Schedule
+
+M = TypeVar("M")
+
+Stage = Callable[[M, torch.Tensor | None], torch.Tensor]
+"""What one stage computes, given a microbatch and the hidden states of the stage before (None on the first):
+hidden states, and on the last stage a scalar, the sum of the microbatch's token losses."""
+
+
+class Executor(Generic[M]):
+    """Runs one schedule on one rank, step after step.
+
+    Args:
+        schedule: valid; of forward actions only for evaluation.
+        stages: this rank's stages, by number.
+        axis: the pipeline axis.
+        buffer: makes an uninitialised tensor of the shape that crosses a microbatch's stage boundaries.
+        products: where the stages' weight gradients may be put off.
+        device: where the stages compute.
+
+    Attributes:
+        peak_activations: most pairs of stage and microbatch held at once so far, from ``F`` to ``W``.
+        times: (start, end) of every action of the last recorded run, in seconds from its begin; time spent
+            waiting for messages lies between actions.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage[M]],
+        axis: Axis,
+        buffer: Callable[[M], torch.Tensor],
+        products: ProductQueue,
+        device: torch.device,
+    ) -> None:
+        self.schedule = schedule
+        self.stages = stages
+        self.axis = axis
+        self.device = device
+        self.buffer = buffer
+        self.products = products
+        self.peak_activations = 0
+        self.times: list[tuple[float, float]] = []
+        self._transfers = transfers(schedule)[axis.rank]
+
+    def run(
+        self, microbatches: Sequence[M], scale: Callable[[], float] | None = None, record: bool = False
+    ) -> torch.Tensor | None:
+        """Carry out this rank's actions.
+
+        Args:
+            microbatches: as many as the schedule has, the same ones on all pipeline ranks.
+            scale: what the sum of all token losses is multiplied by before it is differentiated; asked for
+                when it is first needed. None where the schedule has no backward actions.
+            record: measure ``times``.
+
+        Returns:
+            float64 sum of all token losses on the rank of the last stage; None on others.
+
+        Raises:
+            ValueError: another number of microbatches.
+        """
+        if len(microbatches) != self.schedule.microbatches:
+            raise ValueError(f"{len(microbatches)} microbatches, scheduled are {self.schedule.microbatches}")
+
+        def buffer(microbatch: int) -> torch.Tensor:
+            return self.buffer(microbatches[microbatch])
+
+        exchange = Exchange(self.schedule, self._transfers, self.axis, buffer)
+        walk = _Walk(self.schedule, self.stages, microbatches, scale, self.products)
+        clock = _Clock(self.device) if record else None
+        for action in self.schedule.ranks[self.axis.rank]:
+            message = self.schedule.received(action)
+            received = None if message is None else exchange.receive(message)
+            if clock is not None:
+                clock.tick()
+            result = walk.act(action, received)
+            if clock is not None:
+                clock.tick()
+            message = self.schedule.sent(action)
+            if message is not None:
+                assert result is not None
+                exchange.send(message, result.contiguous())
+            del received, result
+            self.peak_activations = max(self.peak_activations, walk.held)
+        exchange.finish()
+        if clock is not None:
+            self.times = clock.pairs()
+        return walk.total
+
+
+class _Walk(Generic[M]):
+    """What one run holds: activations from ``F`` to ``B``, and what weight gradients need of them to ``W``.
+
+    A stage's output is not held, only the edge of the graph at which backward starts.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage[M]],
+        microbatches: Sequence[M],
+        scale: Callable[[], float] | None,
+        products: ProductQueue,
+    ) -> None:
+        self.total: torch.Tensor | None = None
+        self._final = schedule.stages - 1
+        self._stages = stages
+        self._microbatches = microbatches
+        self._scale = scale
+        self._products = products
+        self._graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
+        self._weights: dict[tuple[int, int], deque[Product]] = {}
+        self._handed: dict[Message, torch.Tensor] = {}
+
+    @property
+    def held(self) -> int:
+        """Pairs of stage and microbatch of which anything is held."""
+        return len(self._graphs) + len(self._weights)
+
+    def act(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+        """Do one action; returns what a neighbouring stage needs of it."""
+        kind, stage, microbatch = action
+        if kind == "W":
+            self._products.compute(self._weights.pop((stage, microbatch)))
+            return None
+        if received is None:  # the neighbour is on this rank, or there is none
+            source = (
+                Message("F", stage - 1, microbatch) if kind == "F" else Message("B", stage + 1, microbatch)
+            )
+            received = self._handed.pop(source, None)
+        if kind == "F":
+            result = self._forward(stage, microbatch, received)
+        else:
+            result = self._backward(stage, microbatch, received, split=kind == "B")
+        message = Message("F" if kind == "F" else "B", stage, microbatch)
+        if result is not None and message.target in self._stages:
+            self._handed[message] = result
+        return result
+
+    def _forward(self, stage: int, microbatch: int, inputs: torch.Tensor | None) -> torch.Tensor | None:
+        training = self._scale is not None
+        if inputs is not None:
+            inputs.requires_grad_(training)
+        with torch.set_grad_enabled(training):
+            output = self._stages[stage](self._microbatches[microbatch], inputs)
+        final = stage == self._final
+        if training:
+            root = output if final else get_gradient_edge(output)
+            self._graphs[stage, microbatch] = (inputs, root)
+        if not final:
+            return output.detach()
+        loss = output.detach().double()
+        self.total = loss if self.total is None else self.total + loss
+        return None
+
+    def _backward(
+        self, stage: int, microbatch: int, gradient: torch.Tensor | None, split: bool
+    ) -> torch.Tensor | None:
+        inputs, root = self._graphs.pop((stage, microbatch))
+        if isinstance(root, torch.Tensor):
+            assert self._scale is not None
+            gradient = torch.full_like(root, self._scale())
+        if split:
+            with self._products.deferring() as later:
+                torch.autograd.backward(root, gradient)
+            self._weights[stage, microbatch] = later
+        else:
+            torch.autograd.backward(root, gradient)
+        return None if inputs is None else inputs.grad
+
+
+class _Clock:
+    """Times on the device: of the host's clock on a CPU, of events in the stream on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
+        self._seconds: list[float] = []
+        self.tick()
+
+    def tick(self) -> None:
+        """Note the time."""
+        if self._events is None:
+            self._seconds.append(time.perf_counter())
+            return
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record()
+
+    def pairs(self) -> list[tuple[float, float]]:
+        """(start, end) of each two ticks, in seconds since the clock was made."""
+        if self._events is not None:
+            self._events[-1].synchronize()
+            self._seconds = [self._events[0].elapsed_time(event) / 1000 for event in self._events]
+        seconds = [moment - self._seconds[0] for moment in self._seconds[1:]]
+        return list(zip(seconds[::2], seconds[1::2]))

@@ -1,0 +1,150 @@
+"""A run's stages and schedule, from its configuration alone: no torch, so that it can be checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hexad.config import Config, ConfigError, blaming
+from hexad.model.counts import ModelWork, Work, layer_costs
+from hexad.parallel.pipeline.partition import LayerCosts, partition
+from hexad.parallel.pipeline.schedule import Schedule, read_schedule
+from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
+from hexad.parallel.pipeline.simulate import Costs
+from hexad.parallel.pipeline.validate import validate
+from hexad.topology.layout import Layout
+
+Split = Literal["cost", "even"] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What every pipeline rank holds and does.
+
+    Attributes:
+        schedule: of a training step as configured; valid.
+        layers: of every stage.
+    """
+
+    schedule: Schedule
+    layers: tuple[range, ...]
+
+
+def pipeline_plan(config: Config, layout: Layout) -> PipelinePlan:
+    """The stages and the schedule of a run.
+
+    Layers are weighed by their arithmetic. While ``model.vocab`` is still ``auto``, the output head counts as
+    nothing: enough to check whether everything fits.
+
+    Raises:
+        ConfigError: settings that do not fit each other.
+    """
+    work = model_work(config)
+    microbatches = config.batch.global_ // (config.batch.micro * int(layout.data))
+    schedule = _schedule(config, layout.pipeline, max(1, microbatches), work)
+    return PipelinePlan(schedule, stage_layers(config, schedule.stages, work))
+
+
+def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> Schedule:
+    """The plan's schedule for another number of microbatches, on the same stages.
+
+    Raises:
+        ConfigError: a larger number than a schedule from a file, or one that was searched for, has.
+    """
+    planned = plan.schedule
+    if microbatches <= planned.microbatches:
+        return planned if microbatches == planned.microbatches else planned.first(microbatches)
+    name, settings = config.parallel.schedule, config.parallel
+    if name == "auto" or name.endswith(".json"):
+        raise ConfigError(
+            "parallel.schedule",
+            f"{name} was made for the {planned.microbatches} microbatches of batch.global, found {microbatches}",
+        )
+    group = None if settings.schedule_group == "auto" or name != "interleaved" else settings.schedule_group
+    return build_schedule(name, planned.pipeline, microbatches, settings.virtual_stages, group=group)
+
+
+def model_work(config: Config) -> ModelWork:
+    """FLOPs per token of the model's parts."""
+    if config.model.vocab != "auto":
+        return layer_costs(config.model, config.data.sequence)
+    work = layer_costs(config.model.model_copy(update={"vocab": 1}), config.data.sequence)
+    return work._replace(head=Work(0.0, 0.0, 0.0))
+
+
+def stage_layers(config: Config, stages: int, work: ModelWork) -> tuple[range, ...]:
+    """The layers of each stage according to ``parallel.split``.
+
+    Raises:
+        ConfigError: they cannot be divided so.
+    """
+    layers = config.model.layers
+    costs = LayerCosts(work.embedding.total, (work.block.total,) * layers, work.head.total)
+    return partition(config.parallel.split, layers, stages, costs)
+
+
+def stage_costs(work: ModelWork, layers: Sequence[range], pipeline: int) -> Costs:
+    """Costs of every stage: FLOPs per token for time, the share of a rank's layers for activations."""
+    final = len(layers) - 1
+    per_rank = sum(map(len, layers)) / pipeline
+
+    def total(kind: str) -> tuple[float, ...]:
+        return tuple(
+            len(part) * getattr(work.block, kind)
+            + (getattr(work.embedding, kind) if stage == 0 else 0.0)
+            + (getattr(work.head, kind) if stage == final else 0.0)
+            for stage, part in enumerate(layers)
+        )
+
+    activation = tuple(len(part) / per_rank for part in layers)
+    return Costs(total("forward"), total("backward"), total("weight"), activation=activation)
+
+
+def _schedule(config: Config, pipeline: int, microbatches: int, work: ModelWork) -> Schedule:
+    settings = config.parallel
+    name, virtual = settings.schedule, settings.virtual_stages
+    if name.endswith(".json"):
+        return _from_file(config, pipeline, microbatches)
+    with blaming("parallel.virtual_stages"):
+        stages_per_rank(name, virtual)
+
+    def costs_of(placement: tuple[int, ...]) -> Costs | None:
+        try:
+            layers = stage_layers(config, len(placement), work)
+        except ConfigError:
+            if len(placement) == pipeline * virtual:
+                raise
+            return None  # too few layers for this many stages
+        return stage_costs(work, layers, pipeline)
+
+    group = None if settings.schedule_group == "auto" or name != "interleaved" else settings.schedule_group
+    memory = None if settings.schedule_memory == "auto" else settings.schedule_memory
+    with blaming("parallel.schedule_memory" if name == "auto" else "parallel.schedule"):
+        return build_schedule(
+            name, pipeline, microbatches, virtual, group=group, costs=costs_of, memory=memory
+        )
+
+
+def _from_file(config: Config, pipeline: int, microbatches: int) -> Schedule:
+    """The user's own schedule, which must fit the run exactly."""
+    path, virtual = config.parallel.schedule, config.parallel.virtual_stages
+    with blaming("parallel.schedule"):
+        schedule = read_schedule(path)
+        validate(schedule)
+    if schedule.pipeline != pipeline:
+        raise ConfigError(
+            "parallel.pipeline", f"found {pipeline}, but {path} is a schedule of {schedule.pipeline} ranks"
+        )
+    if schedule.microbatches != microbatches:
+        size = config.batch.global_ // microbatches * schedule.microbatches
+        raise ConfigError(
+            "batch.global",
+            f"found {config.batch.global_}, which makes {microbatches} microbatches, but {path} is a schedule "
+            f"of {schedule.microbatches}; use {size}",
+        )
+    if virtual != 1 and schedule.stages != virtual * pipeline:
+        raise ConfigError(
+            "parallel.virtual_stages", f"found {virtual}, but {path} has {schedule.stages} stages in all"
+        )
+    return schedule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .schedule import Schedule, ScheduleError
 from .validate import validate
@@ -94,6 +95,36 @@ class Timeline:
     bubble: float
     peak_memory: tuple[float, ...]
 
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        times: Sequence[Sequence[tuple[float, float]]],
+        peak_memory: Sequence[float] = (),
+    ) -> Timeline:
+        """The timeline of given times, simulated or measured: for each rank and action (start, end)."""
+        spans = [(actions[0][0], actions[-1][1]) for actions in times if actions]
+        makespan = max(end for _, end in spans) - min(start for start, _ in spans)
+        span = max(end - start for start, end in spans)
+        busy = sum(end - start for actions in times for start, end in actions)
+        bubble = 1 - busy / (len(times) * span) if span else 0.0
+        return cls(schedule, tuple(map(tuple, times)), makespan, span, bubble, tuple(peak_memory))
+
+    def as_tree(self) -> dict[str, Any]:
+        """The schedule with times, as JSON values; see :func:`~.schedule.read_schedule`."""
+        tree = self.schedule.as_tree()
+        for actions, times in zip(tree["ranks"], self.times):
+            for action, (start, end) in zip(actions, times):
+                action.update(start=start, end=end)
+        report = validate(self.schedule)
+        return {
+            **tree,
+            "bubble": self.bubble,
+            "makespan": self.makespan,
+            "peak_activations": list(report.peak_activations),
+            "buffers": report.buffers,
+        }
+
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Carry out a valid schedule (see :func:`~hexad.parallel.pipeline.validate.validate`).
@@ -105,14 +136,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     if costs.stages != schedule.stages:
         raise ScheduleError(f"found costs of {costs.stages} stages for a schedule of {schedule.stages}")
-    times = _times(schedule, costs)
-    spans = [(actions[0][0], actions[-1][1]) for actions in times if actions]
-    makespan = max(end for _, end in spans) - min(start for start, _ in spans)
-    span = max(end - start for start, end in spans)
-    seconds = _seconds(costs)
-    busy = sum(seconds[kind][stage] for actions in schedule.ranks for kind, stage, _ in actions)
-    bubble = 1 - busy / (len(schedule.ranks) * span) if span else 0.0
-    return Timeline(schedule, times, makespan, span, bubble, peak_memory(schedule, costs))
+    return Timeline.of(schedule, _times(schedule, costs), peak_memory(schedule, costs))
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -25,7 +25,7 @@ _output_option = click.option(
 
 @click.group()
 def show() -> None:
-    """Draw a layout or a run."""
+    """Draw a layout, a pipeline schedule or a run."""
 
 
 @show.command("layout")
@@ -58,6 +58,57 @@ def layout_command(
     elif not output:
         width = _terminal_width()
         _print(layout_text(layout, width), width)
+
+
+@show.command("schedule")
+@click.argument("settings", metavar="[RUN_DIR|RUN.YAML] [KEY=VALUE]...", nargs=-1)
+@click.option("--pipeline", type=int, help="Pipeline ranks. Default: 4.")
+@click.option("--microbatches", type=int, help="Microbatches of a step. Default: twice the ranks.")
+@click.option("--schedule", help="Name of a schedule, as for parallel.schedule. Default: 1f1b.")
+@click.option("--virtual-stages", type=int, help="Stages per rank. Default: 2 for interleaved, else 1.")
+@click.option("--group", type=int, help="interleaved: microbatches per group. Default: as many as ranks.")
+@click.option("--memory", type=float, help="auto: limit in microbatches of a rank's whole share.")
+@click.option(
+    "--costs",
+    metavar="F,B,W,P2P",
+    help="Time of a rank's whole share of a microbatch, and of one message. Default: 1,1,1,0, or with a "
+    "configuration the arithmetic of its stages.",
+)
+@click.option(
+    "--file", metavar="FILE.json", help="Draw a schedule of your own, as --save and --json write it."
+)
+@click.option("--save", metavar="FILE.json", help="Write the schedule to a file, for parallel.schedule.")
+@json_option
+@_output_option
+def schedule_command(
+    settings: tuple[str, ...], save: str | None, as_json: bool, output: str | None, **options: Any
+) -> None:
+    """Show what every pipeline rank does when.
+
+    The schedule comes from options, from a file, from a run's configuration, or from a run's directory: there
+    a step as it was planned and as it was measured. Without parallel.data a configuration counts for the
+    smallest world that its degrees allow.
+    """
+    from hexad.show.schedule import schedule_text
+
+    from .show_schedule import chosen
+
+    _check_output(output)
+    choice = chosen(settings, {name: value for name, value in options.items() if value is not None})
+    if save:
+        from hexad.parallel.pipeline.schedule import write_schedule
+
+        write_schedule(choice.charts[0].schedule, save)
+        click.echo(f"wrote {save}", err=True)
+    if output:
+        from hexad.show.schedule_figure import schedule_figure
+
+        _save(schedule_figure(choice.charts, choice.note), output)
+    if as_json:
+        print_json(choice.as_tree())
+    elif not output and not save:
+        width = _terminal_width()
+        _print(schedule_text(choice.charts, width, choice.note), width)
 
 
 @show.command("run")

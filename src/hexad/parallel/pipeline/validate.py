@@ -101,7 +101,7 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, state: int, forwar
         before = next(
             other
             for other in schedule.ranks[rank]
-            if other[1:] == (stage, number) and (other.kind == kind or {kind, other.kind} & {"BW"})
+            if other[1:] == (stage, number) and set(kind) & set(other.kind)
         )
         if before == action:
             return f"rank {rank} has {action} more than once"

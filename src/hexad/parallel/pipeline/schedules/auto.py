@@ -1,19 +1,195 @@
-"""The best schedule that a search finds for given costs within a given memory."""
+"""The best schedule that a search finds for given costs within a given memory.
+
+Candidates are the schedules with names, and orders found greedily (Qi et al., arXiv 2401.10241, section 3)
+with several tastes; each is simulated. The search reads no clock and draws nothing at random, so that all
+ranks find the same schedule by themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
-from ..schedule import Schedule
-from ..simulate import Costs
+from ..schedule import Schedule, ScheduleError, looped, v_shaped
+from ..simulate import Costs, peak_memory, simulate
+from .gpipe import gpipe
+from .greedy import Taste, greedy
+from .one_forward_one_backward import interleaved, one_forward_one_backward
+from .v_shaped import dualpipe_v, zb_v
+from .zero_bubble import zb_h1, zb_h2
+
+Placement = tuple[int, ...]
+
+_SLACK = 1e-9
+
+
+def placements(pipeline: int, virtual_stages: int) -> tuple[Placement, ...]:
+    """The placements of stages that ``auto`` considers.
+
+    With one stage per rank asked for, also two of half the size: there and back, or in turns.
+    """
+    if pipeline == 1 or virtual_stages > 2:
+        return (looped(pipeline, virtual_stages),)
+    two = (v_shaped(pipeline), looped(pipeline, 2))
+    return two if virtual_stages == 2 else (looped(pipeline, 1), *two)
 
 
 def search(
     pipeline: int,
     microbatches: int,
-    virtual_stages: int,
-    costs: Costs | Callable[[tuple[int, ...]], Costs | None] | None = None,
+    virtual_stages: int = 1,
+    costs: Costs | Callable[[Placement], Costs | None] | None = None,
     memory: float | None = None,
+    *,
+    among: Sequence[Placement] | None = None,
+    effort: int = 200_000,
 ) -> Schedule:
-    """Not there yet."""
-    raise NotImplementedError
+    """The schedule with the shortest simulated makespan found; of equals the one that needs less memory.
+
+    It is never slower than any schedule with a name that has one of the placements and fits the memory.
+
+    Args:
+        pipeline: number of pipeline ranks.
+        microbatches: of one step.
+        virtual_stages: stages per rank; 1 allows two as well (see :func:`placements`).
+        costs: of a placement, None for one that cannot be had; or of the one number of stages to consider;
+            or nothing, where a rank's F, B and W take equally long.
+        memory: the most activation memory of a rank, in the unit of :attr:`Costs.activation`. By default as
+            much as 1F1B needs: as many microbatches as there are ranks, through all stages of a rank.
+        among: the placements to consider instead of :func:`placements`.
+        effort: actions that may be carried out greedily; the default takes about a second.
+
+    Raises:
+        ScheduleError: the memory is less than one microbatch needs, or there is no placement to consider.
+    """
+    options = [
+        (placement, found)
+        for placement in (placements(pipeline, virtual_stages) if among is None else among)
+        if (found := _costs(costs, placement, pipeline)) is not None
+    ]
+    if not options:
+        raise ScheduleError(f"auto: no placement of {virtual_stages} stages per rank has costs")
+    if memory is None:
+        memory = pipeline * max(_shares(*options[0]))
+    least = min(max(_shares(*option)) for option in options)
+    if memory < least * (1 - _SLACK):
+        raise ScheduleError(
+            f"auto: found activation memory for {memory:g} per rank, expected at least {least:g}: what one "
+            "microbatch needs in all stages of a rank"
+        )
+    best: Schedule | None = None
+    best_key = (float("inf"), float("inf"))
+    for schedule, found in _candidates(pipeline, microbatches, options, memory, effort):
+        peak = max(peak_memory(schedule, found))
+        if peak > memory * (1 + 2 * _SLACK) + _SLACK:
+            continue
+        # Rounded, for sums in another order not to decide.
+        key = (float(f"{simulate(schedule, found).makespan:.9e}"), peak)
+        if key < best_key:
+            best, best_key = schedule, key
+    assert best is not None
+    return Schedule("auto", microbatches, best.placement, best.ranks)
+
+
+def named(pipeline: int, microbatches: int, placement: Placement) -> Iterator[Schedule]:
+    """The schedules with names, in their default form, for a placement."""
+    per_rank = len(placement) // pipeline
+    if placement == looped(pipeline, per_rank):
+        if per_rank == 1:
+            yield one_forward_one_backward(pipeline, microbatches)
+            yield zb_h1(pipeline, microbatches)
+            yield zb_h2(pipeline, microbatches)
+        else:
+            yield interleaved(pipeline, microbatches, per_rank)
+        yield gpipe(pipeline, microbatches, per_rank)
+    if placement == v_shaped(pipeline):
+        yield zb_v(pipeline, microbatches)
+        yield dualpipe_v(pipeline, microbatches)
+
+
+def _costs(
+    costs: Costs | Callable[[Placement], Costs | None] | None, placement: Placement, pipeline: int
+) -> Costs | None:
+    if costs is None:
+        return Costs.uniform(len(placement), len(placement) // pipeline)
+    if isinstance(costs, Costs):
+        return costs if costs.stages == len(placement) else None
+    return costs(placement)
+
+
+def _shares(placement: Placement, costs: Costs) -> list[float]:
+    """For each rank the activation memory of one microbatch in all its stages."""
+    shares = [0.0] * (max(placement) + 1)
+    for rank, held in zip(placement, costs.activation):
+        shares[rank] += held
+    return shares
+
+
+def _candidates(
+    pipeline: int,
+    microbatches: int,
+    options: Sequence[tuple[Placement, Costs]],
+    memory: float,
+    effort: int,
+) -> Iterator[tuple[Schedule, Costs]]:
+    known: dict[tuple[Placement, str], Schedule] = {}
+    for placement, costs in options:
+        for schedule in named(pipeline, microbatches, placement):
+            known[placement, schedule.name] = schedule
+            yield schedule, costs
+    fitting = [option for option in options if max(_shares(*option)) <= memory * (1 + _SLACK)]
+    left = effort
+    for turn in zip(*(_recipes(*option, pipeline, memory) for option in fitting)):
+        for (placement, costs), (taste, name) in zip(fitting, turn):
+            left -= 3 * len(placement) * microbatches
+            if left < 0:
+                return
+            follow = known[placement, name] if name else None
+            found = greedy(placement, microbatches, costs, memory, taste, follow)
+            if found is not None:
+                yield found, costs
+
+
+def _recipes(
+    placement: Placement, costs: Costs, pipeline: int, memory: float
+) -> Iterator[tuple[Taste, str | None]]:
+    """Tastes, some with a schedule to follow, the ones that most often bring most first."""
+    most = int(memory / max(_shares(placement, costs)) * len(placement) / pipeline * (1 + _SLACK))
+    slope = (most - 1) / max(pipeline - 1, 1)
+    ahead = tuple(1 + int(slope * (pipeline - 1 - rank)) for rank in range(pipeline))
+    debt = tuple(most - count for count in ahead)
+    if len(placement) == pipeline:
+        yield Taste("FB", debt=debt), None
+        yield Taste("F", fill=1, ahead=ahead, debt=debt), None
+        yield Taste(), "1f1b"
+        yield Taste("F", ahead=ahead, debt=debt), None
+        yield Taste(), "zb_h2"
+        yield Taste("FB", fill=0, debt=debt), None
+        yield Taste("B", ahead=tuple(range(pipeline, 0, -1))), None
+        yield Taste("FB", fill=1, debt=debt), None
+        follow = "zb_h1"
+    elif placement == v_shaped(pipeline):
+        yield Taste("FB", fill=0), None
+        yield Taste(fill=0), "zb_v"
+        yield Taste("B"), None
+        yield Taste("FB"), None
+        yield Taste(), "zb_v"
+        yield Taste("F", deep=False, fill=0), None
+        yield Taste("F", fill=1), None
+        yield Taste(fill=1), "zb_v"
+        follow = "dualpipe_v"
+    else:
+        yield Taste("FB", fill=0, debt=debt), None
+        yield Taste("B"), None
+        yield Taste("FB", debt=debt), None
+        yield Taste("F", deep=False), None
+        yield Taste(fill=0), "interleaved"
+        yield Taste("FB", fill=0), None
+        yield Taste("F", deep=False, fill=1, debt=debt), None
+        yield Taste("F", fill=0, debt=debt), None
+        follow = "interleaved"
+    yield Taste(fill=0), follow
+    yield Taste(), follow
+    for first, deep, fill in product(("B", "F", "FB"), (True, False), (0, 0.5, 1)):
+        yield Taste(first, deep, fill), None
+        yield Taste(first, deep, fill, debt=debt), None

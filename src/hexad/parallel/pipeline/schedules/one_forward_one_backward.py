@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 from ..schedule import Action, Schedule, looped
@@ -35,7 +36,7 @@ def interleaved(pipeline: int, microbatches: int, virtual_stages: int, group: in
             keeps all ranks busy; a larger one leaves more time for messages and holds more activations.
     """
     if virtual_stages == 1:
-        return one_forward_one_backward(pipeline, microbatches)
+        return replace(one_forward_one_backward(pipeline, microbatches), name="interleaved")
     groups = _groups(microbatches, pipeline if group is None else group)
     smallest, largest = len(groups[0]), len(groups[-1])
     ranks = []

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, isfinite, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hexad.config import HexadError
-from hexad.parallel.pipeline.schedule import KINDS, Action, Schedule
+from hexad.parallel.pipeline.schedule import KINDS, Action, Schedule, ScheduleError
 from hexad.parallel.pipeline.simulate import Costs, simulate
 from hexad.parallel.pipeline.validate import validate
 
@@ -198,7 +198,7 @@ def read_timeline(path: str | Path) -> tuple[int, list[Chart]]:
         if not labels:
             raise KeyError("planned")
         return int(tree["step"]), [_from_tree(tree[label], label) for label in labels]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, ScheduleError) as error:
         raise HexadError(
             f"{path}: not a timeline, which holds 'step', 'planned' and 'measured' ({error!r}); "
             "delete the file and let the run write it again"
@@ -206,28 +206,30 @@ def read_timeline(path: str | Path) -> tuple[int, list[Chart]]:
 
 
 def _from_tree(tree: Mapping[str, Any], label: str) -> Chart:
+    """A tree as of :func:`chart_json`. What is said of it may be missing, and is worked out then."""
     ranks = tuple(
         tuple(Action(str(e["kind"]), int(e["stage"]), int(e["microbatch"])) for e in entries)
         for entries in tree["ranks"]
     )
     times = [[(float(e["start"]), float(e["end"])) for e in entries] for entries in tree["ranks"]]
-    flat = [moment for row in times for pair in row for moment in pair]
-    if not flat or not all(map(isfinite, flat)) or not all(a.kind in KINDS for row in ranks for a in row):
-        raise ValueError(f"{label} has actions without a known kind or a finite time")
-    begin = min(flat)
+    moments = [moment for row in times for pair in row for moment in pair]
+    if not moments or not all(map(isfinite, moments)):
+        raise ValueError(f"{label} has times that are none")
+    begin, makespan = min(moments), max(moments) - min(moments)
     schedule = Schedule(str(tree["name"]), int(tree["microbatches"]), tuple(tree["placement"]), ranks)
-    if max(action.stage for row in ranks for action in row) >= schedule.stages:
-        raise ValueError(f"{label} has actions of stages without a place")
-    return Chart(
+    report = validate(schedule)
+    chart = Chart(
         schedule,
         tuple(tuple((start - begin, end - begin) for start, end in row) for row in times),
-        float(tree["bubble"]),
-        float(tree["makespan"]),
-        tuple(tree["peak_activations"]),
-        int(tree["buffers"]),
+        0.0,
+        float(tree.get("makespan", makespan)),
+        tuple(tree.get("peak_activations", report.peak_activations)),
+        int(tree.get("buffers", report.buffers)),
         label,
         "s",
     )
+    bubble = sum(chart.idle) / len(chart.idle)
+    return replace(chart, bubble=float(tree.get("bubble", bubble)))
 
 
 # What the picture and the terminal share

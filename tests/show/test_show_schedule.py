@@ -27,7 +27,6 @@ from hexad.parallel.pipeline.validate import validate
 from hexad.show.schedule import (
     MOST_ROWS,
     Chart,
-    chart_json,
     colours,
     read_timeline,
     rows,
@@ -163,8 +162,8 @@ def test_a_configuration_settles_the_schedule(tmp_path: Path) -> None:
 def timeline(change: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
     """What a trainer writes; measured times begin anywhere."""
     schedule = schedule_of("zb_h1", 2, 4)
-    planned = chart_json(simulated(schedule, Costs.uniform(2, 1, 0.01, 0.01, 0.01)))
-    measured = chart_json(simulated(schedule, Costs((0.012, 0.011), (0.014, 0.013), (0.012, 0.011), 0.002)))
+    planned = simulate(schedule, Costs.uniform(2, 1, 0.01, 0.01, 0.01)).as_tree()
+    measured = simulate(schedule, Costs((0.012, 0.011), (0.014, 0.013), (0.012, 0.011), 0.002)).as_tree()
     for entries in measured["ranks"]:
         for entry in entries:
             entry["start"] += 777.0
@@ -190,20 +189,19 @@ def test_a_run_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:
     assert "as it is" in error_of(tmp_path, "parallel.pipeline=2")
 
 
-def test_what_a_timeline_does_not_say_is_worked_out(tmp_path: Path) -> None:
+def test_a_timeline_needs_only_actions_and_times(tmp_path: Path) -> None:
     file = tmp_path / "timeline.json"
 
     def shorten(tree: dict[str, Any]) -> None:
         for name in ("bubble", "makespan", "peak_activations", "buffers"):
             del tree["measured"][name]
 
-    file.write_text(json.dumps(timeline()))
-    _, (_, whole) = read_timeline(file)
     file.write_text(json.dumps(timeline(shorten)))
-    _, (_, short) = read_timeline(file)
-    assert short.bubble == pytest.approx(whole.bubble)
-    assert short.makespan == pytest.approx(whole.makespan)
-    assert (short.peak_activations, short.buffers) == (whole.peak_activations, whole.buffers)
+    _, (_, measured) = read_timeline(file)
+    whole = timeline()["measured"]
+    assert measured.timeline.bubble == pytest.approx(whole["bubble"])
+    assert measured.timeline.makespan == pytest.approx(whole["makespan"])
+    assert list(measured.peak_activations) == whole["peak_activations"]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +270,7 @@ def test_every_action_is_a_box_with_its_number(name: str) -> None:
     assert len(numbers) == actions
     assert all(text.get_fontsize() >= 4.5 for text in numbers)
     words = " ".join(text.get_text() for text in figure.axes[0].texts)
-    assert f"bubble {chart.bubble:.1%}, makespan {chart.makespan:.4g}" in words
+    assert f"bubble {chart.timeline.bubble:.1%}, makespan {chart.timeline.makespan:.4g}" in words
     peaks = [text.get_text() for text in numbers_in(figure) if text.get_ha() == "right"]
     assert peaks == [str(peak) for peak in chart.peak_activations]
     assert "drawn:" not in words

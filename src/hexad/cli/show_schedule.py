@@ -11,7 +11,7 @@ from hexad.config import Config, ConfigError, HexadError, blaming, load_config
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import Costs
-from hexad.show.schedule import TIMELINE, Chart, chart_json, read_timeline, simulated
+from hexad.show.schedule import TIMELINE, Chart, read_timeline, simulated
 
 if TYPE_CHECKING:
     from hexad.train.pipeline import PipelinePlan
@@ -41,8 +41,8 @@ class Choice(NamedTuple):
     def as_tree(self) -> dict[str, Any]:
         """One schedule's tree, or what a run's ``timeline.json`` holds."""
         if self.step is None:
-            return chart_json(self.charts[0])
-        return {"step": self.step, **{chart.label: chart_json(chart) for chart in self.charts}}
+            return self.charts[0].timeline.as_tree()
+        return {"step": self.step, **{chart.label: chart.timeline.as_tree() for chart in self.charts}}
 
 
 def chosen(settings: tuple[str, ...], options: dict[str, Any]) -> Choice:

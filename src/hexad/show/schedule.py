@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, isfinite, log10
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hexad.config import HexadError
 from hexad.parallel.pipeline.schedule import KINDS, Action, Schedule, ScheduleError
-from hexad.parallel.pipeline.simulate import Costs, simulate
+from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
 from hexad.parallel.pipeline.validate import validate
 
 from .figure import INK, PALETTE, tint
@@ -50,29 +50,31 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A schedule with times.
+    """A schedule with times, to be drawn.
 
     Attributes:
-        schedule: the actions.
-        times: (start, end) of every action, the first start being 0.
-        bubble: idle part of the ranks' time, from 0 to 1.
-        makespan: from the first start to the last end.
+        timeline: the schedule and when each of its actions starts and ends, the first at 0.
         peak_activations: most activations held at once, per rank, in stages x microbatches.
-        buffers: messages that a link must be able to hold.
         label: tells several charts of a picture apart, such as ``planned``.
         unit: of time, such as ``s``; empty where only ratios have a meaning.
         basis: what the times were computed from, in words.
     """
 
-    schedule: Schedule
-    times: tuple[tuple[tuple[float, float], ...], ...]
-    bubble: float
-    makespan: float
+    timeline: Timeline
     peak_activations: tuple[int, ...]
-    buffers: int
     label: str = ""
     unit: str = ""
     basis: str = ""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The actions."""
+        return self.timeline.schedule
+
+    @property
+    def times(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """(start, end) of every action."""
+        return self.timeline.times
 
     @property
     def title(self) -> str:
@@ -90,12 +92,12 @@ class Chart:
         unit = f" {self.unit}" if self.unit else ""
         label = f"{self.label}: " if self.label else ""
         basis = f" ({self.basis})" if self.basis else ""
-        return f"{label}bubble {self.bubble:.1%}, makespan {self.makespan:.4g}{unit}{basis}"
+        return f"{label}bubble {self.timeline.bubble:.1%}, makespan {self.timeline.makespan:.4g}{unit}{basis}"
 
     @cached_property
     def idle(self) -> tuple[float, ...]:
         """Idle part of each rank, of the time from first to last action of the rank where that is longest."""
-        span = max((row[-1][1] - row[0][0] for row in self.times if row), default=0.0) or 1.0
+        span = self.timeline.span or 1.0
         return tuple(max(0.0, 1 - sum(end - start for start, end in row) / span) for row in self.times)
 
     @cached_property
@@ -137,50 +139,14 @@ def _count(number: int, noun: str) -> str:
 # Charts from schedules and files
 
 
-def simulated(schedule: Schedule, costs: Costs, label: str = "", unit: str = "", basis: str = "") -> Chart:
-    """A schedule as it would run with these costs.
-
-    Args:
-        schedule: any; it is validated.
-        costs: of its stages.
-        label: see :class:`Chart`; ``unit`` and ``basis`` too.
-        unit: see above.
-        basis: see above.
+def simulated(schedule: Schedule, costs: Costs, basis: str = "") -> Chart:
+    """A schedule as it would run with these costs; ``basis`` says in words what they are.
 
     Raises:
         ScheduleError: it is not valid.
     """
-    report = validate(schedule)
-    timeline = simulate(schedule, costs)
-    return Chart(
-        schedule,
-        timeline.times,
-        timeline.bubble,
-        timeline.makespan,
-        report.peak_activations,
-        report.buffers,
-        label,
-        unit,
-        basis,
-    )
-
-
-def chart_json(chart: Chart) -> dict[str, Any]:
-    """The schedule's own tree with ``start`` and ``end`` of every action, and what there is to say of it."""
-    ranks = [
-        [{**action._asdict(), "start": start, "end": end} for action, start, end in chart.boxes(rank)]
-        for rank in range(chart.schedule.pipeline)
-    ]
-    return {
-        "name": chart.schedule.name,
-        "microbatches": chart.schedule.microbatches,
-        "placement": list(chart.schedule.placement),
-        "ranks": ranks,
-        "bubble": chart.bubble,
-        "makespan": chart.makespan,
-        "peak_activations": list(chart.peak_activations),
-        "buffers": chart.buffers,
-    }
+    peaks = validate(schedule).peak_activations
+    return Chart(simulate(schedule, costs), peaks, basis=basis)
 
 
 def read_timeline(path: str | Path) -> tuple[int, list[Chart]]:
@@ -206,30 +172,20 @@ def read_timeline(path: str | Path) -> tuple[int, list[Chart]]:
 
 
 def _from_tree(tree: Mapping[str, Any], label: str) -> Chart:
-    """A tree as of :func:`chart_json`. What is said of it may be missing, and is worked out then."""
+    """A tree as of :meth:`Timeline.as_tree`; of what it says, only actions and times are needed."""
     ranks = tuple(
         tuple(Action(str(e["kind"]), int(e["stage"]), int(e["microbatch"])) for e in entries)
         for entries in tree["ranks"]
     )
+    schedule = Schedule(str(tree["name"]), int(tree["microbatches"]), tuple(tree["placement"]), ranks)
+    peaks = validate(schedule).peak_activations
     times = [[(float(e["start"]), float(e["end"])) for e in entries] for entries in tree["ranks"]]
     moments = [moment for row in times for pair in row for moment in pair]
-    if not moments or not all(map(isfinite, moments)):
+    if not all(map(isfinite, moments)):
         raise ValueError(f"{label} has times that are none")
-    begin, makespan = min(moments), max(moments) - min(moments)
-    schedule = Schedule(str(tree["name"]), int(tree["microbatches"]), tuple(tree["placement"]), ranks)
-    report = validate(schedule)
-    chart = Chart(
-        schedule,
-        tuple(tuple((start - begin, end - begin) for start, end in row) for row in times),
-        0.0,
-        float(tree.get("makespan", makespan)),
-        tuple(tree.get("peak_activations", report.peak_activations)),
-        int(tree.get("buffers", report.buffers)),
-        label,
-        "s",
-    )
-    bubble = sum(chart.idle) / len(chart.idle)
-    return replace(chart, bubble=float(tree.get("bubble", bubble)))
+    begin = min(moments)
+    shifted = [[(start - begin, end - begin) for start, end in row] for row in times]
+    return Chart(Timeline.of(schedule, shifted), peaks, label, "s")
 
 
 # What the picture and the terminal share

@@ -179,7 +179,7 @@ def _chart(
         axes.text(_MARGIN, middle, f"rank {rank}", size=small, color=INK, va="center_baseline")
         for x, text in zip(columns, (f"{chart.idle[rank]:.1%}", f"{chart.peak_activations[rank]:,}")):
             axes.text(x, middle, text, size=small, color=INK, ha="right", va="center_baseline")
-        for left, until in scale.pieces(0.0, chart.makespan):
+        for left, until in scale.pieces(0.0, chart.timeline.makespan):
             _box(axes, left, middle - 0.44 * pitch, until - left, 0.88 * pitch, _IDLE)
     _boxes(axes, chart, drawn, scale, place=(top, pitch, font))
     _time_axis(axes, scale, top + len(drawn) * pitch + 0.03, chart.unit)

@@ -27,7 +27,7 @@ def model_of(family: str) -> Transformer:
     positions = {"max_positions": 32} if family == "gpt2" else {}
     config = build_config({"model": {**tree, **positions, "init_std": 0.5}})
     model = Transformer(config.model, Placement(Axis("tensor"), False, torch.float64, torch.device("cpu")))
-    initialise(model, 7)
+    initialise([model], 7)
     return model.eval()
 
 
@@ -36,11 +36,11 @@ def model_of(family: str) -> Transformer:
 def test_the_cache_equals_a_full_forward(family: str) -> None:
     model = model_of(family)
     tokens = torch.randint(0, 50, (1, 20), generator=torch.Generator().manual_seed(3))
-    whole = model.head(model(tokens))
+    whole = model.logits(model(tokens))
     caches = [KeyValueCache(20) for _ in model.layers]
     parts, start = [], 0
     for count in (8, *(1 for _ in range(12))):  # the prompt, then one token at a time
-        parts.append(model.head(model(tokens[:, start : start + count], stores=caches, start=start)))
+        parts.append(model.logits(model(tokens[:, start : start + count], stores=caches, start=start)))
         start += count
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
 
@@ -52,7 +52,7 @@ def test_greedy_generation_equals_argmax_of_full_forwards(family: str) -> None:
     prompt = [3, 1, 4, 1, 5]
     expected = list(prompt)
     for _ in range(12):
-        logits = model.head(model(torch.tensor([expected])))[-1, : model.vocab]
+        logits = model.logits(model(torch.tensor([expected])))[-1, : model.vocab]
         expected.append(int(logits.argmax()))
     assert list(generate(model, prompt, 12, Sampling())) == expected[len(prompt) :]
     # It ends after the stop token, which is yielded.

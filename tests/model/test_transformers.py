@@ -156,7 +156,7 @@ def test_three_engine_steps_equal_a_plain_training_loop(name: str) -> None:
     theirs = oracle(name)
     config = settings(name)
     engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")))
-    load_global(engine.model, translated(name, theirs.state_dict()))
+    load_global(engine.stages[0], translated(name, theirs.state_dict()))
     decayed = [p for p in theirs.parameters() if p.ndim == 2]
     others = [p for p in theirs.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -184,7 +184,7 @@ def test_three_engine_steps_equal_a_plain_training_loop(name: str) -> None:
         assert abs(result.loss - wanted_loss) / wanted_loss < TOLERANCE
         assert abs(result.grad_norm - float(norm)) / float(norm) < TOLERANCE
     wanted = translated(name, theirs.state_dict())
-    for piece, weight in pieces(engine.model, gradients=False):
+    for piece, weight in pieces(engine.stages[0], gradients=False):
         error = float((weight - wanted[piece]).detach().abs().max())
         # A key bias's gradient is rounding noise, which Adam scales up to at most lr * noise / eps.
         noise = 1e-9 if piece.endswith("k.bias") else 0.0

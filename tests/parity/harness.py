@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from hexad.dataset.microbatch import IGNORED, Microbatch
 from hexad.topology.layout import Layout
 
 from .. import pool as worker_pool
-from . import mutations
 
 STEPS = 3
 TOLERANCE = 1e-9
@@ -87,6 +86,22 @@ class Case:
         tensor = f"tensor {self.tensor}{' + sequence' if self.sequence and self.tensor > 1 else ''}"
         return f"data {self.data} x {tensor}"
 
+    @property
+    def stages(self) -> str:
+        virtual = f" x {self.virtual} stages" if self.virtual > 1 else ""
+        return f"pipeline {self.pipeline}{virtual}, {self.schedule}"
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, on each data rank."""
+        return self.samples // (self.variant.micro * self.data)
+
+    @property
+    def work(self) -> str:
+        """What else the case does, beside its layout and its stages."""
+        split = self.split if isinstance(self.split, str) else "/".join(map(str, self.split))
+        return f"{self.variant.name}; {self.microbatches} microbatches, split {split}"
+
     def config(self) -> Config:
         tree: dict[str, Any] = {
             "run": {"steps": 10},
@@ -113,6 +128,69 @@ class Case:
         return build_config(tree)
 
 
+# Every schedule, with stages per rank.
+SCHEDULES = (
+    *(("gpipe", virtual) for virtual in (1, 2, 4)),
+    ("1f1b", 1),
+    *(("interleaved", virtual) for virtual in (1, 2, 4)),
+    ("zb_h1", 1),
+    ("zb_h2", 1),
+    ("zb_v", 2),
+    ("dualpipe_v", 2),
+    ("auto", 1),
+    ("auto", 2),
+)
+MICROBATCHES = (1, 2, 3, 5, 7, 8)
+
+
+def deep(variant: Variant, layers: int) -> Variant:
+    """The variant with more layers, for more stages."""
+    return replace(
+        variant, name=f"{variant.name}, {layers} layers", model={**variant.model, "layers": layers}
+    )
+
+
+def uneven(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers per stage, one more on each of the first ones, none on the last where that can be."""
+    inner = stages - 1
+    return (*(layers // inner + (stage < layers % inner) for stage in range(inner)), 0)
+
+
+def pipeline_cases(per_schedule: int | None) -> tuple[Case, ...]:
+    """Cases for every schedule on 2 and 4 ranks: in all the layouts around it, or in so many of them.
+
+    Variants, microbatch counts and splits take turns.
+    """
+    cases: list[Case] = []
+    for pipeline, (schedule, virtual) in product((2, 4), SCHEDULES):
+        around = [layout for layout in ((1, 1, True), *LAYOUTS) if layout[0] * layout[1] <= 8 // pipeline]
+        around = [layout for layout in around if max(layout[:2]) <= 2]
+        for index in range(per_schedule or len(around)):
+            data, tensor, sequence = around[(len(cases) // 2 + index) % len(around)]
+            case = Case(VARIANTS[0], data, tensor, sequence, pipeline, schedule, virtual)
+            cases.append(_taking_turns(case, len(cases)))
+    return tuple(cases)
+
+
+def _taking_turns(case: Case, turn: int) -> Case:
+    """The case with a variant, a split and a number of microbatches that depend on its place in the grid."""
+    stages = case.pipeline * case.virtual
+    layers = 5 if stages <= 4 else 7 if stages <= 8 else 15
+    variant = deep(VARIANTS[turn % 4], layers)
+    splits: list[str | tuple[int, ...]] = ["cost", uneven(layers, stages)]
+    if stages <= layers:
+        splits.append("even")
+    # Many collectives of many ranks on few cores take long.
+    counts = MICROBATCHES if case.tensor == 1 else MICROBATCHES[:3]
+    return replace(
+        case,
+        variant=variant,
+        split=splits[turn % len(splits)],
+        group=3 if case.schedule == "interleaved" and turn % 2 else "auto",
+        samples=counts[turn // 2 % len(counts)] * variant.micro * case.data,
+    )
+
+
 LAYOUTS = tuple(
     (data, tensor, sequence)
     for data in (1, 2, 4)
@@ -121,6 +199,7 @@ LAYOUTS = tuple(
     if 1 < data * tensor <= worker_pool.MAX_RANKS
 )
 GRID = tuple(Case(variant, *layout) for variant in VARIANTS for layout in LAYOUTS)
+PIPELINE_GRID = pipeline_cases(per_schedule=2)
 
 
 @dataclass(frozen=True)
@@ -186,6 +265,8 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
     from hexad.topology.mesh import Mesh
     from hexad.train.engine import Engine
 
+    from . import mutations
+
     config = case.config()
     layout = Layout.from_settings(config.parallel, case.world)
     mesh = Mesh.create(layout, torch.device("cpu"))
@@ -234,10 +315,18 @@ def run(pool: worker_pool.Pool, case: Case, mutation: str | None = None) -> Trac
 
 
 class References:
-    """One process's traces, computed once per variant."""
+    """One process's traces, computed once per model and batch."""
 
     def __init__(self, pool: worker_pool.Pool) -> None:
-        self.of = cache(lambda name: run(pool, Case(next(v for v in VARIANTS if v.name == name))))
+        self._pool = pool
+        self._traces: dict[tuple[str, int], Trace] = {}
+
+    def of(self, case: Case) -> Trace:
+        """The trace of the case's model and samples on one process."""
+        key = (case.variant.name, case.samples)
+        if key not in self._traces:
+            self._traces[key] = run(self._pool, Case(case.variant, samples=case.samples))
+        return self._traces[key]
 
 
 def errors(trace: Trace, reference: Trace) -> dict[str, float]:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
 from hexad import comm
+from hexad.model import transformer
 from hexad.model.transformer import Transformer
 from hexad.optim.adamw import FlatAdamW
 from hexad.parallel import slot
-from hexad.parallel.data import reducer
+from hexad.parallel.data import flat, reducer
+from hexad.parallel.pipeline import executor
 from hexad.parallel.tensor import cross_entropy, embedding, linear
 from hexad.topology.mesh import Mesh
 from hexad.train import engine
+
+from .harness import VARIANTS, Case, deep
 
 Patches = list[Any]
 
@@ -119,8 +125,8 @@ def _overwrite_gradients(mesh: Mesh) -> Patches:
 def _ignore_documents(mesh: Mesh) -> Patches:
     original = Transformer.loss_sum
 
-    def joined(self: Transformer, tokens: Any, labels: Any, documents: Any = None) -> torch.Tensor:
-        return original(self, tokens, labels, None)
+    def joined(self: Transformer, tokens: Any, labels: Any, documents: Any, inputs: Any) -> torch.Tensor:
+        return original(self, tokens, labels, None, inputs)
 
     return [mock.patch.object(Transformer, "loss_sum", joined)]
 
@@ -128,38 +134,165 @@ def _ignore_documents(mesh: Mesh) -> Patches:
 def _seed_per_rank(mesh: Mesh) -> Patches:
     original = engine.initialise
 
-    def initialise(model: Any, seed: int) -> None:
-        original(model, seed + mesh.tensor.rank)
+    def initialise(models: Any, seed: int) -> None:
+        original(models, seed + mesh.tensor.rank)
 
     return [mock.patch.object(engine, "initialise", initialise)]
 
 
-# name -> (patches, index of the variant, data, tensor, sequence) of a case that must fail under it
-MUTATIONS: dict[str, tuple[Callable[[Mesh], Patches], int, int, int, bool]] = {
-    "drop the data reduction": (_drop_data_reduction, 0, 2, 1, True),
-    "average over data ranks instead of summing": (_average_over_data, 0, 2, 1, True),
-    "reduce a bucket one microbatch early": (_reduce_before_complete, 2, 2, 1, True),
-    "count replicated parameters once per tensor rank in the norm": (_double_count_norm, 0, 1, 2, False),
-    "clip by this rank's norm": (_local_norm, 0, 1, 2, False),
-    "divide by this rank's targets": (_local_mean_loss, 0, 2, 1, True),
-    "leave norm gradients partial in sequence parallel": (_keep_partial_gradients, 0, 1, 2, True),
-    "leave QK-norm gradients partial": (_keep_partial_gradients, 5, 1, 2, False),
-    "drop the column-parallel backward reduction": (_drop_column_backward, 0, 1, 2, False),
-    "drop the row-parallel forward reduction": (_drop_row_forward, 0, 1, 2, False),
-    "use this rank's tokens only for weight gradients": (_stale_gather, 0, 1, 2, True),
-    "normalise the softmax over this rank's vocabulary": (_local_softmax, 0, 1, 2, False),
-    "let padded vocabulary into the softmax": (_count_padding, 0, 1, 1, True),
-    "drop the embedding's reduction": (_drop_embedding_reduction, 0, 1, 2, False),
-    "overwrite gradients instead of accumulating": (_overwrite_gradients, 2, 2, 1, True),
-    "ignore document boundaries": (_ignore_documents, 1, 1, 2, True),
-    "initialise each tensor rank with a seed of its own": (_seed_per_rank, 0, 1, 2, False),
+def _repeat_microbatch(mesh: Mesh) -> Patches:
+    original = executor._Walk.__init__
+
+    def begin(self: Any, schedule: Any, stages: Any, microbatches: Any, *rest: Any) -> None:
+        original(self, schedule, stages, [microbatches[0]] * len(microbatches), *rest)
+
+    return [mock.patch.object(executor._Walk, "__init__", begin)]
+
+
+def _drop_microbatch(mesh: Mesh) -> Patches:
+    original = executor._Walk._backward
+
+    def backward(self: Any, stage: int, microbatch: int, gradient: Any, split: bool) -> Any:
+        scale = self._scale
+        self._scale = (lambda: 0.0) if microbatch == 1 else scale
+        result = original(self, stage, microbatch, gradient, split)
+        self._scale = scale
+        return result
+
+    return [mock.patch.object(executor._Walk, "_backward", backward)]
+
+
+def _wrong_scale(mesh: Mesh) -> Patches:
+    original = executor.Executor.run
+
+    def run(self: Any, microbatches: Any, scale: Any, record: bool = False) -> Any:
+        return original(self, microbatches, lambda: scale() * len(microbatches), record)
+
+    return [mock.patch.object(executor.Executor, "run", run)]
+
+
+def _stale_weights(mesh: Mesh) -> Patches:
+    original = FlatAdamW.step
+
+    def step(self: FlatAdamW, lr: float) -> torch.Tensor:
+        return original(self, 0.0 if mesh.pipeline.rank == 1 else lr)
+
+    return [mock.patch.object(FlatAdamW, "step", step)]
+
+
+def _drop_boundary_gradient(mesh: Mesh) -> Patches:
+    original = executor._Walk._backward
+
+    def backward(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(self, *arguments, **options)
+        return None if result is None else torch.zeros_like(result)
+
+    return [mock.patch.object(executor._Walk, "_backward", backward)]
+
+
+def _forget_product(mesh: Mesh) -> Patches:
+    original = slot.ProductQueue.compute
+
+    def compute(products: Any) -> None:
+        products.pop()
+        original(products)
+
+    return [mock.patch.object(slot.ProductQueue, "compute", staticmethod(compute))]
+
+
+def _stale_deferred_gather(mesh: Mesh) -> Patches:
+    def gather(tensor: torch.Tensor, axis: Any) -> comm.Pending:
+        return comm.Pending(tensor.repeat(axis.size, 1))
+
+    return [mock.patch.object(slot, "all_gather_async", gather)]
+
+
+def _count_copies(mesh: Mesh) -> Patches:
+    original = flat.Kind.of
+
+    def of(declaration: Any) -> Any:
+        return dataclasses.replace(original(declaration), copy=False)
+
+    return [mock.patch.object(flat.Kind, "of", of)]
+
+
+def _stage_norm(mesh: Mesh) -> Patches:
+    def reduce(tensor: torch.Tensor, axis: Any) -> torch.Tensor:
+        return tensor if axis.name == "pipeline" else comm.all_reduce(tensor, axis)
+
+    return [mock.patch("hexad.optim.adamw.all_reduce", reduce)]
+
+
+def _local_layer_names(mesh: Mesh) -> Patches:
+    original = transformer.Part
+
+    def part(layers: range, *rest: Any) -> Any:
+        return original(range(len(layers)), *rest)
+
+    return [mock.patch.object(transformer, "Part", part)]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A way to break the code, and a case that must fail under it."""
+
+    patches: Callable[[Mesh], Patches]
+    case: Case
+
+
+def _in(data: int = 1, tensor: int = 1, sequence: bool = True, variant: int = 0, **pipeline: Any) -> Case:
+    chosen = VARIANTS[variant]
+    return Case(deep(chosen, 3) if pipeline else chosen, data, tensor, sequence, **pipeline)
+
+
+MUTATIONS = {
+    "drop the data reduction": Mutation(_drop_data_reduction, _in(data=2)),
+    "average over data ranks instead of summing": Mutation(_average_over_data, _in(data=2)),
+    "reduce a bucket one microbatch early": Mutation(_reduce_before_complete, _in(data=2, variant=2)),
+    "count replicated parameters once per tensor rank in the norm": Mutation(
+        _double_count_norm, _in(tensor=2, sequence=False)
+    ),
+    "clip by this rank's norm": Mutation(_local_norm, _in(tensor=2, sequence=False)),
+    "divide by this rank's targets": Mutation(_local_mean_loss, _in(data=2)),
+    "leave norm gradients partial in sequence parallel": Mutation(_keep_partial_gradients, _in(tensor=2)),
+    "leave QK-norm gradients partial": Mutation(
+        _keep_partial_gradients, _in(tensor=2, sequence=False, variant=5)
+    ),
+    "drop the column-parallel backward reduction": Mutation(
+        _drop_column_backward, _in(tensor=2, sequence=False)
+    ),
+    "drop the row-parallel forward reduction": Mutation(_drop_row_forward, _in(tensor=2, sequence=False)),
+    "use this rank's tokens only for weight gradients": Mutation(_stale_gather, _in(tensor=2)),
+    "normalise the softmax over this rank's vocabulary": Mutation(
+        _local_softmax, _in(tensor=2, sequence=False)
+    ),
+    "let padded vocabulary into the softmax": Mutation(_count_padding, _in()),
+    "drop the embedding's reduction": Mutation(_drop_embedding_reduction, _in(tensor=2, sequence=False)),
+    "overwrite gradients instead of accumulating": Mutation(_overwrite_gradients, _in(data=2, variant=2)),
+    "ignore document boundaries": Mutation(_ignore_documents, _in(tensor=2, variant=1)),
+    "initialise each tensor rank with a seed of its own": Mutation(
+        _seed_per_rank, _in(tensor=2, sequence=False)
+    ),
+    "let every microbatch be the first": Mutation(_repeat_microbatch, _in(pipeline=2)),
+    "drop a microbatch's gradient": Mutation(_drop_microbatch, _in(pipeline=2)),
+    "scale each microbatch's loss by their number": Mutation(_wrong_scale, _in(pipeline=2)),
+    "leave a stage's weights stale": Mutation(_stale_weights, _in(pipeline=2)),
+    "send a stage no gradient": Mutation(_drop_boundary_gradient, _in(pipeline=2)),
+    "forget the last deferred weight gradient": Mutation(_forget_product, _in(pipeline=2, schedule="zb_h1")),
+    "defer weight gradients of this rank's tokens only": Mutation(
+        _stale_deferred_gather, _in(tensor=2, pipeline=2, schedule="zb_h1")
+    ),
+    "leave tied gradients apart": Mutation(_keep_partial_gradients, _in(pipeline=2, variant=1)),
+    "count a tied weight twice in the norm": Mutation(_count_copies, _in(pipeline=2, variant=1)),
+    "clip by this stage's norm": Mutation(_stage_norm, _in(pipeline=2)),
+    "number layers from each stage's first": Mutation(_local_layer_names, _in(pipeline=2)),
 }
 
 
 @contextmanager
 def applied(name: str, mesh: Mesh) -> Iterator[None]:
     """Run with the code broken."""
-    patches = MUTATIONS[name][0](mesh)
+    patches = MUTATIONS[name].patches(mesh)
     for patch in patches:
         patch.start()
     try:

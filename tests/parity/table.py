@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..pool import Pool
-from .harness import GRID, LAYOUTS, STEPS, TOLERANCE, VARIANTS, Case, References, errors, run
+from .harness import GRID, LAYOUTS, PIPELINE_GRID, STEPS, TOLERANCE, VARIANTS, Case, References, errors, run
 from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -16,14 +16,24 @@ _HEAD = f"""\
 # Parity: every layout gives the numbers of one process
 
 Each cell is a run of {STEPS} steps on N gloo ranks in float64 against one process: the largest relative
-error of the losses, gradient norms, every gradient and every weight. `make test` runs all {len(GRID)} cells
-and demands less than {TOLERANCE:.0e}.
+error of the losses, gradient norms, every gradient and every weight. `make test` runs all
+{len(GRID) + len(PIPELINE_GRID)} cells and demands less than {TOLERANCE:.0e}.
 
 All cells accumulate gradients over several microbatches, clip, and use several gradient buckets. Sizes are
 odd on purpose: heads wider than `hidden / heads`, vocabularies of which some ranks hold padding only, samples
 that lose most of their targets, documents of one token. Worlds are at most 8 ranks, so data 4 x tensor 4 is
 not among them.
 """
+
+_PIPELINES = """
+## Pipelines
+
+Every schedule on 2 and 4 pipeline ranks, with layers divided by cost, evenly or unevenly, from one microbatch
+to eight. Layouts, models, numbers of microbatches and splits take turns here; `pytest -m slow` runs every
+schedule in every layout of up to 8 ranks, and every test run adds a random sample.
+
+| stages and schedule | layout around them | model and batch | largest error |
+|---|---|---|---|"""
 
 _MUTATIONS = """
 ## Broken code is noticed
@@ -38,6 +48,11 @@ def rows() -> list[str]:
     return [Case(VARIANTS[0], *layout).layout for layout in LAYOUTS]
 
 
+def pipeline_rows() -> list[list[str]]:
+    """The first columns of the table of pipelines."""
+    return [[case.stages, case.layout, case.work] for case in PIPELINE_GRID]
+
+
 def cell(found: dict[str, float]) -> str:
     """The largest error, to one digit."""
     return f"{max(found.values()):.0e}"
@@ -50,16 +65,20 @@ def page(pool: Pool) -> str:
     lines.append("|---|" + "---|" * len(VARIANTS))
     for layout in LAYOUTS:
         cases = [Case(variant, *layout) for variant in VARIANTS]
-        found = [cell(errors(run(pool, case), references.of(case.variant.name))) for case in cases]
+        found = [cell(errors(run(pool, case), references.of(case))) for case in cases]
         lines.append(f"| {cases[0].layout} | " + " | ".join(found) + " |")
+    lines.append(_PIPELINES)
+    for row, case in zip(pipeline_rows(), PIPELINE_GRID):
+        lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_MUTATIONS)
-    for name, (_, index, *layout) in MUTATIONS.items():
-        case = Case(VARIANTS[index], *layout)
+    for name, mutation in MUTATIONS.items():
+        case = mutation.case
         try:
-            how = f"error {cell(errors(run(pool, case, name), references.of(case.variant.name)))}"
+            how = f"error {cell(errors(run(pool, case, name), references.of(case)))}"
         except AssertionError:
             how = "ranks disagree"
-        lines.append(f"- {name}: {how} ({case.variant.name}; {case.layout})")
+        where = f"{case.layout}, {case.stages}" if case.pipeline > 1 else case.layout
+        lines.append(f"- {name}: {how} ({case.variant.name}; {where})")
     return "\n".join(lines) + "\n"
 
 

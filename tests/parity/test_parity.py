@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
+import time
 from dataclasses import replace
 
 import pytest
 
 from ..pool import Pool
-from .harness import GRID, TOLERANCE, VARIANTS, Case, References, errors, run
+from .harness import GRID, PIPELINE_GRID, TOLERANCE, VARIANTS, Case, References, errors, pipeline_cases, run
 from .mutations import MUTATIONS
-from .table import PAGE, rows
+from .table import PAGE, pipeline_rows, rows
+
+EVERY_PIPELINE = pipeline_cases(per_schedule=None)
 
 
 @pytest.fixture(scope="session")
@@ -17,31 +22,53 @@ def references(pool: Pool) -> References:
     return References(pool)
 
 
-@pytest.mark.parametrize("case", GRID, ids=lambda case: f"{case.variant.name} / {case.layout}")
+def name_of(case: Case) -> str:
+    around = f"{case.variant.name} / {case.layout}"
+    return f"{around} / {case.stages} / {case.work}" if case.pipeline > 1 else around
+
+
+@pytest.mark.parametrize("case", (*GRID, *PIPELINE_GRID), ids=name_of)
 def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:
-    found = errors(run(pool, case), references.of(case.variant.name))
+    found = errors(run(pool, case), references.of(case))
     assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EVERY_PIPELINE, ids=name_of)
+def test_every_pipeline_layout(case: Case, pool: Pool, references: References) -> None:
+    found = errors(run(pool, case), references.of(case))
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_a_random_sample(pool: Pool, references: References) -> None:
+    """Other cases every time; HEXAD_SEED repeats those of a failure."""
+    seed = int(os.environ.get("HEXAD_SEED", time.time()))
+    generator = random.Random(seed)
+    for case in generator.sample(EVERY_PIPELINE, 4):
+        case = replace(case, samples=generator.randint(1, 6) * case.variant.micro * case.data)
+        found = errors(run(pool, case), references.of(case))
+        assert max(found.values()) < TOLERANCE, f"HEXAD_SEED={seed}: {name_of(case)}: {found}"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_grid_notices_broken_code(name: str, pool: Pool, references: References) -> None:
-    _, index, data, tensor, sequence = MUTATIONS[name]
-    case = Case(VARIANTS[index], data, tensor, sequence)
+    case = MUTATIONS[name].case
+    assert max(errors(run(pool, case), references.of(case)).values()) < TOLERANCE
     try:
-        found = errors(run(pool, case, name), references.of(case.variant.name))
+        found = errors(run(pool, case, name), references.of(case))
     except AssertionError:
         return  # copies of a tensor differ between ranks, or ranks report different losses
     assert max(found.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {found}"
 
 
-@pytest.mark.parametrize("layout", [(1, 1, True), (2, 1, True), (1, 2, False), (2, 2, True)])
+@pytest.mark.parametrize("layout", [(1, 1, True), (2, 1, True), (1, 2, False), (2, 2, True), (1, 1, True, 2)])
 @pytest.mark.parametrize("index", range(len(VARIANTS)))
 def test_bf16_stays_near_float64(
     index: int, layout: tuple[int, int, bool], pool: Pool, references: References
 ) -> None:
     """A bf16 number is off by 2^-9 of itself at most; losses are means over many such numbers."""
     variant = replace(VARIANTS[index], overrides={"precision": {"dtype": "bf16"}})
-    losses, wanted = run(pool, Case(variant, *layout)).losses, references.of(variant.name).losses
+    losses, wanted = run(pool, Case(variant, *layout)).losses, references.of(Case(VARIANTS[index])).losses
     assert losses != wanted
     assert losses == pytest.approx(wanted, rel=2**-8)
 
@@ -52,5 +79,8 @@ def test_the_published_table_lists_the_grid() -> None:
     assert [name.strip() for name in header.split("|")[2:-1]] == [variant.name for variant in VARIANTS]
     table = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| data")]
     assert [row[0].strip() for row in table] == rows()
-    assert all(float(number) < TOLERANCE for row in table for number in row[1:])
+    stages = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| pipeline")]
+    assert [[entry.strip() for entry in row[:3]] for row in stages] == pipeline_rows()
+    numbers = [number for row in table for number in row[1:]] + [row[3] for row in stages]
+    assert all(float(number) < TOLERANCE for number in numbers)
     assert [line[2:].split(":")[0] for line in text.splitlines() if line.startswith("- ")] == list(MUTATIONS)

@@ -32,10 +32,20 @@ if TYPE_CHECKING:
     "--top-p", type=float, default=1.0, show_default=True, help="Choose among the likeliest up to this sum."
 )
 @click.option("--seed", type=int, default=1234, show_default=True, help="Seed of the draws.")
-@click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
+@click.option(
+    "--nproc",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Ranks: tensor-parallel, or as the overrides say.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def generate(source: str, nproc: int, **options: Any) -> int:
-    """Continue a prompt. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32."""
+    """Continue a prompt. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32.
+
+    --nproc ranks divide the model by tensor parallelism; with parallel.pipeline=2 half as many do, in two
+    stages.
+    """
     from hexad.checkpoint.directory import find_checkpoint
     from hexad.train.environment import environment
 
@@ -59,19 +69,37 @@ def _config(request: dict[str, Any]) -> Config:
     path = Path(request["checkpoint"])
     state = read_state(path)
     tree = deepcopy(state["config"])
-    tree["parallel"] = {"tensor": request["nproc"], "sequence": False}
+    tree["parallel"] = {"sequence": False}
     tree["batch"] = {"micro": 1, "global": 1}
     model = tree.get("model", {})
     if model.get("family") != "gpt2":
         model.pop("max_positions", None)  # stated by the run, of use to gpt2 only
     for override in request["overrides"]:
         apply_override(tree, override)
-    config = build_config(tree)
-    if config.parallel.tensor != request["nproc"]:
-        raise ConfigError("parallel.tensor", f"found {config.parallel.tensor}; give the ranks with --nproc")
+    config = _with_ranks(build_config(tree), "tensor" in tree["parallel"], request["nproc"])
     check_same_model(path, state, config)
     check_config(config, Layout.from_settings(config.parallel, request["nproc"]))
     return config
+
+
+def _with_ranks(config: Config, tensor_given: bool, nproc: int) -> Config:
+    """The configuration with a tensor degree that makes use of all ranks."""
+    parallel = config.parallel
+    if not tensor_given and nproc % parallel.pipeline == 0:
+        parallel = parallel.model_copy(update={"tensor": nproc // parallel.pipeline})
+    if parallel.tensor * parallel.pipeline != nproc:
+        raise ConfigError(
+            "--nproc",
+            f"found {nproc}, expected parallel.tensor {parallel.tensor} x parallel.pipeline "
+            f"{parallel.pipeline} = {parallel.tensor * parallel.pipeline}",
+        )
+    stages = parallel.virtual_stages * parallel.pipeline
+    if parallel.schedule != "1f1b" or stages != parallel.pipeline:
+        raise ConfigError(
+            "parallel.schedule",
+            f"found {parallel.schedule}, but generation has one stage per rank; remove it",
+        )
+    return config.model_copy(update={"parallel": parallel})
 
 
 def _tokenizer(config: Config) -> Tokenizer:
@@ -101,14 +129,17 @@ def generate_here(request: dict[str, Any]) -> None:
     from hexad.generate.generator import generate as generate_tokens
     from hexad.generate.generator import load_model
     from hexad.train.launch import launch
+    from hexad.train.pipeline import pipeline_plan
 
     config = _config(request)
     sampling = _sampling(request)
     with launch(config) as run:
         tokenizer = run.agreed(lambda: _tokenizer(config))
-        model = load_model(config, Path(request["checkpoint"]), run.mesh)
+        plan = pipeline_plan(config, run.mesh.layout)
+        model = load_model(config, Path(request["checkpoint"]), run.mesh, plan.layers)
         prompt = tokenizer.encode(request["prompt"])
-        new = list(generate_tokens(model, prompt, request["tokens"], sampling, tokenizer.eod))
+        count, eod = request["tokens"], tokenizer.eod
+        new = list(generate_tokens(model, prompt, count, sampling, eod, run.mesh.pipeline))
         if run.mesh.rank == 0:
             text = tokenizer.decode(new)
             if request["as_json"]:

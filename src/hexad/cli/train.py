@@ -86,9 +86,12 @@ def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
     from hexad.dataset.tokenizer import load_tokenizer
     from hexad.train.estimate import state_bytes
     from hexad.train.loop import with_vocab
+    from hexad.train.pipeline import pipeline_plan
 
     config = with_vocab(config, load_tokenizer(config.data.tokenizer))
-    memory = state_bytes(config, layout)
+    per_stage = state_bytes(config, layout)
+    memory = max(per_stage, key=lambda count: count["total"])
+    plan = pipeline_plan(config, layout)
     sizes = degrees(layout)
     if as_json:
         print_json(
@@ -97,6 +100,12 @@ def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
                 "world": layout.world,
                 "degrees": sizes,
                 "memory_bytes_per_rank": memory,
+                "pipeline": {
+                    "schedule": plan.schedule.name,
+                    "layers": [[part.start, part.stop] for part in plan.layers],
+                    "placement": plan.schedule.placement,
+                    "memory_bytes": [count["total"] for count in per_stage],
+                },
             }
         )
         return
@@ -104,4 +113,8 @@ def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
     shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
     click.echo(f"# {layout.world} rank(s){': ' if shape else ''}{shape}")
     for name, count in memory.items():
-        click.echo(f"# {name:12s} {count / 2**20:10.1f} MiB per rank")
+        click.echo(f"# {name:12s} {count / 2**20:10.1f} MiB per rank{' at most' * (layout.pipeline > 1)}")
+    if layout.pipeline > 1:
+        for stage, (part, rank) in enumerate(zip(plan.layers, plan.schedule.placement)):
+            held = f"layers {part.start} to {part.stop - 1}" if part else "no layer"
+            click.echo(f"# stage {stage} on pipeline rank {rank}: {held}")

@@ -161,8 +161,8 @@ class ParallelSettings(Settings):
     pipeline: Positive = 1
     """Pipeline-parallel degree: the layers are divided among this many ranks."""
     virtual_stages: Positive = 1
-    """Stages per pipeline rank. ``zb_v`` and ``dualpipe_v`` always have two; ``auto`` may choose two where this
-    is 1."""
+    """Stages per pipeline rank. ``zb_v`` and ``dualpipe_v`` always have two; ``auto`` may choose two where
+    this is 1."""
     schedule: (
         Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto"] | ScheduleFile
     ) = "1f1b"

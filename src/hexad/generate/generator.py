@@ -1,18 +1,18 @@
-"""Generation from a run or checkpoint, over any number of tensor ranks."""
+"""Generation from a run or checkpoint, over any number of tensor and pipeline ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from hexad.checkpoint.chunks import Chunk, load_chunks
-from hexad.comm import all_gather
+from hexad.comm import all_gather, broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
-from hexad.model.transformer import DTYPES, Transformer
+from hexad.model.transformer import DTYPES, Transformer, build_stages
 from hexad.parallel.sharding import Placement, declared_parameters
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
 from .sampling import Sampling, choose
 
@@ -38,15 +38,23 @@ class KeyValueCache:
         return self._keys[:, :, :end], self._values[:, :, :end]
 
 
-def load_model(config: Config, checkpoint: Path, mesh: Mesh) -> Transformer:
-    """The model of a checkpoint on this mesh; each rank reads only its own slices.
+def load_model(config: Config, checkpoint: Path, mesh: Mesh, layers: Sequence[range]) -> Transformer:
+    """This rank's stage of a checkpoint's model; each rank reads only its own slices.
+
+    Args:
+        config: of the generation; ``model`` is the checkpoint's.
+        checkpoint: its directory.
+        mesh: tensor and pipeline ranks.
+        layers: of every stage, one stage per pipeline rank.
 
     Raises:
         HexadError: the checkpoint does not fit the configuration or is damaged.
     """
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
-    model = Transformer(config.model, Placement(mesh.tensor, False, stored, mesh.device))
+    place = Placement(mesh.tensor, False, stored, mesh.device)
+    rank = mesh.pipeline.rank
+    model = build_stages(config.model, place, layers, range(len(layers)), rank)[rank]
     chunks = []
     for declared in declared_parameters(model):
         declared.parameter.data.zero_()
@@ -60,11 +68,16 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh) -> Transformer:
 
 @torch.no_grad()
 def generate(
-    model: Transformer, prompt: list[int], tokens: int, sampling: Sampling, stop: int | None = None
+    model: Transformer,
+    prompt: list[int],
+    tokens: int,
+    sampling: Sampling,
+    stop: int | None = None,
+    pipeline: Axis | None = None,
 ) -> Iterator[int]:
     """Yield up to ``tokens`` new token ids after ``prompt``; ends after the id ``stop``.
 
-    Every tensor rank iterates together and gets the same ids.
+    Every tensor and pipeline rank iterates together, with its own stage as ``model``, and gets the same ids.
 
     Raises:
         HexadError: an empty prompt, ids outside the vocabulary, or more positions than the model has.
@@ -83,17 +96,30 @@ def generate(
             f"{model.positions.weight.shape[0]} positions",
         )
     device = model.place.device
+    pipeline = pipeline or Axis("pipeline")
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = [KeyValueCache(total) for _ in model.layers]
-    fresh = torch.tensor([prompt], device=device)
+    fresh, start = torch.tensor([prompt], device=device), 0
     for _ in range(tokens):
-        start = caches[0].length
-        hidden = model(fresh, stores=caches, start=start)
-        token = int(choose(_last_logits(model, hidden[-1:]), sampling, generator))
+        hidden = model(fresh, stores=caches, start=start, inputs=_from_stage_before(model, fresh, pipeline))
+        start += fresh.shape[1]
+        fresh = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        if model.part.last:
+            fresh.fill_(choose(_last_logits(model, hidden[-1:]), sampling, generator)[0])
+        else:
+            send_async(hidden, pipeline, pipeline.rank + 1).wait()
+        token = int(broadcast(fresh, pipeline, source=pipeline.size - 1))
         yield token
         if token == stop:
             return
-        fresh = torch.tensor([[token]], device=device)
+
+
+def _from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) -> torch.Tensor | None:
+    """``[tokens, hidden]`` of the new tokens; None on the first stage."""
+    if model.part.first:
+        return None
+    buffer = torch.empty(fresh.numel(), model.hidden, dtype=model.dtype, device=fresh.device)
+    return receive_async(buffer, pipeline, pipeline.rank - 1).wait()
 
 
 def _last_logits(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,7 @@ class Transformer(nn.Module):
         self.place = place
         self.part = part = part or Part(range(model.layers))
         self.vocab = int(model.vocab)
+        self.hidden = model.hidden
         self.embedding: VocabParallelEmbedding | None = None
         self.positions: Positions | None = None
         self.frequencies: torch.Tensor | None = None
@@ -121,7 +122,7 @@ class Transformer(nn.Module):
         start: int = 0,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``: of the last stage after the final norm.
+        """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``; the last stage's are normalised.
 
         Args:
             tokens: int64 ``[sequences, length]``, on every stage.
@@ -161,12 +162,17 @@ class Transformer(nn.Module):
         assert self.head is not None, "only the last stage has the output head"
         return self.head(hidden)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations."""
+        return next(self.parameters()).dtype
+
     def _geometry(self, tokens: torch.Tensor, documents: tuple[int, ...] | None, start: int) -> Geometry:
         sequences, length = tokens.shape
         positions = document_positions(sequences, length, documents, tokens.device) + start
         if self.frequencies is None:
             return Geometry(sequences, documents, positions)
-        factors = rotary_factors(positions, self.frequencies, next(self.parameters()).dtype)
+        factors = rotary_factors(positions, self.frequencies, self.dtype)
         return Geometry(sequences, documents, positions, *factors)
 
 

@@ -141,7 +141,7 @@ class DeclaredParameter:
 
 
 def declared_parameters(*models: nn.Module) -> list[DeclaredParameter]:
-    """Every parameter of the models (stages) once, in order of registration, with fully qualified piece names.
+    """Every parameter of the models (stages) once, in order of registration, pieces fully qualified.
 
     A piece name that begins with a dot is relative to the module's parent: ``attention.qkv`` with the piece
     ``.q.weight`` is ``attention.q.weight``.
@@ -175,10 +175,10 @@ def _qualified(piece: Piece, path: str) -> Piece:
 
 @torch.no_grad()
 def initialise(models: Iterable[nn.Module], seed: int) -> None:
-    """Fill every parameter of the models (stages) from (seed, global name) alone, so that all layouts and devices agree bit for bit.
+    """Fill every parameter of the models (stages) from (seed, global name) alone.
 
-    Values are drawn on the CPU in float32, in blocks of rows that each have a generator of their own: a rank
-    draws only the blocks that it holds rows of.
+    All layouts and devices agree bit for bit. Values are drawn on the CPU in float32, in blocks of rows that
+    each have a generator of their own: a rank draws only the blocks that it holds rows of.
     """
     for declared in declared_parameters(*models):
         declared.parameter.zero_()

@@ -161,7 +161,7 @@ def deferred(weight: torch.Tensor) -> bool:
 def weight_gradient(
     weight: torch.Tensor, output_gradient: torch.Tensor, inputs: torch.Tensor, gather: Axis | None = None
 ) -> torch.Tensor | None:
-    """``output_gradient.T @ inputs``: into the weight's slot, now or later (returning None), or as a new tensor.
+    """``output_gradient.T @ inputs``: into the weight's slot, now or later (returning None), or returned.
 
     ``gather`` is the axis over which the inputs are still divided; only where products are being put off.
     """

@@ -19,7 +19,7 @@ from hexad.optim.adamw import FlatAdamW
 from hexad.optim.schedule import learning_rate
 from hexad.parallel.data import FlatGroup, GradientReducer, flatten
 from hexad.parallel.pipeline.executor import Executor
-from hexad.parallel.pipeline.schedule import Action, forward_schedule
+from hexad.parallel.pipeline.schedule import forward_schedule
 from hexad.parallel.sharding import Placement, initialise
 from hexad.parallel.slot import ProductQueue
 from hexad.topology.mesh import Axis, Mesh
@@ -109,6 +109,7 @@ class Engine:
         self._products = ProductQueue()
         self.reducer = GradientReducer(self.groups, mesh.data, mesh.tensor, tied, self._products)
         self.optimizer = FlatAdamW(self.groups, config.optimizer, mesh.tensor, mesh.pipeline)
+        self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Microbatch]] = {}
         if config.run.compile:
             for stage in self.stages.values():
@@ -120,7 +121,7 @@ class Engine:
 
         Every rank of the mesh calls this together with the same number of microbatches; tensor and pipeline
         ranks of one data rank pass the same ones. With ``record`` the pipeline's actions are timed, see
-        :meth:`timeline`.
+        :meth:`recorded`.
 
         Raises:
             HexadError: no microbatch, no target token, different numbers of microbatches, or token ids
@@ -132,7 +133,9 @@ class Engine:
         self.reducer.begin(len(placed))
         # The counts are on their way during the first forward.
         total = executor.run(placed, lambda: 1.0 / self._targets(counting.wait()), record)
-        total = total if total is not None else self._zero()
+        if record:
+            self._recorded = (executor.began, executor.times)
+        total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         loss = all_reduce_async(total, self.mesh.data)
         self.reducer.finish()
         loss = all_reduce_async(loss.wait(), self.mesh.pipeline)
@@ -187,11 +190,11 @@ class Engine:
                 values.copy_(piece.slice_of(tensors[piece.name]))
             group.publish()
 
-    def timeline(self) -> list[tuple[Action, float, float]]:
-        """(action, start, end) of what this rank did in the last recorded step, in seconds from its begin."""
-        executor = next(e for e in self._executors.values() if e.times)
-        actions = executor.schedule.ranks[self.mesh.pipeline.rank]
-        return [(action, start, end) for action, (start, end) in zip(actions, executor.times)]
+    def recorded(self) -> tuple[float, list[tuple[float, float]]]:
+        """When the last recorded step began, in seconds since the epoch, and (start, end) of each of this
+        rank's actions, in seconds since then."""
+        assert self._recorded is not None, "no step was recorded"
+        return self._recorded
 
     def _executor(self, microbatches: int, training: bool) -> Executor[Microbatch]:
         """The executor for this many microbatches, made when it is first needed."""
@@ -224,9 +227,6 @@ class Engine:
         place = placement(self.config, self.mesh.tensor, self.mesh.device)
         rows = microbatch.tokens.numel() // (place.axis.size if place.sequence else 1)
         return torch.empty((rows, self.config.model.hidden), dtype=place.dtype, device=place.device)
-
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
     def _placed(self, microbatch: Microbatch) -> Microbatch:
         """Check a microbatch and move it to the device."""

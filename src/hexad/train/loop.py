@@ -29,6 +29,7 @@ from .launch import Run, launch
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
 from .stop import SAVE_FAILED, StopRequest
+from .timeline import TIMELINE, timeline_text
 
 log = logging.getLogger("hexad")
 
@@ -70,14 +71,15 @@ class Trainer:
         self.flops = flops_per_token(config.model, config.data.sequence)
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
-        run.agreed(self._write_config)
+        run.agreed(lambda: self._write("config.yaml", dump_config(self.config)))
 
-    def _write_config(self) -> None:
+    def _write(self, name: str, text: str) -> None:
+        """Write a file of ``run.dir``, on the first rank only."""
         if not self.first:
             return
-        path = Path(self.config.run.dir) / "config.yaml"
+        path = Path(self.config.run.dir) / name
         try:
-            write_durably(path, dump_config(self.config))
+            write_durably(path, text)
         except OSError as error:
             raise ConfigError("run.dir", f"cannot write {path}: {error.strerror}") from None
 
@@ -141,10 +143,14 @@ class Trainer:
     def _step(self) -> Metrics:
         """One step and its metrics."""
         before = self.mesh.sent_bytes()
+        record = self.engine.step + 1 == self.config.log.timeline
         begin = time.perf_counter()
-        result = self.engine.train_step(self.loader.step(self.engine.samples))
+        result = self.engine.train_step(self.loader.step(self.engine.samples), record)
         seconds = time.perf_counter() - begin
         sent = self.mesh.sent_bytes()
+        if record:
+            text = timeline_text(self.engine)
+            self.run.agreed(lambda: self._write(TIMELINE, text))
         return self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
 
     def _metrics(self, result: StepResult, seconds: float, sent: dict[str, int]) -> Metrics:

@@ -59,7 +59,8 @@ def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> 
     if name == "auto" or name.endswith(".json"):
         raise ConfigError(
             "parallel.schedule",
-            f"{name} was made for the {planned.microbatches} microbatches of batch.global, found {microbatches}",
+            f"{name} was made for {planned.microbatches} microbatches, as batch.global says; "
+            f"found {microbatches}",
         )
     group = None if settings.schedule_group == "auto" or name != "interleaved" else settings.schedule_group
     return build_schedule(name, planned.pipeline, microbatches, settings.virtual_stages, group=group)
@@ -140,8 +141,8 @@ def _from_file(config: Config, pipeline: int, microbatches: int) -> Schedule:
         size = config.batch.global_ // microbatches * schedule.microbatches
         raise ConfigError(
             "batch.global",
-            f"found {config.batch.global_}, which makes {microbatches} microbatches, but {path} is a schedule "
-            f"of {schedule.microbatches}; use {size}",
+            f"found {config.batch.global_}, which makes {microbatches} microbatches, but {path} is a "
+            f"schedule of {schedule.microbatches}; use {size}",
         )
     if virtual != 1 and schedule.stages != virtual * pipeline:
         raise ConfigError(

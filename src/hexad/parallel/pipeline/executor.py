@@ -41,6 +41,7 @@ class Executor(Generic[M]):
         peak_activations: most pairs of stage and microbatch held at once so far, from ``F`` to ``W``.
         times: (start, end) of every action of the last recorded run, in seconds from its begin; time spent
             waiting for messages lies between actions.
+        began: when that was, in seconds since the epoch.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Executor(Generic[M]):
         self.products = products
         self.peak_activations = 0
         self.times: list[tuple[float, float]] = []
+        self.began = 0.0
         self._transfers = transfers(schedule)[axis.rank]
 
     def run(
@@ -104,7 +106,7 @@ class Executor(Generic[M]):
             self.peak_activations = max(self.peak_activations, walk.held)
         exchange.finish()
         if clock is not None:
-            self.times = clock.pairs()
+            self.times, self.began = clock.pairs(), clock.began
         return walk.total
 
 
@@ -195,6 +197,7 @@ class _Clock:
     def __init__(self, device: torch.device) -> None:
         self._events: list[torch.cuda.Event] | None = [] if device.type == "cuda" else None
         self._seconds: list[float] = []
+        self.began = time.time()
         self.tick()
 
     def tick(self) -> None:

@@ -1,0 +1,45 @@
+"""The timed pipeline actions of one step, beside what was planned: ``run.dir/timeline.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from hexad.comm import gather_objects
+from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
+
+from .engine import Engine
+from .pipeline import model_work, stage_costs
+
+TIMELINE = "timeline.json"
+
+
+def timeline_text(engine: Engine) -> str:
+    """The last recorded step's timeline as JSON, beside the planned one; the ranks of a pipeline call it
+    together."""
+    # Clocks of different hosts agree to about a millisecond.
+    found = gather_objects(engine.recorded(), engine.mesh.pipeline)
+    first = min(begin for begin, _ in found)
+    times = [[(begin - first + start, begin - first + end) for start, end in rank] for begin, rank in found]
+    measured = Timeline.of(engine.plan.schedule, times)
+    planned = simulate(engine.plan.schedule, _planned(engine, measured))
+    return json.dumps({"step": engine.step, "planned": planned.as_tree(), "measured": measured.as_tree()})
+
+
+def _planned(engine: Engine, measured: Timeline) -> Costs:
+    """The costs that were planned with, in seconds: as fast on average as the actions were."""
+    config, plan = engine.config, engine.plan
+    costs = stage_costs(model_work(config), plan.layers, plan.schedule.pipeline)
+    work = _busy(simulate(plan.schedule, costs))
+    unit = _busy(measured) / work if work else 0.0
+
+    def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * unit for value in values)
+
+    return replace(
+        costs, forward=scaled(costs.forward), backward=scaled(costs.backward), weight=scaled(costs.weight)
+    )
+
+
+def _busy(timeline: Timeline) -> float:
+    return sum(end - start for actions in timeline.times for start, end in actions)

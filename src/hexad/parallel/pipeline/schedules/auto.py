@@ -57,7 +57,8 @@ def search(
         memory: the most activation memory of a rank, in the unit of :attr:`Costs.activation`. By default as
             much as 1F1B needs: as many microbatches as there are ranks, through all stages of a rank.
         among: the placements to consider instead of :func:`placements`.
-        effort: actions that may be carried out greedily; the default takes about a second.
+        effort: actions that may be carried out greedily, beyond one attempt; the default takes about a
+            second.
 
     Raises:
         ScheduleError: the memory is less than one microbatch needs, or there is no placement to consider.
@@ -141,9 +142,11 @@ def _candidates(
     left = effort
     for turn in zip(*(_recipes(*option, pipeline, memory) for option in fitting)):
         for (placement, costs), (taste, name) in zip(fitting, turn):
-            left -= 3 * len(placement) * microbatches
-            if left < 0:
+            size = 3 * len(placement) * microbatches
+            # One is always tried: with little memory, no schedule that has a name may fit.
+            if left < effort and left < size:
                 return
+            left -= size
             follow = known[placement, name] if name else None
             found = greedy(placement, microbatches, costs, memory, taste, follow)
             if found is not None:

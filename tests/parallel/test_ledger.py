@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,16 +19,18 @@ _ALIGNMENT = 32  # elements that every parameter's share is rounded up to in a f
 _STEPS = 2
 
 
-def _config(family: str, data: int, tensor: int, sequence: bool, dtype: str) -> Config:
+def _config(
+    family: str, data: int, tensor: int, sequence: bool, dtype: str, tied: bool = False, **pipeline: Any
+) -> Config:
     # Sizes whose shares are multiples of the alignment, so that no rounding hides in the formula.
-    model = {"family": family, "layers": 3, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn_hidden": 128}
+    model = {"family": family, "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn_hidden": 128}
     return build_config(
         {
             "run": {"steps": 10},
-            "model": {**model, "vocab": 256, "tied_embeddings": False},
+            "model": {**model, "vocab": 256, "tied_embeddings": tied},
             "data": {"sequence": _SEQUENCE},
             "batch": {"micro": _MICRO, "global": _GLOBAL},
-            "parallel": {"data": data, "tensor": tensor, "sequence": sequence, "bucket_mb": 0.01},
+            "parallel": {"data": data, "tensor": tensor, "sequence": sequence, "bucket_mb": 0.01, **pipeline},
             "precision": {"dtype": dtype},
         }
     )
@@ -100,3 +104,50 @@ def test_step_bytes(pool: Pool, family: str, dtype: str, data: int, tensor: int,
     wanted = {axis: _STEPS * count for axis, count in wanted.items()}
     for rank, found in enumerate(pool.run(data * tensor, _measure, config, data * tensor)):
         assert found == wanted, f"rank {rank}"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("tensor", "sequence", "tied", "pipeline", "schedule", "virtual"),
+    [
+        (1, True, False, 2, "1f1b", 1),
+        (1, True, True, 2, "interleaved", 2),
+        (2, True, True, 2, "zb_h1", 1),
+        (2, False, False, 2, "zb_v", 2),
+        (1, True, True, 4, "1f1b", 1),
+        (1, True, True, 3, "dualpipe_v", 2),
+    ],
+)
+def test_pipeline_bytes(
+    pool: Pool,
+    dtype: str,
+    tensor: int,
+    sequence: bool,
+    tied: bool,
+    pipeline: int,
+    schedule: str,
+    virtual: int,
+) -> None:
+    """One activation or gradient per microbatch over each boundary between ranks; scalars; tied weights."""
+    config = _config(
+        "gpt2", 1, tensor, sequence, dtype, tied, pipeline=pipeline, schedule=schedule, virtual_stages=virtual
+    )
+    hidden, microbatches = config.model.hidden, _GLOBAL // _MICRO
+    message = _MICRO * _SEQUENCE * hidden * (2 if dtype == "bf16" else 4) // (tensor if sequence else 1)
+    v_shaped = schedule in ("zb_v", "dualpipe_v")
+    # Of 2 * p * v - 2 boundaries, counted in both directions, each rank sends over its own; in a V shape the
+    # middle one lies on one rank.
+    boundaries = [2 * virtual] * pipeline
+    boundaries[0] -= 1
+    boundaries[-1] -= 1
+    if v_shaped:
+        boundaries = [4] * pipeline
+        boundaries[0] = boundaries[-1] = 2
+    scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4))  # the loss; the norm
+    weight = 256 // tensor * hidden * 4
+    for rank, found in enumerate(pool.run(tensor * pipeline, _measure, config, tensor * pipeline)):
+        stage = rank // tensor
+        wanted = microbatches * boundaries[stage] * message + scalars
+        if tied and not v_shaped and stage in (0, pipeline - 1):
+            wanted += weight  # an all-reduce of two ranks
+        assert found["pipeline"] == _STEPS * wanted, f"rank {rank}"

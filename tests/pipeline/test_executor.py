@@ -1,0 +1,248 @@
+"""The executor against PyTorch's own pipelines, and what it holds in memory while it runs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hexad.config import Config, build_config
+from hexad.dataset.microbatch import Microbatch
+from hexad.model.transformer import Transformer, build_stages
+from hexad.parallel.pipeline.executor import Executor
+from hexad.parallel.pipeline.schedule import Schedule
+from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.parallel.pipeline.validate import validate
+from hexad.parallel.sharding import Placement, initialise
+from hexad.parallel.slot import ProductQueue
+from hexad.parallel.tensor.cross_entropy import cross_entropy_sum
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Axis, Mesh
+
+from ..pool import Pool, RankError
+
+CPU = torch.device("cpu")
+_MICRO, _SEQUENCE, _VOCAB, _HIDDEN = 2, 6, 31, 12
+
+
+def llama(layers: int) -> Config:
+    model = {
+        "layers": layers,
+        "hidden": _HIDDEN,
+        "heads": 2,
+        "ffn_hidden": 20,
+        "vocab": _VOCAB,
+        "init_std": 0.2,
+    }
+    return build_config({"model": model})
+
+
+def stages_on(rank: int, layers: int, schedule: Schedule) -> dict[int, Transformer]:
+    """One layer per stage."""
+    place = Placement(Axis("tensor"), False, torch.float64, CPU)
+    each = [range(layer, layer + 1) for layer in range(layers)]
+    stages = build_stages(llama(layers).model, place, each, schedule.placement, rank)
+    initialise(stages.values(), 3)
+    return stages
+
+
+class Alone(nn.Module):
+    """A stage as PyTorch's pipelines want it: one tensor in, one out."""
+
+    def __init__(self, stage: Transformer) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stage.part.first:
+            return self.stage(x)
+        tokens = torch.zeros(_MICRO, _SEQUENCE, dtype=torch.int64)
+        hidden = self.stage(tokens, inputs=x)
+        return self.stage.logits(hidden) if self.stage.part.last else hidden
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy_sum(logits.clone(), labels.flatten(), _VOCAB, Axis("tensor"))
+
+
+def batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    tokens = torch.randint(_VOCAB, (microbatches * _MICRO, _SEQUENCE + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def gradients(stages: dict[int, Transformer]) -> dict[str, torch.Tensor]:
+    found = {}
+    for stage in stages.values():
+        for name, parameter in stage.named_parameters():
+            assert parameter.grad is not None
+            found[name], parameter.grad = parameter.grad, None
+    return found
+
+
+def both(name: str, virtual: int, microbatches: int) -> tuple[dict[str, Any], ...]:
+    """This rank's gradients by Hexad's executor and by PyTorch's pipelines."""
+    from benchmarks.peers.torch_pipelining import pipeline
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    schedule = build_schedule(name, world, microbatches, virtual)
+    stages = stages_on(rank, schedule.stages, schedule)
+    tokens, labels = batch(microbatches)
+
+    run = pipeline(name, {n: Alone(s) for n, s in stages.items()}, schedule.stages, microbatches, loss_of)
+    losses = run(tokens, labels)
+    theirs = gradients(stages)
+
+    axis = Axis("pipeline", tuple(range(world)), rank, dist.group.WORLD)
+    total = executor_of(schedule, stages, axis).run(microbatches_of(tokens, labels), lambda: 1.0)
+    if losses:
+        assert total is not None
+        torch.testing.assert_close(total, torch.stack(losses).sum(), rtol=1e-12, atol=0)
+    return gradients(stages), theirs
+
+
+def microbatches_of(tokens: torch.Tensor, labels: torch.Tensor) -> list[Microbatch]:
+    return [Microbatch(rows, wanted) for rows, wanted in zip(tokens.split(_MICRO), labels.split(_MICRO))]
+
+
+def executor_of(
+    schedule: Schedule,
+    stages: dict[int, Transformer],
+    axis: Axis,
+    wrap: Callable[..., Any] = lambda compute: compute,
+) -> Executor[Microbatch]:
+    def runner(stage: Transformer) -> Callable[[Microbatch, torch.Tensor | None], torch.Tensor]:
+        def compute(microbatch: Microbatch, inputs: torch.Tensor | None) -> torch.Tensor:
+            if stage.part.last:
+                return stage.loss_sum(microbatch.tokens, microbatch.labels, None, inputs)
+            return stage(microbatch.tokens, inputs=inputs)
+
+        return compute
+
+    def buffer(microbatch: Microbatch) -> torch.Tensor:
+        return torch.empty(microbatch.tokens.numel(), _HIDDEN, dtype=torch.float64)
+
+    runners = {number: wrap(runner(stage)) for number, stage in stages.items()}
+    return Executor(schedule, runners, axis, buffer, ProductQueue(), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "virtual", "microbatches"),
+    [
+        ("1f1b", 2, 1, 4),
+        ("1f1b", 3, 1, 5),
+        ("interleaved", 2, 2, 4),
+        ("interleaved", 2, 3, 6),
+        ("gpipe", 2, 1, 3),
+    ],
+)
+def test_the_gradients_of_torch_pipelining(
+    name: str, world: int, virtual: int, microbatches: int, pool: Pool
+) -> None:
+    for ours, theirs in pool.run(world, both, name, virtual, microbatches):
+        assert ours.keys() == theirs.keys() and ours
+        for parameter, gradient in theirs.items():
+            torch.testing.assert_close(ours[parameter], gradient, rtol=1e-11, atol=1e-13, msg=parameter)
+
+
+def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, int]:
+    """(most activations the executor counts, most inputs alive at a forward, what is alive afterwards)."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    schedule = build_schedule(name, world, microbatches, virtual)
+    stages = stages_on(rank, schedule.stages, schedule)
+    axis = Axis("pipeline", tuple(range(world)), rank, dist.group.WORLD)
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+
+    class Mark(torch.autograd.Function):
+        """Lives as long as the graph of one forward pass."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            alive.add(ctx)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient
+
+    def marking(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(microbatch: Microbatch, inputs: torch.Tensor | None) -> torch.Tensor:
+            nonlocal most
+            result = Mark.apply(compute(microbatch, inputs))
+            most = max(most, len(alive))
+            return result
+
+        return run
+
+    executor = executor_of(schedule, stages, axis, marking)
+    for _ in range(2):
+        executor.run(microbatches_of(*batch(microbatches)), lambda: 1.0)
+    gc.collect()
+    return executor.peak_activations, most, len(alive)
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "microbatches"),
+    [("gpipe", 1, 5), ("1f1b", 1, 7), ("interleaved", 2, 6), ("zb_h1", 1, 7), ("zb_h2", 1, 7), ("zb_v", 2, 5),
+     ("dualpipe_v", 2, 7)],
+)  # fmt: skip
+def test_activations_are_held_as_long_as_the_validator_says(
+    name: str, virtual: int, microbatches: int, pool: Pool
+) -> None:
+    world = 3
+    schedule = build_schedule(name, world, microbatches, virtual)
+    report = validate(schedule)
+    for rank, (counted, graphs, left) in enumerate(
+        pool.run(world, held_at_once, name, virtual, microbatches)
+    ):
+        assert counted == report.peak_activations[rank]
+        # A graph lives from F to B; without W actions of their own that is all there is to hold.
+        assert graphs == counted if not schedule.split_backward else graphs <= counted
+        assert left == 0
+
+
+def test_another_number_of_microbatches_is_refused() -> None:
+    schedule = build_schedule("1f1b", 1, 3)
+    executor = executor_of(schedule, stages_on(0, 1, schedule), Axis("pipeline"))
+    with pytest.raises(ValueError, match="2 microbatches, scheduled are 3"):
+        executor.run(microbatches_of(*batch(2)), lambda: 1.0)
+
+
+def train_with(microbatches: int, schedule: str, configured: int) -> list[float]:
+    """Losses of two steps of an engine with other numbers of microbatches than configured."""
+    from hexad.train.engine import Engine
+
+    config = build_config(
+        {
+            "model": {"layers": 5, "hidden": 16, "heads": 2, "ffn_hidden": 24, "vocab": 40},
+            "data": {"sequence": _SEQUENCE},
+            "batch": {"micro": _MICRO, "global": _MICRO * configured},
+            "parallel": {
+                "pipeline": dist.get_world_size() if dist.is_initialized() else 1,
+                "schedule": schedule,
+            },
+            "precision": {"dtype": "fp64"},
+        }
+    )
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), CPU))
+    return [engine.train_step(microbatches_of(*batch(count))).loss for count in (microbatches, 1)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "auto"])
+@pytest.mark.parametrize("microbatches", [2, 6])
+def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatches: int, pool: Pool) -> None:
+    if schedule == "auto" and microbatches > 4:
+        with pytest.raises(RankError, match="auto was made for 4 microbatches"):
+            pool.run(2, train_with, microbatches, schedule, 4)
+        return
+    (alone,) = pool.run(1, train_with, microbatches, "1f1b", 4)
+    for losses in pool.run(2, train_with, microbatches, schedule, 4):
+        assert losses == pytest.approx(alone, rel=1e-10)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +21,8 @@ from hexad.model.transformer import Transformer
 from hexad.parallel.sharding import Placement, initialise
 from hexad.topology.mesh import Axis
 
-from ..train.command import Process, RunFile, call, write_run
+from ..pool import Pool
+from ..train.command import Process, RunFile, call, free_port, write_run
 
 FAMILIES = ("llama", "gpt2", "qwen2", "qwen3")
 
@@ -120,6 +125,37 @@ def test_the_command(trained: RunFile, tmp_path: Path) -> None:
     assert result.out == greedy
 
 
+def generated_by(rank: int, world: int, request: dict[str, object], port: int) -> str:
+    """What one rank of a world prints."""
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    from hexad.cli.generate import generate_here
+
+    out = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in {**place, **address}.items()}),
+        contextlib.redirect_stdout(out),
+    ):
+        generate_here(request)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [(2, ("parallel.pipeline=2",)), (4, ("parallel.pipeline=2",)), (3, ("parallel.pipeline=3",))],
+)
+def test_pipeline_ranks_generate_the_same(
+    trained: RunFile, pool: Pool, world: int, overrides: tuple[str, ...]
+) -> None:
+    """The model has one layer: three stages are embedding, layer and head."""
+    sampling = {"temperature": 1.5, "top_k": 0, "top_p": 0.95, "seed": 3, "as_json": False}
+    text = {"prompt": "the q", "tokens": 12, "checkpoint": str(trained.newest)}
+    alone = generated(trained, "--temperature", "1.5", "--top-p", "0.95", "--seed", "3")
+    request = {**sampling, **text, "nproc": world, "overrides": overrides}
+    first, *others = pool.apart(world, generated_by, request, free_port())
+    assert first == alone and set(others) <= {""}
+
+
 @pytest.mark.parametrize(
     ("options", "start"),
     [
@@ -130,8 +166,11 @@ def test_the_command(trained: RunFile, tmp_path: Path) -> None:
         (["--prompt", ""], "--prompt: found no tokens"),
         (["--tokens", "0"], "Invalid value for '--tokens'"),
         (["--nproc", "3"], "parallel.tensor: found 3"),
+        (["--nproc", "3", "parallel.pipeline=2"], "--nproc: found 3, expected parallel.tensor 1 x "),
+        (["--nproc", "2", "parallel.pipeline=2", "parallel.schedule=zb_v"], "parallel.schedule: found zb_v"),
+        (["--nproc", "8", "parallel.pipeline=8"], "parallel.pipeline: found 8 stages"),
         (["--nproc", "2", "--top-p", "0"], "--top-p: found 0.0"),
-        (["parallel.tensor=2"], "parallel.tensor: found 2; give the ranks with --nproc"),
+        (["parallel.tensor=2"], "--nproc: found 1, expected parallel.tensor 2 x parallel.pipeline 1 = 2"),
         (["model.hidden=32"], "model.hidden: found 32, but checkpoint"),
         (["--stop", "x"], "No such option"),
     ],

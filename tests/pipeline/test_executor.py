@@ -25,7 +25,7 @@ from hexad.parallel.tensor.cross_entropy import cross_entropy_sum
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
-from ..pool import Pool, RankError
+from ..pool import Pool
 
 CPU = torch.device("cpu")
 _MICRO, _SEQUENCE, _VOCAB, _HIDDEN = 2, 6, 31, 12
@@ -239,10 +239,6 @@ def train_with(microbatches: int, schedule: str, configured: int) -> list[float]
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "auto"])
 @pytest.mark.parametrize("microbatches", [2, 6])
 def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatches: int, pool: Pool) -> None:
-    if schedule == "auto" and microbatches > 4:
-        with pytest.raises(RankError, match="auto was made for 4 microbatches"):
-            pool.run(2, train_with, microbatches, schedule, 4)
-        return
     (alone,) = pool.run(1, train_with, microbatches, "1f1b", 4)
     for losses in pool.run(2, train_with, microbatches, schedule, 4):
         assert losses == pytest.approx(alone, rel=1e-10)

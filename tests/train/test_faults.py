@@ -57,6 +57,29 @@ def test_so_it_does_with_synchronous_saves_and_the_same_command(
     assert run.losses == reference.losses
 
 
+def test_a_rank_of_a_pipeline_killed_in_the_middle_of_a_step(make_run: MakeRun, start: Start) -> None:
+    """Its peers wait for activations and gradients that will never come."""
+    run = make_run(
+        run={"steps": 3},
+        model={"layers": 4, "hidden": 128, "ffn_hidden": 256},
+        batch={"micro": 1, "global": 96},
+        parallel={"pipeline": 3, "schedule": "zb_h1"},
+    )
+    process = start(run.arguments())
+    process.wait_for_step(run, 1)
+    took = run.metrics[0]["step_seconds"]
+    time.sleep(0.3 * took)
+    ranks = process.ranks()
+    os.kill(ranks[1], signal.SIGKILL)
+    begin = time.monotonic()
+    result = process.wait(30)
+    assert time.monotonic() - begin < 15
+    assert took > 0.5 and len(run.losses) == 1, "it was not in the middle of a step"
+    assert result.status == 1
+    assert re.fullmatch(r"rank 1 \(process \d+\) was killed by SIGKILL; .*", result.error)
+    wait_until_gone(ranks.values(), 5)
+
+
 def test_killing_the_command_leaves_no_rank_behind(
     make_run: MakeRun, start: Start, four: RunFile, pool: Pool
 ) -> None:

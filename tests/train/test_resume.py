@@ -85,7 +85,11 @@ def test_the_layout_may_change_between_stop_and_resume(make_run: MakeRun, alone:
     assert run.world(pool, 2, "parallel.tensor=2", "run.steps=12") == [(0, "")] * 2
     assert run.world(pool, 2, "run.steps=16") == [(0, "")] * 2
     assert run.train("run.steps=20").status == 0
-    np.testing.assert_allclose(run.losses, alone.losses[:20], rtol=1e-9)
+    pipeline = ("parallel.pipeline=2", "parallel.schedule=zb_h1", "parallel.tensor=2")
+    assert run.world(pool, 4, *pipeline, "run.steps=22") == [(0, "")] * 4
+    assert run.world(pool, 3, "parallel.pipeline=3", "run.steps=23") == [(0, "")] * 3
+    assert run.train("run.steps=24").status == 0
+    np.testing.assert_allclose(run.losses, alone.losses[:24], rtol=1e-9)
     assert run.losses != alone.losses[:20]  # other orders of summation: it did run in other layouts
 
 

@@ -11,6 +11,7 @@ from hexad.model.counts import ModelWork, Work, layer_costs
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
+from hexad.parallel.pipeline.schedules.auto import search
 from hexad.parallel.pipeline.simulate import Costs
 from hexad.parallel.pipeline.validate import validate
 from hexad.topology.layout import Layout
@@ -50,20 +51,18 @@ def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> 
     """The plan's schedule for another number of microbatches, on the same stages.
 
     Raises:
-        ConfigError: a larger number than a schedule from a file, or one that was searched for, has.
+        ConfigError: a larger number than a schedule from a file has.
     """
     planned = plan.schedule
     if microbatches <= planned.microbatches:
         return planned if microbatches == planned.microbatches else planned.first(microbatches)
-    name, settings = config.parallel.schedule, config.parallel
-    if name == "auto" or name.endswith(".json"):
+    name = config.parallel.schedule
+    if name.endswith(".json"):
         raise ConfigError(
             "parallel.schedule",
-            f"{name} was made for {planned.microbatches} microbatches, as batch.global says; "
-            f"found {microbatches}",
+            f"{name} has {planned.microbatches} microbatches, found {microbatches} in a step",
         )
-    group = None if settings.schedule_group == "auto" or name != "interleaved" else settings.schedule_group
-    return build_schedule(name, planned.pipeline, microbatches, settings.virtual_stages, group=group)
+    return _by_name(config, planned.pipeline, microbatches, model_work(config), planned.placement)
 
 
 def model_work(config: Config) -> ModelWork:
@@ -109,6 +108,18 @@ def _schedule(config: Config, pipeline: int, microbatches: int, work: ModelWork)
         return _from_file(config, pipeline, microbatches)
     with blaming("parallel.virtual_stages"):
         stages_per_rank(name, virtual)
+    return _by_name(config, pipeline, microbatches, work)
+
+
+def _by_name(
+    config: Config,
+    pipeline: int,
+    microbatches: int,
+    work: ModelWork,
+    placement: tuple[int, ...] | None = None,
+) -> Schedule:
+    settings = config.parallel
+    name, virtual = settings.schedule, settings.virtual_stages
 
     def costs_of(placement: tuple[int, ...]) -> Costs | None:
         try:
@@ -119,12 +130,14 @@ def _schedule(config: Config, pipeline: int, microbatches: int, work: ModelWork)
             return None  # too few layers for this many stages
         return stage_costs(work, layers, pipeline)
 
-    group = None if settings.schedule_group == "auto" or name != "interleaved" else settings.schedule_group
+    group = None if settings.schedule_group == "auto" else settings.schedule_group
     memory = None if settings.schedule_memory == "auto" else settings.schedule_memory
-    with blaming("parallel.schedule_memory" if name == "auto" else "parallel.schedule"):
-        return build_schedule(
-            name, pipeline, microbatches, virtual, group=group, costs=costs_of, memory=memory
-        )
+    if name == "auto":
+        among = None if placement is None else (placement,)
+        with blaming("parallel.schedule_memory"):
+            return search(pipeline, microbatches, virtual, costs_of, memory, among=among)
+    with blaming("parallel.schedule"):
+        return build_schedule(name, pipeline, microbatches, virtual, group=group)
 
 
 def _from_file(config: Config, pipeline: int, microbatches: int) -> Schedule:

@@ -24,7 +24,7 @@ _GAP = 0.45
 _IDLE = "#e6e8ed"
 _SMALLEST_FONT = 4.5
 _FOOTNOTES = (
-    "bubble, idle: the part spent waiting of the time from the first to the last action of the rank where that is longest",
+    "bubble, idle: waiting, as part of the time between the first and the last action of the slowest rank",
     "activations: the most that a rank holds at once, in stages x microbatches",
 )
 

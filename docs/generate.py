@@ -102,6 +102,8 @@ def _choices(annotation: Any) -> Iterator[tuple[str, object]]:
         yield "`null`", None
     elif annotation is bool:
         yield from (("`true`", True), ("`false`", False))
+    elif origin is Annotated and inner[0] is str:
+        yield next(part.func.__doc__ for part in inner[1:] if hasattr(part, "func")), _OPEN
     elif origin is Annotated:
         low, high, strict = _bounds(inner[1:])
         if inner[0] is int and high is not None:

@@ -138,6 +138,7 @@ class BatchSettings(Settings):
 
 
 def _schedule_file(path: str) -> str:
+    """a `.json` file"""
     if not path.endswith(".json"):
         raise ValueError("a file ending in .json")
     return path

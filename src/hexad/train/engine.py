@@ -190,6 +190,11 @@ class Engine:
                 values.copy_(piece.slice_of(tensors[piece.name]))
             group.publish()
 
+    @property
+    def peak_activations(self) -> int:
+        """Most pairs of stage and microbatch that this rank has held at once."""
+        return max((executor.peak_activations for executor in self._executors.values()), default=0)
+
     def recorded(self) -> tuple[float, list[tuple[float, float]]]:
         """When the last recorded step began, in seconds since the epoch, and (start, end) of each of this
         rank's actions, in seconds since then."""

@@ -1,0 +1,145 @@
+"""How near the executor comes to the simulator: measured step against the schedule simulated with measured actions.
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/pipeline_efficiency.py \
+        [--schedules 1f1b interleaved zb_h1 zb_v] [--microbatches 8] [--steps 5] [--json FILE]
+
+The ranks are those of one pipeline; the model is the 32M-parameter llama of ``step_time.py``. For every recorded
+step the simulator is fed with the medians, over the step's microbatches, of each stage's F, B and W (or BW)
+times. Messages cost nothing in the simulation, so that what they cost in the executor shows. Printed are the
+medians over the steps of the seconds from the first action's start to the last one's end, measured and simulated,
+and of the ratios; and each rank's most activations held at once, counted and as the validator says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peers.plain_torch import MICRO, Shape
+
+from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad.parallel.pipeline.schedule import Schedule
+from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
+from hexad.parallel.pipeline.validate import validate
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "zb_h2": 1, "zb_v": 2, "dualpipe_v": 2, "auto": 1}
+
+
+@dataclass
+class Step:
+    """One recorded step: its timeline, and the same schedule simulated with its actions' times."""
+
+    measured: Timeline
+    simulated: Timeline
+
+
+def engine_of(schedule: str, microbatches: int, ranks: int) -> Engine:
+    shape = Shape()
+    config = load_config(
+        {
+            "run": {"device": "cpu"},
+            "model": {
+                "layers": shape.layers,
+                "hidden": shape.hidden,
+                "heads": shape.heads,
+                "kv_heads": shape.kv_heads,
+                "ffn_hidden": shape.ffn_hidden,
+                "vocab": shape.vocab,
+            },
+            "data": {"sequence": shape.sequence},
+            "batch": {"micro": MICRO, "global": MICRO * microbatches},
+            "parallel": {"pipeline": ranks, "schedule": schedule, "virtual_stages": SCHEDULES[schedule]},
+            "precision": {"dtype": "fp32"},
+        }
+    )
+    return Engine(config, Mesh.create(Layout.from_settings(config.parallel, ranks), torch.device("cpu")))
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """Each stage's median times. A BW counts as a B whose W costs nothing."""
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for actions, times in zip(timeline.schedule.ranks, timeline.times):
+        for action, (start, end) in zip(actions, times):
+            seconds[action.kind.replace("BW", "B"), action.stage].append(end - start)
+    stages = range(timeline.schedule.stages)
+    forward, backward, weight = (
+        tuple(median(seconds[kind, stage] or [0.0]) for stage in stages) for kind in ("F", "B", "W")
+    )
+    return Costs(forward, backward, weight)
+
+
+def recorded(engine: Engine, batch: list[Microbatch], schedule: Schedule) -> Step:
+    dist.barrier()
+    engine.train_step(batch, record=True)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, engine.recorded())
+    first = min(begin for begin, _ in found)
+    times = [[(begin - first + start, begin - first + end) for start, end in rank] for begin, rank in found]
+    measured = Timeline.of(schedule, times)
+    return Step(measured, simulate(schedule, measured_costs(measured)))
+
+
+def measure(name: str, microbatches: int, steps: int) -> dict[str, Any]:
+    world = dist.get_world_size()
+    engine = engine_of(name, microbatches, world)
+    schedule = engine.plan.schedule
+    shape = Shape()
+    tokens = torch.randint(shape.vocab, (MICRO, shape.sequence + 1), generator=torch.Generator().manual_seed(1))
+    batch = [Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())] * microbatches
+    done = [recorded(engine, batch, schedule) for _ in range(steps + 1)][1:]
+    counted: list[Any] = [None] * world
+    dist.all_gather_object(counted, engine.peak_activations)
+    return {
+        "measured": median(step.measured.makespan for step in done),
+        "simulated": median(step.simulated.makespan for step in done),
+        "ratio": median(step.measured.makespan / step.simulated.makespan for step in done),
+        "bubble": median(step.measured.bubble for step in done),
+        "simulated_bubble": median(step.simulated.bubble for step in done),
+        "peak_activations": counted,
+        "validator": list(validate(schedule).peak_activations),
+        "last_costs": {k: list(getattr(measured_costs(done[-1].measured), k)) for k in ("forward", "backward", "weight")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1f1b", "interleaved", "zb_h1", "zb_v"])
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    first = dist.get_rank() == 0
+    results: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "microbatches": options.microbatches,
+        "schedules": {},
+    }
+    for name in options.schedules:
+        found = results["schedules"][name] = measure(name, options.microbatches, options.steps)
+        if first:
+            print(
+                f"{name:12s} measured {found['measured']:6.2f} s, simulated {found['simulated']:6.2f} s, ratio "
+                f"{found['ratio']:.3f}; bubble {found['bubble']:.3f} and {found['simulated_bubble']:.3f}; activations "
+                f"{found['peak_activations']} and {found['validator']}",
+                flush=True,
+            )
+    if first and options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -39,7 +39,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     )
     engine = Engine(config, Mesh.create(Layout(world=1), device))
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(int(config.model.vocab), (options.micro, options.sequence + 1), generator=generator)
+    shape = (options.micro, options.sequence + 1)
+    tokens = torch.randint(int(config.model.vocab), shape, generator=generator)
     batch = [Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())] * options.microbatches
     seconds, losses = [], []
     for _ in range(_WARM_UP + options.steps):

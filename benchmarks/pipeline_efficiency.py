@@ -1,13 +1,13 @@
-"""How near the executor comes to the simulator: measured step against the schedule simulated with measured actions.
+"""How near the executor comes to the simulator that is fed with the executor's own action times.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/pipeline_efficiency.py \
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/pipeline_efficiency.py \\
         [--schedules 1f1b interleaved zb_h1 zb_v] [--microbatches 8] [--steps 5] [--json FILE]
 
 The ranks are those of one pipeline; the model is the 32M-parameter llama of ``step_time.py``. For every recorded
-step the simulator is fed with the medians, over the step's microbatches, of each stage's F, B and W (or BW)
-times. Messages cost nothing in the simulation, so that what they cost in the executor shows. Printed are the
-medians over the steps of the seconds from the first action's start to the last one's end, measured and simulated,
-and of the ratios; and each rank's most activations held at once, counted and as the validator says.
+step the simulator is given the medians, over the step's microbatches, of each stage's F, B and W (or BW) times.
+Messages cost nothing in the simulation, so that what they cost in the executor shows. Printed are the medians over
+the steps of the seconds from the first action's start to the last one's end, measured and simulated, and of their
+ratio; and the most activations that each rank held at once, counted and as the validator says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import platform
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,10 +28,11 @@ from peers.plain_torch import MICRO, Shape
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.parallel.pipeline.schedule import Schedule
+from hexad.parallel.pipeline.schedules import NAMES
 from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
 from hexad.parallel.pipeline.validate import validate
 
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb_h1": 1, "zb_h2": 1, "zb_v": 2, "dualpipe_v": 2, "auto": 1}
+DEFAULT = ("1f1b", "interleaved", "zb_h1", "zb_v")
 
 
 @dataclass
@@ -57,7 +58,11 @@ def engine_of(schedule: str, microbatches: int, ranks: int) -> Engine:
             },
             "data": {"sequence": shape.sequence},
             "batch": {"micro": MICRO, "global": MICRO * microbatches},
-            "parallel": {"pipeline": ranks, "schedule": schedule, "virtual_stages": SCHEDULES[schedule]},
+            "parallel": {
+                "pipeline": ranks,
+                "schedule": schedule,
+                "virtual_stages": 2 if schedule == "interleaved" else 1,
+            },
             "precision": {"dtype": "fp32"},
         }
     )
@@ -93,7 +98,8 @@ def measure(name: str, microbatches: int, steps: int) -> dict[str, Any]:
     engine = engine_of(name, microbatches, world)
     schedule = engine.plan.schedule
     shape = Shape()
-    tokens = torch.randint(shape.vocab, (MICRO, shape.sequence + 1), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(shape.vocab, (MICRO, shape.sequence + 1), generator=generator)
     batch = [Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())] * microbatches
     done = [recorded(engine, batch, schedule) for _ in range(steps + 1)][1:]
     counted: list[Any] = [None] * world
@@ -106,13 +112,13 @@ def measure(name: str, microbatches: int, steps: int) -> dict[str, Any]:
         "simulated_bubble": median(step.simulated.bubble for step in done),
         "peak_activations": counted,
         "validator": list(validate(schedule).peak_activations),
-        "last_costs": {k: list(getattr(measured_costs(done[-1].measured), k)) for k in ("forward", "backward", "weight")},
+        "action_seconds": asdict(measured_costs(done[-1].measured)),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=["1f1b", "interleaved", "zb_h1", "zb_v"])
+    parser.add_argument("--schedules", nargs="+", choices=NAMES, default=DEFAULT)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
@@ -131,9 +137,9 @@ def main() -> None:
         found = results["schedules"][name] = measure(name, options.microbatches, options.steps)
         if first:
             print(
-                f"{name:12s} measured {found['measured']:6.2f} s, simulated {found['simulated']:6.2f} s, ratio "
-                f"{found['ratio']:.3f}; bubble {found['bubble']:.3f} and {found['simulated_bubble']:.3f}; activations "
-                f"{found['peak_activations']} and {found['validator']}",
+                f"{name:12s} measured {found['measured']:6.2f} s, simulated {found['simulated']:6.2f} s, "
+                f"ratio {found['ratio']:.3f}; bubble {found['bubble']:.3f}, {found['simulated_bubble']:.3f}; "
+                f"activations {found['peak_activations']}, {found['validator']}",
                 flush=True,
             )
     if first and options.json:

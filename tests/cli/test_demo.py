@@ -44,7 +44,7 @@ def test_the_run_file_holds_any_path_and_the_overrides(tmp_path: Path, started: 
     config = load_config(path, overrides)
     assert config.run.dir == str(where) and config.data.train == str(where / "data" / "train")
     assert config.optimizer.lr == 0.1 and config.log.every == 5
-    assert (config.parallel.data, config.parallel.tensor) == (2, 2)
+    assert (config.parallel.data, config.parallel.tensor, config.parallel.pipeline) == (2, 2, 2)
 
 
 @pytest.mark.parametrize("steps", [200, 60, 10])
@@ -98,5 +98,5 @@ def test_the_samples_exit_status_is_the_demos(tmp_path: Path, monkeypatch: pytes
 def test_the_template_is_accepted(tmp_path: Path) -> None:
     data = DemoData("train", "validation", "tokenizer", 4096, 1000, 50, 7.0)
     path = module._write_run(tmp_path, data, ())
-    assert yaml.safe_load(path.read_text())["run"]["steps"] == 200
+    assert yaml.safe_load(path.read_text())["run"]["steps"] == 150
     assert run(["config", "check", str(path), "--world", "4"]) == 0

@@ -19,7 +19,7 @@ _COMMANDS = {
     "generate": ("hexad.cli.generate", "generate", "Continue a prompt with a trained model."),
     "data": ("hexad.cli.data", "data", "Build and inspect datasets."),
     "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Look into checkpoints."),
-    "show": ("hexad.cli.show", "show", "Draw layouts and runs."),
+    "show": ("hexad.cli.show", "show", "Draw layouts, schedules and runs."),
     "config": ("hexad.cli.config", "config", "Show and check configurations."),
 }
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hexad.config import Config, ConfigError, HexadError, blaming, load_config
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
-from hexad.parallel.pipeline.simulate import Costs
-from hexad.show.schedule import TIMELINE, Chart, read_timeline, simulated
+from hexad.parallel.pipeline.simulate import TIMELINE, Costs
+from hexad.show.schedule import Chart, read_timeline, simulated
 
 if TYPE_CHECKING:
     from hexad.train.pipeline import PipelinePlan

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-TIMELINE = "timeline.json"
-"""In a run directory: one step as it was planned and as it was measured."""
 MOST_ROWS = 32
 """Ranks that are drawn; of more, evenly chosen ones, and it is said."""
 MEANINGS = {

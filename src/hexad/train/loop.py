@@ -21,6 +21,7 @@ from hexad.dataset.sidecar import fingerprint
 from hexad.dataset.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.counts import flops_per_token, parameter_count
 from hexad.model.transformer import DTYPES
+from hexad.parallel.pipeline.simulate import TIMELINE
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
@@ -29,7 +30,7 @@ from .launch import Run, launch
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
 from .stop import SAVE_FAILED, StopRequest
-from .timeline import TIMELINE, timeline_text
+from .timeline import timeline_text
 
 log = logging.getLogger("hexad")
 

@@ -11,8 +11,6 @@ from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
 from .engine import Engine
 from .pipeline import model_work, stage_costs
 
-TIMELINE = "timeline.json"
-
 
 def timeline_text(engine: Engine) -> str:
     """The last recorded step's timeline as JSON, beside the planned one; the ranks of a pipeline call it

@@ -9,6 +9,9 @@ from typing import Any
 from .schedule import Schedule, ScheduleError
 from .validate import validate
 
+TIMELINE = "timeline.json"
+"""In a run directory: one step as it was planned and as it was measured."""
+
 
 @dataclass(frozen=True)
 class Costs:

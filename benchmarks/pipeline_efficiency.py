@@ -3,11 +3,12 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/pipeline_efficiency.py \\
         [--schedules 1f1b interleaved zb_h1 zb_v] [--microbatches 8] [--steps 5] [--json FILE]
 
-The ranks are those of one pipeline; the model is the 32M-parameter llama of ``step_time.py``. For every recorded
-step the simulator is given the medians, over the step's microbatches, of each stage's F, B and W (or BW) times.
-Messages cost nothing in the simulation, so that what they cost in the executor shows. Printed are the medians over
-the steps of the seconds from the first action's start to the last one's end, measured and simulated, and of their
-ratio; and the most activations that each rank held at once, counted and as the validator says.
+The ranks are those of one pipeline; the model is the 32M-parameter llama of ``step_time.py``. For every
+recorded step the simulator is given the medians, over the step's microbatches, of each stage's F, B and W
+(or BW) times. Messages cost nothing in the simulation, so that what they cost in the executor shows.
+Printed are the medians over the steps of the seconds from the first action's start to the last one's end,
+measured and simulated, and of their ratio; and the most activations each rank held at once, counted and as
+validated.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _drop_microbatch(mesh: Mesh) -> Patches:
 
     def backward(self: Any, stage: int, microbatch: int, gradient: Any, split: bool) -> Any:
         scale = self._scale
-        self._scale = (lambda: 0.0) if microbatch == 1 else scale
+        self._scale = 0.0 if microbatch == 1 else scale
         result = original(self, stage, microbatch, gradient, split)
         self._scale = scale
         return result
@@ -166,7 +166,7 @@ def _wrong_scale(mesh: Mesh) -> Patches:
     original = executor.Executor.run
 
     def run(self: Any, microbatches: Any, scale: Any, record: bool = False) -> Any:
-        return original(self, microbatches, lambda: scale() * len(microbatches), record)
+        return original(self, microbatches, scale * len(microbatches), record)
 
     return [mock.patch.object(executor.Executor, "run", run)]
 

@@ -412,7 +412,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert error_of("--virtual-stages", "0").startswith("--virtual-stages: found 0")
     assert "did you mean 'zb_v'" in error_of("--schedule", "zb_w")
     assert error_of("--schedule", "1f1b", "--virtual-stages", "2").startswith(
-        "--schedule: 1f1b has one stage"
+        "--virtual-stages: 1f1b has one stage"
     )
     assert "interleaved" in error_of("--schedule", "1f1b", "--group", "2")
     for costs in ("1,1", "1,1,1,1,1", "a,b,c", "", "1;1;1"):

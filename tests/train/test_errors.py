@@ -28,8 +28,8 @@ MISTAKES = [
     (["parallel.schedule=zbv"], "parallel.schedule: found 'zbv'", "did you mean 'zb_v'?"),
     (["parallel.schedule=mine.json"], "parallel.schedule: mine.json: cannot be read", "No such file"),
     (["parallel.virtual_stages=2"], "parallel.virtual_stages: 1f1b has one stage per rank", "interleaved"),
-    (["parallel.schedule_group=2"], "parallel.schedule_group: found 2", "set parallel.schedule: interleaved"),
-    (["parallel.schedule_memory=2"], "parallel.schedule_memory: found 2", "set parallel.schedule: auto"),
+    (["parallel.schedule_group=2"], "parallel.schedule_group: found 2", "only interleaved"),
+    (["parallel.schedule_memory=2"], "parallel.schedule_memory: found 2", "only auto"),
     (
         ["parallel.pipeline=2", "parallel.schedule=auto", "parallel.schedule_memory=0.1"],
         "parallel.schedule_memory: ",

@@ -7,9 +7,9 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hexad.config import Config, ConfigError, HexadError, blaming, load_config
+from hexad.config import Config, HexadError, blaming, load_config
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
-from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.parallel.pipeline.schedules import NAMES, build_schedule, stages_per_rank
 from hexad.parallel.pipeline.simulate import TIMELINE, Costs
 from hexad.show.schedule import Chart, read_timeline, simulated
 
@@ -65,7 +65,9 @@ def chosen(settings: tuple[str, ...], options: dict[str, Any]) -> Choice:
         if settings:
             raise HexadError(f"--file: found '{options['file']}' beside {settings[0]}; give one of them")
         _refuse(options, _SETTLED, f"--file {options['file']}")
-        return Choice([_with_times(read_schedule(options["file"]), times)])
+        schedule = read_schedule(options["file"])
+        with blaming(f"--file: {options['file']}"):
+            return Choice([_with_times(schedule, times)])
     if sources and Path(sources[0]).is_dir():
         return _of_run(Path(sources[0]), settings, options, times)
     if settings:
@@ -113,12 +115,15 @@ def _from_options(options: dict[str, Any], times: Times) -> Schedule:
         problem = "expected more than 0" if name == "auto" else f"but {name} needs what it needs; use auto"
         raise HexadError(f"--memory: found {options['memory']:g}, {problem}")
     pipeline = options.get("pipeline", 4)
-    with blaming("--schedule"):
+    virtual = options.get("virtual_stages", 2 if name == "interleaved" else 1)
+    with blaming("--schedule" if name not in NAMES else "--virtual-stages"):
+        stages_per_rank(name, virtual)
+    with blaming("--group" if "group" in options else "--memory" if "memory" in options else "--schedule"):
         return build_schedule(
             name,
             pipeline,
             options.get("microbatches", 2 * pipeline),
-            options.get("virtual_stages", 2 if name == "interleaved" else 1),
+            virtual,
             group=options.get("group"),
             costs=lambda placement: _equal(placement, times),
             memory=options.get("memory"),
@@ -155,18 +160,11 @@ def _times(text: str) -> Times:
 def _of_config(config: Config, times: Times | None) -> Chart:
     """The schedule that the trainer would run."""
     from hexad.topology.layout import Layout
-    from hexad.train.pipeline import pipeline_plan
+    from hexad.train.checks import check_config
 
     from .show import _fewest_ranks
 
-    layout = Layout.from_settings(config.parallel, _fewest_ranks(config.parallel))
-    per_step = config.batch.micro * layout.degrees["data"]
-    if config.batch.global_ % per_step:
-        raise ConfigError(
-            "batch.global",
-            f"found {config.batch.global_}, expected a multiple of batch.micro * data ranks = {per_step}",
-        )
-    plan = pipeline_plan(config, layout)
+    plan = check_config(config, Layout.from_settings(config.parallel, _fewest_ranks(config.parallel)))
     if times:
         return _with_times(plan.schedule, times)
     words = "times by the stages' arithmetic, F being 1 per rank and microbatch"

@@ -89,9 +89,9 @@ def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
     from hexad.train.pipeline import pipeline_plan
 
     config = with_vocab(config, load_tokenizer(config.data.tokenizer))
-    per_stage = state_bytes(config, layout)
-    memory = max(per_stage, key=lambda count: count["total"])
     plan = pipeline_plan(config, layout)
+    per_stage = state_bytes(config, layout, plan)
+    memory = max(per_stage, key=lambda count: count["total"])
     sizes = degrees(layout)
     if as_json:
         print_json(

@@ -281,8 +281,11 @@ class _Grid:
         letters = max((len(kind) / time for kind, time in durations), default=1.0)
         whole = max(((len(kind) + digits) / time for kind, time in durations), default=1.0)
         self.numbers = self.end * whole <= self.room + 0.5
-        # Letters at least, one box at a time; what does not fit then is cut off at the right.
-        self.scale = whole if self.numbers else letters
+        # Letters at least, one box at a time; what does not fit then is cut off at the right. Measured times
+        # vary so much that this would leave little: there the whole step is shown.
+        measured = any(chart.unit for chart in charts)
+        fitted = min(letters, self.room / self.end) if measured else letters
+        self.scale = whole if self.numbers else fitted
         self.columns = min(self.room, ceil(self.end * self.scale - 1e-6))
         parts = []
         if self.columns < ceil(self.end * self.scale - 1e-6):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hexad.config import Config, ConfigError
 from hexad.topology.layout import Layout
 
-from .pipeline import pipeline_plan
+from .pipeline import PipelinePlan, pipeline_plan
 
 # What the configuration can name but this version cannot do yet: field -> values it can.
 SUPPORTED: dict[str, tuple[object, ...]] = {
@@ -28,14 +28,22 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_config(config: Config, layout: Layout) -> None:
-    """Refuse what is unsupported or does not fit the layout.
+def check_config(config: Config, layout: Layout) -> PipelinePlan:
+    """Refuse what is unsupported or does not fit the layout; returns the pipeline's stages and schedule.
 
     Raises:
         ConfigError: the first problem, naming the field, the value found and the fix.
     """
     for problem in _problems(config, layout):
         raise problem
+    plan = pipeline_plan(config, layout)
+    if config.run.compile and plan.schedule.split_backward:
+        raise ConfigError(
+            "run.compile",
+            f"found true with parallel.schedule {config.parallel.schedule}, which puts weight gradients off; "
+            "use gpipe, 1f1b or interleaved",
+        )
+    return plan
 
 
 def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
@@ -43,7 +51,7 @@ def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
     yield from _tensor(config, layout.tensor)
     yield from _batch(config, layout)
-    yield from _pipeline(config, layout)
+    yield from _schedule(config)
 
 
 def _unsupported(config: Config) -> Iterator[ConfigError]:
@@ -126,27 +134,15 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
         )
 
 
-def _pipeline(config: Config, layout: Layout) -> Iterator[ConfigError]:
+def _schedule(config: Config) -> Iterator[ConfigError]:
     settings = config.parallel
     for field, owner in (("schedule_group", "interleaved"), ("schedule_memory", "auto")):
         found = getattr(settings, field)
         if found != "auto" and settings.schedule != owner:
             yield ConfigError(
                 f"parallel.{field}",
-                f"found {found} with parallel.schedule {settings.schedule}, which does not use it; "
-                f"set parallel.schedule: {owner}, or remove it",
+                f"found {found} with parallel.schedule {settings.schedule}; only {owner} uses it: remove it",
             )
-    try:
-        schedule = pipeline_plan(config, layout).schedule
-    except ConfigError as problem:
-        yield problem
-        return
-    if config.run.compile and schedule.split_backward:
-        yield ConfigError(
-            "run.compile",
-            f"found true with parallel.schedule {settings.schedule}, which puts weight gradients off; use "
-            "gpipe, 1f1b or interleaved",
-        )
 
 
 def _divisors(number: int) -> str:

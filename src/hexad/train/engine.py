@@ -25,7 +25,7 @@ from hexad.parallel.slot import ProductQueue
 from hexad.topology.mesh import Axis, Mesh
 
 from .checks import check_config
-from .pipeline import pipeline_plan, training_schedule
+from .pipeline import training_schedule
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Engine:
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
-        check_config(config, mesh.layout)
+        self.plan = plan = check_config(config, mesh.layout)
         if config.model.vocab == "auto":
             raise ConfigError(
                 "model.vocab", "found 'auto', expected a number: the tokenizer's vocabulary size"
@@ -97,7 +97,6 @@ class Engine:
         self.mesh = mesh
         self.step = 0
         self.samples = 0
-        self.plan = plan = pipeline_plan(config, mesh.layout)
         place = placement(config, mesh.tensor, mesh.device)
         owners = plan.schedule.placement
         self.stages = build_stages(with_positions(config), place, plan.layers, owners, mesh.pipeline.rank)
@@ -131,8 +130,9 @@ class Engine:
         executor = self._executor(len(microbatches), training=True)
         placed = [self._placed(microbatch) for microbatch in microbatches]
         self.reducer.begin(len(placed))
-        # The counts are on their way during the first forward.
-        total = executor.run(placed, lambda: 1.0 / self._targets(counting.wait()), record)
+        # Every rank looks at the counts before any waits for another stage, so that all refuse them alike.
+        targets = self._targets(counting.wait())
+        total = executor.run(placed, 1.0 / targets, record)
         if record:
             self._recorded = (executor.began, executor.times)
         total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -145,12 +145,17 @@ class Engine:
         self.step += 1
         sequences = sum(microbatch.tokens.shape[0] for microbatch in placed)
         self.samples += sequences * self.mesh.data.size
-        targets = self._targets(counting.wait())
         mean = float(loss.wait()) / targets
         return StepResult(self.step, mean, norm, lr, targets, skipped=not math.isfinite(norm))
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing."""
+        """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing.
+
+        Raises:
+            HexadError: no microbatch, or token ids outside the vocabulary.
+        """
+        if not microbatches:
+            raise HexadError("evaluate needs at least one microbatch")
         executor = self._executor(len(microbatches), training=False)
         total = executor.run([self._placed(microbatch) for microbatch in microbatches])
         targets = sum(microbatch.targets() for microbatch in microbatches)

@@ -14,16 +14,20 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis
 
 from .engine import placement, with_positions
-from .pipeline import pipeline_plan
+from .pipeline import PipelinePlan
 
 
-def state_bytes(config: Config, layout: Layout) -> list[dict[str, int]]:
+def state_bytes(config: Config, layout: Layout, plan: PipelinePlan) -> list[dict[str, int]]:
     """For each pipeline rank, bytes of parameters, gradients, master weights and optimizer state.
 
     Activations come on top. The model is built without memory (meta device), so that the count is exact.
     ``model.vocab`` must be a number.
+
+    Args:
+        config: resolved.
+        layout: of the run.
+        plan: its stages.
     """
-    plan = pipeline_plan(config, layout)
     place = placement(config, Axis("tensor", tuple(range(layout.tensor))), torch.device("meta"))
     model, owners = with_positions(config), plan.schedule.placement
     return [

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -115,6 +117,9 @@ def launch(config: Config) -> Iterator[Run]:
         # Each rank has read its own files; nothing later would notice a difference.
         run.identical("torch", str(torch.__version__))
         run.identical("settings", config.model_dump(mode="json", by_alias=True))
+        if config.parallel.schedule.endswith(".json"):
+            content = Path(config.parallel.schedule).read_bytes()
+            run.identical("parallel.schedule's file", f"one with SHA-256 {sha256(content).hexdigest()[:12]}")
         yield run
     except CommError:
         # Peers are gone. An orderly end would wait for collectives that they will never join; the process

@@ -105,6 +105,8 @@ class Trainer:
                 config.lr_schedule.warmup,
                 config.run.steps,
             )
+        if config.log.timeline > config.run.steps:
+            log.info("log.timeline %d is after run.steps %d", config.log.timeline, config.run.steps)
         if engine.step >= config.run.steps:
             log.info("nothing to do: run.steps is %d; give a larger number to go on", config.run.steps)
         with recorder as sink, StopRequest(self.mesh) as stop:

@@ -145,10 +145,13 @@ def _from_file(config: Config, pipeline: int, microbatches: int) -> Schedule:
     path, virtual = config.parallel.schedule, config.parallel.virtual_stages
     with blaming("parallel.schedule"):
         schedule = read_schedule(path)
-        validate(schedule)
+        with blaming(f"parallel.schedule: {path}"):
+            validate(schedule)
     if schedule.pipeline != pipeline:
         raise ConfigError(
-            "parallel.pipeline", f"found {pipeline}, but {path} is a schedule of {schedule.pipeline} ranks"
+            "parallel.pipeline",
+            f"found {pipeline}, but {path} is a schedule of {schedule.pipeline} ranks; "
+            f"use {schedule.pipeline}",
         )
     if schedule.microbatches != microbatches:
         size = config.batch.global_ // microbatches * schedule.microbatches
@@ -159,6 +162,7 @@ def _from_file(config: Config, pipeline: int, microbatches: int) -> Schedule:
         )
     if virtual != 1 and schedule.stages != virtual * pipeline:
         raise ConfigError(
-            "parallel.virtual_stages", f"found {virtual}, but {path} has {schedule.stages} stages in all"
+            "parallel.virtual_stages",
+            f"found {virtual}, but {path} has {schedule.stages} stages in all; leave it out",
         )
     return schedule

@@ -37,9 +37,8 @@ class GradientReducer:
         self.data = data
         self.tensor = tensor
         self.tied = tied
-        # Gradients that are partial over another axis too take two reductions; being few, they go last.
         self._queue = sorted(
-            ((group, bucket) for group in groups if not self._partial(group) for bucket in group.buckets),
+            ((group, bucket) for group in groups for bucket in group.buckets),
             key=lambda entry: -entry[1].earliest,
         )
         self._next = 0
@@ -66,14 +65,14 @@ class GradientReducer:
         for slot in self._slots:
             slot.finish()
         self._start(len(self._queue))
-        for group in self.groups:
-            for axis in self._partial(group):
-                all_reduce(group.gradients, axis)
-            if self._partial(group):
-                self._pending.append(all_reduce_async(group.gradients, self.data))
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
+        # Last, so that those who share a parameter end with the same bits, whatever the order in which their
+        # data ranks were added up.
+        for group in self.groups:
+            for axis in self._partial(group):
+                all_reduce(group.gradients, axis)
 
     def _partial(self, group: FlatGroup) -> list[Axis]:
         """The axes besides data over which the group's gradients must be summed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,8 @@ from .schedule import Message, Schedule
 from .simulate import Costs, simulate
 
 _AHEAD = 4
-"""Receives posted before they are needed: enough to hide a message behind an action, few enough to hold."""
+"""Receives posted before they are needed, and sends under way that no answer will confirm: enough to hide a
+message behind an action, few enough to hold."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class Transfer:
         peer: the other rank.
         delivered: position of the action that needs it (outgoing) or makes it (incoming) among the peer's
             actions. Whoever hears from the peer about a later action knows that it is done.
+        answered: an outgoing one: whether such a message will come.
     """
 
     message: Message
     outgoing: bool
     peer: int
     delivered: int
+    answered: bool = False
 
 
 def transfers(schedule: Schedule) -> list[list[Transfer]]:
@@ -61,7 +64,18 @@ def transfers(schedule: Schedule) -> list[list[Transfer]]:
         receiver = schedule.placement[message.target]
         result[sender].append(Transfer(message, True, receiver, consumed[message]))
         result[receiver].append(Transfer(message, False, sender, index))
-    return result
+    return [_with_answers(own) for own in result]
+
+
+def _with_answers(own: list[Transfer]) -> list[Transfer]:
+    last: dict[int, int] = {}
+    for transfer in own:
+        if not transfer.outgoing:
+            last[transfer.peer] = max(transfer.delivered, last.get(transfer.peer, -1))
+    return [
+        replace(transfer, answered=transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1))
+        for transfer in own
+    ]
 
 
 class Exchange:
@@ -85,7 +99,8 @@ class Exchange:
         self._next = 0
         self._outgoing: dict[Message, torch.Tensor] = {}
         self._arriving: dict[Message, Pending] = {}
-        self._sent: dict[int, deque[tuple[int, Pending]]] = {}
+        self._sent: dict[int, deque[tuple[int, Pending]]] = {}  # to be answered, by peer
+        self._unanswered: deque[Pending] = deque()
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start sending; the tensor must not be changed any more."""
@@ -103,9 +118,8 @@ class Exchange:
 
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
-        for pending in self._sent.values():
-            while pending:
-                pending.popleft()[1].wait()
+        for pending in (*self._unanswered, *(work for sent in self._sent.values() for _, work in sent)):
+            pending.wait()
 
     def _advance(self, until: int = -1) -> None:
         """Start transfers in order: those up to position ``until``, then as many as may be ahead."""
@@ -116,13 +130,23 @@ class Exchange:
                 if message not in self._outgoing:
                     return
                 pending = send_async(self._outgoing.pop(message), self._axis, peer, self._tag(message))
-                self._sent.setdefault(peer, deque()).append((transfer.delivered, pending))
+                self._keep(transfer, pending)
             else:
                 if self._next > until and len(self._arriving) >= _AHEAD:
                     return
                 buffer = self._buffer(message.microbatch)
                 self._arriving[message] = receive_async(buffer, self._axis, peer, self._tag(message))
             self._next += 1
+
+    def _keep(self, transfer: Transfer, pending: Pending) -> None:
+        """Hold on to what is being sent. Waiting for the oldest is safe: by the common order of transfers its
+        receiver is never kept from posting it."""
+        if transfer.answered:
+            self._sent.setdefault(transfer.peer, deque()).append((transfer.delivered, pending))
+            return
+        self._unanswered.append(pending)
+        if len(self._unanswered) > _AHEAD:
+            self._unanswered.popleft().wait()
 
     def _release(self, received: Transfer) -> None:
         """Let go of what the peer must have had before it could make what has just been received."""

@@ -65,14 +65,14 @@ class Executor(Generic[M]):
         self._transfers = transfers(schedule)[axis.rank]
 
     def run(
-        self, microbatches: Sequence[M], scale: Callable[[], float] | None = None, record: bool = False
+        self, microbatches: Sequence[M], scale: float | None = None, record: bool = False
     ) -> torch.Tensor | None:
         """Carry out this rank's actions.
 
         Args:
             microbatches: as many as the schedule has, the same ones on all pipeline ranks.
-            scale: what the sum of all token losses is multiplied by before it is differentiated; asked for
-                when it is first needed. None where the schedule has no backward actions.
+            scale: what the sum of all token losses is multiplied by before it is differentiated. None where
+                the schedule has no backward actions.
             record: measure ``times``.
 
         Returns:
@@ -121,7 +121,7 @@ class _Walk(Generic[M]):
         schedule: Schedule,
         stages: Mapping[int, Stage[M]],
         microbatches: Sequence[M],
-        scale: Callable[[], float] | None,
+        scale: float | None,
         products: ProductQueue,
     ) -> None:
         self.total: torch.Tensor | None = None
@@ -181,7 +181,7 @@ class _Walk(Generic[M]):
         inputs, root = self._graphs.pop((stage, microbatch))
         if isinstance(root, torch.Tensor):
             assert self._scale is not None
-            gradient = torch.full_like(root, self._scale())
+            gradient = torch.full_like(root, self._scale)
         if split:
             with self._products.deferring() as later:
                 torch.autograd.backward(root, gradient)

@@ -109,11 +109,6 @@ class Schedule:
             return None
         return Message("F" if kind == "F" else "B", source, microbatch)
 
-    def only(self, kind: str) -> Schedule:
-        """The schedule without actions of other kinds."""
-        ranks = tuple(tuple(action for action in actions if action.kind == kind) for actions in self.ranks)
-        return Schedule(f"{self.name}, {kind} only", self.microbatches, self.placement, ranks)
-
     def first(self, microbatches: int) -> Schedule:
         """The schedule for the first ``microbatches``. Leaving actions out keeps every order possible."""
         ranks = tuple(
@@ -198,8 +193,14 @@ def _from_tree(tree: Any, name: str) -> Schedule:
                 raise ScheduleError(f"stage {action.stage} has actions on ranks {owner} and {rank}")
     if not owners or sorted(owners) != list(range(len(owners))):
         raise ScheduleError(f"found actions of stages {sorted(owners)}, expected 0, 1, 2, .. without a gap")
-    microbatches = 1 + max(action.microbatch for actions in ranks for action in actions)
+    microbatches = len(numbers := {action.microbatch for actions in ranks for action in actions})
+    if max(numbers) != microbatches - 1:
+        missing = next(number for number in range(microbatches) if number not in numbers)
+        raise ScheduleError(f"found microbatch {max(numbers)} but no microbatch {missing}")
     placement = tuple(owners[stage] for stage in range(len(owners)))
+    for key, found in (("microbatches", microbatches), ("placement", list(placement))):
+        if tree.get(key, found) != found:
+            raise ScheduleError(f"{key}: found {tree[key]}, but the actions in ranks say {found}")
     return Schedule(str(tree.get("name", name)), microbatches, placement, ranks)
 
 

@@ -46,6 +46,9 @@ def validate(schedule: Schedule, buffers: int | None = None, *, forward_only: bo
             raise ScheduleError(
                 f"stage {stage} is placed on rank {owner}, but there are {schedule.pipeline} ranks"
             )
+    for rank in range(schedule.pipeline):
+        if rank not in schedule.placement:
+            raise ScheduleError(f"rank {rank} of {schedule.pipeline} has no stage; every rank needs one")
     done = bytearray(schedule.stages * schedule.microbatches)
     peaks = tuple(_check_rank(schedule, rank, done, forward_only) for rank in range(schedule.pipeline))
     complete = 1 if forward_only else 3

@@ -14,6 +14,7 @@ validated.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -145,6 +146,7 @@ def main() -> None:
             )
     if first and options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    gc.collect()  # engines are webs of references, and their groups have threads
     dist.destroy_process_group()
 
 

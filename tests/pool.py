@@ -5,6 +5,7 @@ Importing torch costs seconds of CPU per process; on two cores, fresh interprete
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -41,6 +42,7 @@ def _worker(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()  # an engine is a web of references that would keep its groups' threads
 
 
 class RankError(Exception):

@@ -62,7 +62,7 @@ def test_a_rank_of_a_pipeline_killed_in_the_middle_of_a_step(make_run: MakeRun, 
     run = make_run(
         run={"steps": 3},
         model={"layers": 4, "hidden": 128, "ffn_hidden": 256},
-        batch={"micro": 1, "global": 96},
+        batch={"micro": 1, "global": 192},
         parallel={"pipeline": 3, "schedule": "zb_h1"},
     )
     process = start(run.arguments())
@@ -74,7 +74,7 @@ def test_a_rank_of_a_pipeline_killed_in_the_middle_of_a_step(make_run: MakeRun, 
     begin = time.monotonic()
     result = process.wait(30)
     assert time.monotonic() - begin < 15
-    assert took > 0.5 and len(run.losses) == 1, "it was not in the middle of a step"
+    assert len(run.losses) == 1, "it was not in the middle of the second step"
     assert result.status == 1
     assert re.fullmatch(r"rank 1 \(process \d+\) was killed by SIGKILL; .*", result.error)
     wait_until_gone(ranks.values(), 5)

@@ -265,3 +265,31 @@ def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatc
     (alone,) = pool.run(1, train_with, microbatches, "1f1b", 4)
     for losses in pool.run(2, train_with, microbatches, schedule, 4):
         assert losses == pytest.approx(alone, rel=1e-10)
+
+
+def test_an_engine_leaves_nothing_behind() -> None:
+    """Parameters, slots and reducer refer to each other; what goes with them are buffers and process groups."""
+    from hexad.train.engine import Engine
+
+    config = build_config(
+        {
+            "model": {
+                "family": "gpt2",
+                "layers": 2,
+                "hidden": 16,
+                "heads": 2,
+                "ffn_hidden": 24,
+                "vocab": _VOCAB,
+            },
+            "data": {"sequence": _SEQUENCE},
+            "batch": {"micro": _MICRO, "global": _MICRO},
+            "parallel": {"schedule": "zb_h1"},
+        }
+    )
+    engine = Engine(config, Mesh.create(Layout(world=1), CPU))
+    engine.train_step(microbatches_of(*batch(1)))
+    left = [weakref.ref(thing) for thing in (engine.reducer, *engine.groups, *engine.stages.values())]
+    left += [weakref.ref(group.gradients) for group in engine.groups]
+    del engine
+    gc.collect()
+    assert [thing() for thing in left] == [None] * len(left)

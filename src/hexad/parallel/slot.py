@@ -143,13 +143,16 @@ def slot_of(parameter: torch.Tensor) -> GradientSlot | None:
 def attach_slot(parameter: nn.Parameter, slot: GradientSlot) -> None:
     """Give ``parameter`` a slot; gradients that autograd computes for it are moved there too."""
     parameter.gradient_slot = slot  # type: ignore[attr-defined]
+    parameter.register_post_accumulate_grad_hook(_move)
 
-    def move(p: torch.Tensor) -> None:
-        if p.grad is not None:  # None where a layer has contributed to the slot by itself
-            slot.add(p.grad)
-            p.grad = None
 
-    parameter.register_post_accumulate_grad_hook(move)
+def _move(parameter: torch.Tensor) -> None:
+    # A function that held the slot itself would close a circle through the hook, which is never collected: an
+    # engine's buffers and its process groups, with busy threads, would outlive it.
+    slot = slot_of(parameter)
+    if slot is not None and parameter.grad is not None:  # None where a layer has contributed by itself
+        slot.add(parameter.grad)
+        parameter.grad = None
 
 
 def deferred(weight: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peers.plain_torch import MICRO, Shape
+from step_time import model_settings
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.parallel.pipeline.schedule import Schedule
@@ -46,19 +47,11 @@ class Step:
 
 
 def engine_of(schedule: str, microbatches: int, ranks: int) -> Engine:
-    shape = Shape()
     config = load_config(
         {
             "run": {"device": "cpu"},
-            "model": {
-                "layers": shape.layers,
-                "hidden": shape.hidden,
-                "heads": shape.heads,
-                "kv_heads": shape.kv_heads,
-                "ffn_hidden": shape.ffn_hidden,
-                "vocab": shape.vocab,
-            },
-            "data": {"sequence": shape.sequence},
+            "model": model_settings(),
+            "data": {"sequence": Shape().sequence},
             "batch": {"micro": MICRO, "global": MICRO * microbatches},
             "parallel": {
                 "pipeline": ranks,

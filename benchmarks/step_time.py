@@ -41,6 +41,15 @@ PLAIN = tuple(RANKS)
 RANKS |= {f"pipeline2_{end}": 2 for end in SCHEDULES} | {f"tensor2_pipeline2_{end}": 4 for end in SCHEDULES}
 
 
+def model_settings() -> dict[str, int]:
+    """Hexad's settings for the peers' model."""
+    from peers.plain_torch import Shape
+
+    shape = Shape()
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+    return {name: getattr(shape, name) for name in names}
+
+
 def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
     """A step of Hexad on the peer's weights and tokens."""
     import torch
@@ -53,14 +62,7 @@ def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
     config = load_config(
         {
             "run": {"device": "cpu"},
-            "model": {
-                "layers": shape.layers,
-                "hidden": shape.hidden,
-                "heads": shape.heads,
-                "kv_heads": shape.kv_heads,
-                "ffn_hidden": shape.ffn_hidden,
-                "vocab": shape.vocab,
-            },
+            "model": model_settings(),
             "data": {"sequence": shape.sequence},
             "batch": {"micro": MICRO, "global": GLOBAL},
             "parallel": parallel_settings(mode),

@@ -268,7 +268,7 @@ def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatc
 
 
 def test_an_engine_leaves_nothing_behind() -> None:
-    """Parameters, slots and reducer refer to each other; what goes with them are buffers and process groups."""
+    """Parameters, slots and reducer refer to each other; buffers and process groups go with them."""
     from hexad.train.engine import Engine
 
     config = build_config(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from hexad.config import Config, ConfigError, blaming
 from hexad.model.counts import ModelWork, Work, layer_costs
@@ -15,8 +14,6 @@ from hexad.parallel.pipeline.schedules.auto import search
 from hexad.parallel.pipeline.simulate import Costs
 from hexad.parallel.pipeline.validate import validate
 from hexad.topology.layout import Layout
-
-Split = Literal["cost", "even"] | Sequence[int]
 
 
 @dataclass(frozen=True)

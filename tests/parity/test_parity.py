@@ -27,18 +27,7 @@ def name_of(case: Case) -> str:
     return f"{around} / {case.stages} / {case.work}" if case.pipeline > 1 else around
 
 
-# Hundreds of small collectives among many ranks on few cores take long: not for every variant by default.
-BY_DEFAULT = [case for case in GRID if case.tensor < 4 or case.variant in VARIANTS[:2]]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(pytest.param(case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in GRID),
-        *PIPELINE_GRID,
-    ],
-    ids=name_of,
-)
+@pytest.mark.parametrize("case", (*GRID, *PIPELINE_GRID), ids=name_of)
 def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:
     found = errors(run(pool, case), references.of(case))
     assert max(found.values()) < TOLERANCE, found

@@ -58,11 +58,10 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "start", "says"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
-def test_one_line(make_run: MakeRun, arguments: list[str], start: str, says: str) -> None:
-    if start.startswith("run.device"):
-        torch = pytest.importorskip("torch")
-        if torch.cuda.is_available():
-            pytest.skip("there is a GPU")
+def test_one_line(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, arguments: list[str], start: str, says: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     run = make_run()
     result = run.train(*arguments)
     assert result.status == 2

@@ -1,0 +1,192 @@
+"""The order of transfers under the strictest network: every rank's are carried out one after another, in the
+order in which they were started, and each only once its other end is next on the other rank too.
+
+That is what one communicator of NCCL does. Others let more pass, so that what ends here ends there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hexad.parallel.pipeline import exchange
+from hexad.parallel.pipeline.exchange import Transfer, transfers
+from hexad.parallel.pipeline.executor import Executor, Stage
+from hexad.parallel.pipeline.schedule import Schedule, forward_schedule
+from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.parallel.slot import ProductQueue
+from hexad.topology.mesh import Axis
+
+
+class Stuck(Exception):
+    """Every rank waits, and no transfer can be carried out."""
+
+
+@dataclass(eq=False)
+class End:
+    """One end of a message, as a rank started it."""
+
+    network: Network
+    rank: int
+    peer: int
+    outgoing: bool
+    tag: int
+    tensor: torch.Tensor
+    done: bool = False
+
+    def wait(self) -> torch.Tensor:
+        """Until it is carried out."""
+        self.network.wait(self)
+        return self.tensor
+
+
+class Network:
+    """Carries out what is first in the ranks' queues."""
+
+    def __init__(self, ranks: int) -> None:
+        self.changed = threading.Condition()
+        self.queues: list[deque[End]] = [deque() for _ in range(ranks)]
+        self.waits: list[End | None] = [None] * ranks
+        self.ended = [False] * ranks
+        self.stuck = False
+
+    def start(self, end: End) -> End:
+        """Queue one end, and carry out what it lets through."""
+        with self.changed:
+            self.queues[end.rank].append(end)
+            while any(self._meet(rank) for rank in range(len(self.queues))):
+                self.changed.notify_all()
+        return end
+
+    def _meet(self, rank: int) -> bool:
+        """Whether what is first on the rank is first on its peer too; then it is carried out."""
+        if not self.queues[rank] or not self.queues[rank][0].outgoing:
+            return False
+        source = self.queues[rank][0]
+        queue = self.queues[source.peer]
+        if not queue or queue[0].outgoing or queue[0].peer != rank:
+            return False
+        target = queue[0]
+        assert source.tag == target.tag, "NCCL knows no tags: it would deliver another message"
+        target.tensor.copy_(source.tensor)
+        for end in (source, target):
+            end.done = True
+            self.queues[end.rank].popleft()
+        return True
+
+    def wait(self, end: End) -> None:
+        """Until it is carried out, or for ever."""
+        with self.changed:
+            self.waits[end.rank] = end
+            self._notice()
+            self.changed.wait_for(lambda: end.done or self.stuck, timeout=60)
+            if not end.done:
+                raise Stuck
+            self.waits[end.rank] = None
+
+    def leave(self, rank: int) -> None:
+        """The rank's program is over."""
+        with self.changed:
+            self.ended[rank] = True
+            self._notice()
+
+    def _notice(self) -> None:
+        waiting = [end is not None and not end.done for end in self.waits]
+        if all(ended or waits for ended, waits in zip(self.ended, waiting)) and any(waiting):
+            self.stuck = True
+            self.changed.notify_all()
+
+
+def run(schedule: Schedule, training: bool) -> tuple[float, list[float]]:
+    """The schedule on as many threads as ranks: the loss, and every stage's weight's gradient.
+
+    Stage s maps x to w[s] x; the loss of microbatch m is the last stage's output, begun with m + 1.
+    """
+    network = Network(schedule.pipeline)
+    weights = [torch.tensor(1.0 + stage / 8, requires_grad=True) for stage in range(schedule.stages)]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def start(outgoing: bool) -> Callable[[torch.Tensor, Axis, int, int], End]:
+            return lambda tensor, axis, peer, tag: network.start(
+                End(network, axis.rank, peer, outgoing, tag, tensor)
+            )
+
+        patch.setattr(exchange, "send_async", start(outgoing=True))
+        patch.setattr(exchange, "receive_async", start(outgoing=False))
+
+        def program(rank: int) -> float:
+            def stage(number: int) -> Stage[int]:
+                def compute(microbatch: int, inputs: torch.Tensor | None) -> torch.Tensor:
+                    return weights[number] * (torch.tensor(microbatch + 1.0) if inputs is None else inputs)
+
+                return compute
+
+            own = {number: stage(number) for number, at in enumerate(schedule.placement) if at == rank}
+            axis = Axis("pipeline", tuple(range(schedule.pipeline)), rank)
+            executor = Executor(
+                schedule, own, axis, lambda _: torch.empty(()), ProductQueue(), torch.device("cpu")
+            )
+            try:
+                total = executor.run(range(schedule.microbatches), 1.0 if training else None)
+            finally:
+                network.leave(rank)
+            return 0.0 if total is None else float(total)
+
+        with ThreadPoolExecutor(schedule.pipeline) as threads:
+            losses = list(threads.map(program, range(schedule.pipeline)))
+    assert not any(network.queues)
+    return sum(losses), [0.0 if weight.grad is None else float(weight.grad) for weight in weights]
+
+
+schedules = st.builds(
+    lambda name, pipeline, microbatches: build_schedule(
+        name, pipeline, microbatches, 3 if name == "interleaved" else 1
+    ),
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto"]),
+    st.integers(2, 6),
+    st.integers(1, 13),
+)
+
+
+@given(schedule=schedules)
+@settings(max_examples=60, deadline=None)
+def test_training_ends(schedule: Schedule) -> None:
+    factors = [1.0 + stage / 8 for stage in range(schedule.stages)]
+    product = float(torch.tensor(factors, dtype=torch.float64).prod())
+    begun = schedule.microbatches * (schedule.microbatches + 1) / 2
+    loss, gradients = run(schedule, training=True)
+    assert loss == pytest.approx(begun * product, rel=1e-5)
+    assert gradients == pytest.approx([begun * product / factor for factor in factors], rel=1e-5)
+
+
+@given(schedule=schedules)
+@settings(max_examples=30, deadline=None)
+def test_evaluation_ends(schedule: Schedule) -> None:
+    loss, gradients = run(forward_schedule(schedule.placement, schedule.microbatches), training=False)
+    assert loss > 0 and not any(gradients)
+
+
+def test_transfers_as_ranks_come_to_them_get_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks of 1F1B's steady state both send before they receive."""
+
+    def as_needed(schedule: Schedule) -> list[list[Transfer]]:
+        result = []
+        for own, actions in zip(transfers(schedule), schedule.ranks):
+            of = {transfer.message: transfer for transfer in own}
+            order = [m for a in actions for m in (schedule.received(a), schedule.sent(a)) if m is not None]
+            result.append([of[message] for message in order])
+        return result
+
+    monkeypatch.setattr("hexad.parallel.pipeline.executor.transfers", as_needed)
+    with pytest.raises(Stuck):
+        run(build_schedule("1f1b", 4, 8, 1), training=True)

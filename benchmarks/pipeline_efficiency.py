@@ -4,8 +4,8 @@
         [--schedules 1f1b interleaved zb_h1 zb_v] [--microbatches 8] [--steps 5] [--json FILE]
 
 The ranks are those of one pipeline; the model is the 32M-parameter llama of ``step_time.py``. For every
-recorded step the simulator is given the medians, over the step's microbatches, of each stage's F, B and W
-(or BW) times. Messages cost nothing in the simulation, so that what they cost in the executor shows.
+recorded step the simulator is given each action's own time. Messages cost nothing in the simulation, so that
+what they cost in the executor shows.
 Printed are the medians over the steps of the seconds from the first action's start to the last one's end,
 measured and simulated, and of their ratio; and the most activations each rank held at once, counted and as
 validated.
@@ -19,7 +19,7 @@ import json
 import os
 import platform
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,17 +64,15 @@ def engine_of(schedule: str, microbatches: int, ranks: int) -> Engine:
     return Engine(config, Mesh.create(Layout.from_settings(config.parallel, ranks), torch.device("cpu")))
 
 
-def measured_costs(timeline: Timeline) -> Costs:
-    """Each stage's median times. A BW counts as a B whose W costs nothing."""
+def action_seconds(timeline: Timeline) -> dict[str, list[float]]:
+    """Of each kind of action: every stage's median time."""
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for actions, times in zip(timeline.schedule.ranks, timeline.times):
         for action, (start, end) in zip(actions, times):
-            seconds[action.kind.replace("BW", "B"), action.stage].append(end - start)
+            seconds[action.kind, action.stage].append(end - start)
+    kinds = sorted({kind for kind, _ in seconds})
     stages = range(timeline.schedule.stages)
-    forward, backward, weight = (
-        tuple(median(seconds[kind, stage] or [0.0]) for stage in stages) for kind in ("F", "B", "W")
-    )
-    return Costs(forward, backward, weight)
+    return {kind: [median(seconds.get((kind, stage), [0.0])) for stage in stages] for kind in kinds}
 
 
 def recorded(engine: Engine, batch: list[Microbatch], schedule: Schedule) -> Step:
@@ -85,7 +83,8 @@ def recorded(engine: Engine, batch: list[Microbatch], schedule: Schedule) -> Ste
     first = min(begin for begin, _ in found)
     times = [[(begin - first + start, begin - first + end) for start, end in rank] for begin, rank in found]
     measured = Timeline.of(schedule, times)
-    return Step(measured, simulate(schedule, measured_costs(measured)))
+    durations = [[end - start for start, end in rank] for rank in times]
+    return Step(measured, simulate(schedule, Costs.uniform(schedule.stages), durations))
 
 
 def measure(name: str, microbatches: int, steps: int) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def measure(name: str, microbatches: int, steps: int) -> dict[str, Any]:
         "simulated_bubble": median(step.simulated.bubble for step in done),
         "peak_activations": counted,
         "validator": list(validate(schedule).peak_activations),
-        "action_seconds": asdict(measured_costs(done[-1].measured)),
+        "action_seconds": action_seconds(done[-1].measured),
     }
 
 

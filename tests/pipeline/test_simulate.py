@@ -46,33 +46,40 @@ def random_costs(draw: st.DrawFn, stages: int) -> Costs:
     return Costs(times[0], times[1], times[2], draw(seconds), draw(seconds), activation, inputs)
 
 
-@given(data=st.data(), schedule=schedules())
+@given(data=st.data(), schedule=schedules(), measured=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_against_longest_paths(data: st.DataObject, schedule: Schedule) -> None:
+def test_against_longest_paths(data: st.DataObject, schedule: Schedule, measured: bool) -> None:
     costs = random_costs(data.draw, schedule.stages)
-    timeline = simulate(schedule, costs)
-    expected = longest_paths(schedule, costs)
+    if measured:  # each action takes its own time
+        random = data.draw(st.randoms(use_true_random=False))
+        durations = [[random.uniform(0, 5) for _ in actions] for actions in schedule.ranks]
+        taken = {a: s for own, times in zip(schedule.ranks, durations) for a, s in zip(own, times)}
+        timeline = simulate(schedule, costs, durations)
+    else:
+        taken = {a: seconds_of(costs, a) for own in schedule.ranks for a in own}
+        timeline = simulate(schedule, costs)
+    expected = longest_paths(schedule, taken, costs)
     for actions, times in zip(schedule.ranks, timeline.times):
         assert len(actions) == len(times)
         for action, (start, end) in zip(actions, times):
-            assert start == pytest.approx(expected[action] - taken(costs, action), abs=1e-6)
+            assert start == pytest.approx(expected[action] - taken[action], abs=1e-6)
             assert end == pytest.approx(expected[action], abs=1e-6)
     firsts = [times[0][0] for times in timeline.times]
     lasts = [times[-1][1] for times in timeline.times]
     assert timeline.makespan == max(lasts) - min(firsts)
     assert timeline.span == max(last - first for first, last in zip(firsts, lasts))
-    busy = sum(taken(costs, action) for actions in schedule.ranks for action in actions)
+    busy = sum(taken.values())
     assert (1 - timeline.bubble) * timeline.span * schedule.pipeline == pytest.approx(
         busy if timeline.span else 0, abs=1e-6
     )
 
 
-def taken(costs: Costs, action: Action) -> float:
-    both = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
-    return sum(both[letter][action.stage] for letter in action.kind)
+def seconds_of(costs: Costs, action: Action) -> float:
+    of = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
+    return sum(of[letter][action.stage] for letter in action.kind)
 
 
-def longest_paths(schedule: Schedule, costs: Costs) -> dict[Action, float]:
+def longest_paths(schedule: Schedule, taken: dict[Action, float], costs: Costs) -> dict[Action, float]:
     """When each action ends: by recursion over all that must be done before, without any clock."""
     owner = {action: rank for rank, actions in enumerate(schedule.ranks) for action in actions}
     done_by = {(letter, *action[1:]): action for action in owner for letter in action.kind}
@@ -82,7 +89,7 @@ def longest_paths(schedule: Schedule, costs: Costs) -> dict[Action, float]:
         actions = schedule.ranks[owner[action]]
         position = actions.index(action)
         before = end(actions[position - 1]) if position else 0.0
-        return max(before, arrival(action)) + taken(costs, action)
+        return max(before, arrival(action)) + taken[action]
 
     def arrival(action: Action) -> float:
         message = schedule.received(action)
@@ -151,6 +158,8 @@ def test_costs_that_do_not_fit() -> None:
     schedule = build_schedule("1f1b", 2, 2)
     with pytest.raises(ScheduleError, match="found costs of 3 stages for a schedule of 2"):
         simulate(schedule, Costs.uniform(3))
+    with pytest.raises(ScheduleError, match="durations need as many values"):
+        simulate(schedule, Costs.uniform(2), [[1.0] * 4, [1.0] * 3])
     with pytest.raises(ScheduleError, match="as many values of each kind"):
         Costs((1.0,), (1.0, 1.0), (1.0,))
     with pytest.raises(ScheduleError, match="negative"):

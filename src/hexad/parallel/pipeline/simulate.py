@@ -129,17 +129,31 @@ class Timeline:
         }
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: Costs, durations: Sequence[Sequence[float]] | None = None
+) -> Timeline:
     """Carry out a valid schedule (see :func:`~hexad.parallel.pipeline.validate.validate`).
 
     Sends never block and take none of a rank's time. It takes time proportional to the number of actions.
 
+    Args:
+        schedule: what to carry out.
+        costs: of its stages.
+        durations: seconds of every rank's actions one by one, as measured, in place of the costs' times.
+
     Raises:
-        ScheduleError: the costs are of another number of stages, or the order leads to a deadlock.
+        ScheduleError: the costs are of another number of stages, the durations of other numbers of actions,
+            or the order leads to a deadlock.
     """
     if costs.stages != schedule.stages:
         raise ScheduleError(f"found costs of {costs.stages} stages for a schedule of {schedule.stages}")
-    return Timeline.of(schedule, _times(schedule, costs), peak_memory(schedule, costs))
+    if durations is None:
+        seconds = _seconds(costs)
+        durations = [[seconds[kind][stage] for kind, stage, _ in actions] for actions in schedule.ranks]
+    elif [*map(len, durations)] != [*map(len, schedule.ranks)]:
+        raise ScheduleError("durations need as many values of each rank as it has actions")
+    times = _times(schedule, durations, costs.latency, costs.transfer)
+    return Timeline.of(schedule, times, peak_memory(schedule, costs))
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
@@ -166,13 +180,14 @@ def _seconds(costs: Costs) -> dict[str, Sequence[float]]:
     return {"F": costs.forward, "B": costs.backward, "W": costs.weight, "BW": both}
 
 
-def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[float, float], ...], ...]:
+def _times(
+    schedule: Schedule, durations: Sequence[Sequence[float]], latency: float, transfer: float
+) -> tuple[tuple[tuple[float, float], ...], ...]:
     """(start, end) of every action. Each rank goes on until it must wait, and is woken by what it waits for.
 
     A link's messages all come from one rank and go in the order of that rank's actions, so that ranks can be
     carried out one after the other, each as far as it goes, without a common clock.
     """
-    seconds = _seconds(costs)
     microbatches, stages, placement = schedule.microbatches, schedule.stages, schedule.placement
     pipeline, backward = schedule.pipeline, schedule.stages * schedule.microbatches
     # When the input of F (and, above, that of B) of each stage and microbatch is there. None: not yet known.
@@ -186,11 +201,11 @@ def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[float, float],
         rank = stack.pop()
         done = times[rank]
         now = done[-1][1] if done else 0.0
-        actions = schedule.ranks[rank]
+        actions, seconds = schedule.ranks[rank], durations[rank]
         for position in range(len(done), len(actions)):
             kind, stage, number = actions[position]
             if kind == "W":
-                end = now + seconds["W"][stage]
+                end = now + seconds[position]
                 done.append((now, end))
                 now = end
                 continue
@@ -205,7 +220,7 @@ def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[float, float],
                 waiting[rank] = index
                 break
             start = arrival if arrival > now else now
-            now = start + seconds[kind][stage]
+            now = start + seconds[position]
             done.append((start, now))
             if not 0 <= target < stages:
                 continue
@@ -214,8 +229,8 @@ def _times(schedule: Schedule, costs: Costs) -> tuple[tuple[tuple[float, float],
                 arrivals[gives] = now
                 continue
             link = rank * pipeline + other
-            sent = links[link] = max(now, links[link]) + costs.transfer
-            arrivals[gives] = sent + costs.latency
+            sent = links[link] = max(now, links[link]) + transfer
+            arrivals[gives] = sent + latency
             if waiting[other] == gives:
                 waiting[other] = -1
                 stack.append(other)

@@ -10,7 +10,8 @@ from hexad.model import ops
 
 
 def _gradients(output: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    weights = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(3))
+    # Drawn in one dtype: which numbers a seed gives differs among dtypes, and among versions of PyTorch.
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output.dtype)
     return torch.autograd.grad((output * weights).sum(), inputs)
 
 

@@ -24,8 +24,7 @@ from hexad.parallel.pipeline.validate import validate
 from hexad.parallel.sharding import Placement, initialise
 from hexad.parallel.slot import ProductQueue
 from hexad.parallel.tensor.cross_entropy import cross_entropy_sum
-from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Axis
 
 from ..pool import Pool
 
@@ -236,60 +235,3 @@ def test_another_number_of_microbatches_is_refused() -> None:
     executor = executor_of(schedule, stages_on(0, 1, schedule), Axis("pipeline"))
     with pytest.raises(ValueError, match="2 microbatches, scheduled are 3"):
         executor.run(microbatches_of(*batch(2)), 1.0)
-
-
-def train_with(microbatches: int, schedule: str, configured: int) -> list[float]:
-    """Losses of two steps of an engine with other numbers of microbatches than configured."""
-    from hexad.train.engine import Engine
-
-    config = build_config(
-        {
-            "model": {"layers": 5, "hidden": 16, "heads": 2, "ffn_hidden": 24, "vocab": 40},
-            "data": {"sequence": _SEQUENCE},
-            "batch": {"micro": _MICRO, "global": _MICRO * configured},
-            "parallel": {
-                "pipeline": dist.get_world_size() if dist.is_initialized() else 1,
-                "schedule": schedule,
-            },
-            "precision": {"dtype": "fp64"},
-        }
-    )
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), CPU))
-    return [engine.train_step(microbatches_of(*batch(count))).loss for count in (microbatches, 1)]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "auto"])
-@pytest.mark.parametrize("microbatches", [2, 6])
-def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatches: int, pool: Pool) -> None:
-    (alone,) = pool.run(1, train_with, microbatches, "1f1b", 4)
-    for losses in pool.run(2, train_with, microbatches, schedule, 4):
-        assert losses == pytest.approx(alone, rel=1e-10)
-
-
-def test_an_engine_leaves_nothing_behind() -> None:
-    """Parameters, slots and reducer refer to each other; buffers and process groups go with them."""
-    from hexad.train.engine import Engine
-
-    config = build_config(
-        {
-            "model": {
-                "family": "gpt2",
-                "layers": 2,
-                "hidden": 16,
-                "heads": 2,
-                "ffn_hidden": 24,
-                "vocab": _VOCAB,
-            },
-            "data": {"sequence": _SEQUENCE},
-            "batch": {"micro": _MICRO, "global": _MICRO},
-            "parallel": {"schedule": "zb_h1"},
-        }
-    )
-    engine = Engine(config, Mesh.create(Layout(world=1), CPU))
-    engine.train_step(microbatches_of(*batch(1)))
-    left = [weakref.ref(thing) for thing in (engine.reducer, *engine.groups, *engine.stages.values())]
-    left += [weakref.ref(group.gradients) for group in engine.groups]
-    del engine
-    gc.collect()
-    assert [thing() for thing in left] == [None] * len(left)

@@ -1,0 +1,78 @@
+"""An engine as a user of the library holds it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hexad.config import build_config
+from hexad.dataset.microbatch import Microbatch
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+from hexad.train.engine import Engine
+
+from ..pool import Pool
+
+CPU = torch.device("cpu")
+_MICRO, _SEQUENCE = 2, 6
+
+
+def batch(microbatches: int) -> list[Microbatch]:
+    tokens = torch.randint(
+        31, (microbatches, _MICRO, _SEQUENCE + 1), generator=torch.Generator().manual_seed(1)
+    )
+    return [Microbatch(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in tokens]
+
+
+def losses(microbatches: int, schedule: str, configured: int) -> list[float]:
+    """Losses of two steps of an engine with other numbers of microbatches than configured."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    config = build_config(
+        {
+            "model": {"layers": 5, "hidden": 16, "heads": 2, "ffn_hidden": 24, "vocab": 40},
+            "data": {"sequence": _SEQUENCE},
+            "batch": {"micro": _MICRO, "global": _MICRO * configured},
+            "parallel": {"pipeline": world, "schedule": schedule},
+            "precision": {"dtype": "fp64"},
+        }
+    )
+    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), CPU))
+    return [engine.train_step(batch(count)).loss for count in (microbatches, 1)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "auto"])
+@pytest.mark.parametrize("microbatches", [2, 6])
+def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatches: int, pool: Pool) -> None:
+    (alone,) = pool.run(1, losses, microbatches, "1f1b", 4)
+    for found in pool.run(2, losses, microbatches, schedule, 4):
+        assert found == pytest.approx(alone, rel=1e-10)
+
+
+def test_an_engine_leaves_nothing_behind() -> None:
+    """Parameters, slots and reducer refer to each other; buffers and process groups go with them."""
+    config = build_config(
+        {
+            "model": {
+                "family": "gpt2",
+                "layers": 2,
+                "hidden": 16,
+                "heads": 2,
+                "ffn_hidden": 24,
+                "vocab": 40,
+            },
+            "data": {"sequence": _SEQUENCE},
+            "batch": {"micro": _MICRO, "global": _MICRO},
+            "parallel": {"schedule": "zb_h1"},
+        }
+    )
+    engine = Engine(config, Mesh.create(Layout(world=1), CPU))
+    engine.train_step(batch(1))
+    left = [weakref.ref(thing) for thing in (engine.reducer, *engine.groups, *engine.stages.values())]
+    left += [weakref.ref(group.gradients) for group in engine.groups]
+    del engine
+    gc.collect()
+    assert [thing() for thing in left] == [None] * len(left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +50,30 @@ def same_numbers(run: RunFile, other: RunFile) -> None:
     assert "validation_loss" in run.metrics[1]
 
 
+Pair = Callable[..., tuple[RunFile, RunFile]]
+
+
 @pytest.fixture
-def pair(make_run: MakeRun, data: str) -> tuple[RunFile, RunFile]:
-    """A run to make and the same one made on one rank, with evaluation on every other step."""
+def pair(make_run: MakeRun, data: str) -> Pair:
+    """Makes a run, still to be started, and the same one done on one rank, evaluating every other step."""
     groups: dict[str, dict[str, Any]] = {
         "run": {"steps": 4},
         "model": TIED,
         "data": {"validation": data.removesuffix("train") + "validation"},
         "validate": {"every": 2, "batches": 3},
     }
-    run, alone = make_run(**groups), make_run(**groups)
-    assert alone.train().status == 0
-    return run, alone
+
+    def make(**more: dict[str, Any]) -> tuple[RunFile, RunFile]:
+        run, alone = make_run(**groups, **more), make_run(**groups, **more)
+        assert alone.train().status == 0
+        return run, alone
+
+    return make
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_own_schedules(name: str, pair: tuple[RunFile, RunFile], pool: Pool, tmp_path: Path) -> None:
-    run, alone = pair
+def test_own_schedules(name: str, pair: Pair, pool: Pool, tmp_path: Path) -> None:
+    run, alone = pair()
     path = tmp_path / "mine.json"
     validate(OWN[name])
     write_schedule(OWN[name], path)
@@ -78,20 +86,18 @@ INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
 
 
 @pytest.mark.parametrize(
-    ("ranks", "overrides"),
+    ("ranks", "overrides", "more"),
     [
-        (2, ("parallel.pipeline=2", "parallel.schedule=zb_v")),
-        (4, ("parallel.pipeline=4", "batch.global=16")),  # more sends than are ever left unconfirmed
-        (4, ("parallel.pipeline=2", "parallel.data=2", *INTERLEAVED)),
+        (2, ("parallel.pipeline=2", "parallel.schedule=zb_v"), {}),
+        # More sends than are ever left unconfirmed.
+        (4, ("parallel.pipeline=4",), {"batch": {"micro": 1, "global": 16}}),
+        (4, ("parallel.pipeline=2", "parallel.data=2", *INTERLEAVED), {}),
     ],
 )
 def test_evaluation(
-    ranks: int, overrides: tuple[str, ...], pair: tuple[RunFile, RunFile], make_run: MakeRun, pool: Pool
+    ranks: int, overrides: tuple[str, ...], more: dict[str, Any], pair: Pair, pool: Pool
 ) -> None:
-    run, alone = pair
-    if "batch.global=16" in overrides:
-        alone.directory.rename(alone.directory.with_name("unused"))
-        assert alone.train("batch.global=16").status == 0
+    run, alone = pair(**more)
     assert run.world(pool, ranks, *overrides) == [(0, "")] * ranks
     same_numbers(run, alone)
 

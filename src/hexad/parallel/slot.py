@@ -104,22 +104,32 @@ class GradientSlot:
 
     def add(self, gradient: torch.Tensor) -> None:
         """Contribute a gradient of the parameter's shape."""
+        self._accumulate(gradient)
+        self._contributed()
+
+    def _accumulate(self, gradient: torch.Tensor) -> None:
         if self._fresh:
             self.buffer.copy_(gradient)
         else:
             self.buffer.add_(gradient)
-        self._contributed()
 
-    def add_product(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Contribute ``output_gradient.T @ inputs`` of a layer's ``[tokens, out]`` and ``[tokens, in]``."""
-        if output_gradient.dtype != self.buffer.dtype:
-            self.add(output_gradient.t() @ inputs)
-            return
-        if self._fresh:
-            torch.mm(output_gradient.t(), inputs, out=self.buffer)
+    def add_product(
+        self, output_gradient: torch.Tensor, inputs: torch.Tensor, *, last: bool = True
+    ) -> None:
+        """Contribute ``output_gradient.T @ inputs`` of a layer's ``[tokens, out]`` and ``[tokens, in]``.
+
+        A contribution that comes in slices of tokens is complete with the ``last`` one.
+        """
+        buffer = self.buffer
+        if output_gradient.dtype != buffer.dtype:
+            self._accumulate(output_gradient.t() @ inputs)
+        elif self._fresh:
+            torch.mm(output_gradient.t(), inputs, out=buffer)
         else:
-            self.buffer.addmm_(output_gradient.t(), inputs)
-        self._contributed()
+            buffer.addmm_(output_gradient.t(), inputs)
+        self._fresh = False
+        if last:
+            self._contributed()
 
     def add_rows(self, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """Contribute ``gradient[i]`` to row ``rows[i]``, as an embedding does."""

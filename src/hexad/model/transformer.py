@@ -15,6 +15,7 @@ from hexad.parallel.sharding import Placement, ShardedModule, replicated
 from hexad.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, cross_entropy_sum
 
 from .attention import Attention, KeyValueStore
+from .dropout import Draws
 from .feedforward import FeedForward
 from .norms import LayerNorm, RmsNorm, residual_norm
 from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
@@ -121,6 +122,7 @@ class Transformer(nn.Module):
         stores: Sequence[KeyValueStore] | None = None,
         start: int = 0,
         inputs: torch.Tensor | None = None,
+        draws: Draws | None = None,
     ) -> torch.Tensor:
         """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``; the last stage's are normalised.
 
@@ -130,6 +132,7 @@ class Transformer(nn.Module):
             stores: one per layer, to go on from what they hold (generation).
             start: position of the first token, where ``stores`` hold what came before.
             inputs: the hidden states of the stage before; None on the first stage.
+            draws: what dropout is drawn from; None for none.
         """
         where = self._geometry(tokens, documents, start)
         if self.embedding is not None:
@@ -149,12 +152,15 @@ class Transformer(nn.Module):
         labels: torch.Tensor,
         documents: tuple[int, ...] | None = None,
         inputs: torch.Tensor | None = None,
+        seed: float | None = 1.0,
+        draws: Draws | None = None,
     ) -> torch.Tensor:
         """Sum of the token losses, in nats; labels are int64 ``[sequences, length]``, -100 for none.
 
-        Only the last stage has it; ``inputs`` as for :meth:`forward`.
+        Only the last stage has it; ``inputs`` and ``draws`` as for :meth:`forward`. ``seed`` is what the
+        sum's gradient will be in the backward pass; None where none will be asked for.
         """
-        logits = self.logits(self(tokens, documents, inputs=inputs))
+        logits = self.logits(self(tokens, documents, inputs=inputs, draws=draws))
         return cross_entropy_sum(logits, labels.flatten(), self.vocab, self.place.axis)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.config.schema import ModelSettings
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.dropout import Draws
 from hexad.model.transformer import DTYPES, Transformer, build_stages
 from hexad.optim.adamw import FlatAdamW
 from hexad.optim.schedule import learning_rate
@@ -47,6 +48,21 @@ class StepResult:
     lr: float
     targets: int
     skipped: bool
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the pipeline's stages are given of one microbatch.
+
+    Attributes:
+        microbatch: on the device.
+        seed: what the loss's sum is multiplied by before it is differentiated; None for evaluation.
+        draws: of the random numbers of dropout; None for evaluation.
+    """
+
+    microbatch: Microbatch
+    seed: float | None = None
+    draws: Draws | None = None
 
 
 def model_chunks(groups: Sequence[FlatGroup]) -> list[Chunk]:
@@ -109,7 +125,7 @@ class Engine:
         self.reducer = GradientReducer(self.groups, mesh.data, mesh.tensor, tied, self._products)
         self.optimizer = FlatAdamW(self.groups, config.optimizer, mesh.tensor, mesh.pipeline)
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
-        self._executors: dict[tuple[bool, int], Executor[Microbatch]] = {}
+        self._executors: dict[tuple[bool, int], Executor[Task]] = {}
         if config.run.compile:
             for stage in self.stages.values():
                 for layer in stage.layers.values():
@@ -119,7 +135,9 @@ class Engine:
         """Accumulate this data rank's microbatches, reduce, clip and update.
 
         Every rank of the mesh calls this together with the same number of microbatches; tensor and pipeline
-        ranks of one data rank pass the same ones. With ``record`` the pipeline's actions are timed, see
+        ranks of one data rank pass the same ones. Microbatch ``i`` of data rank ``r`` of ``D`` holds the
+        sequences from number ``(i * D + r) * rows`` on of the global batch, as the loader hands them out:
+        dropout is drawn by that number. With ``record`` the pipeline's actions are timed, see
         :meth:`recorded`.
 
         Raises:
@@ -132,7 +150,9 @@ class Engine:
         self.reducer.begin(len(placed))
         # Every rank looks at the counts before any waits for another stage, so that all refuse them alike.
         targets = self._targets(counting.wait())
-        total = executor.run(placed, 1.0 / targets, record)
+        seed = 1.0 / targets
+        tasks = [Task(m, seed, self._draws(index, m)) for index, m in enumerate(placed)]
+        total = executor.run(tasks, seed, record)
         if record:
             self._recorded = (executor.began, executor.times)
         total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -157,7 +177,7 @@ class Engine:
         if not microbatches:
             raise HexadError("evaluate needs at least one microbatch")
         executor = self._executor(len(microbatches), training=False)
-        total = executor.run([self._placed(microbatch) for microbatch in microbatches])
+        total = executor.run([Task(self._placed(microbatch)) for microbatch in microbatches])
         targets = sum(microbatch.targets() for microbatch in microbatches)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if total is not None:
@@ -206,7 +226,7 @@ class Engine:
         assert self._recorded is not None, "no step was recorded"
         return self._recorded
 
-    def _executor(self, microbatches: int, training: bool) -> Executor[Microbatch]:
+    def _executor(self, microbatches: int, training: bool) -> Executor[Task]:
         """The executor for this many microbatches, made when it is first needed."""
         key = (training, microbatches)
         if key not in self._executors:
@@ -221,21 +241,27 @@ class Engine:
         return self._executors[key]
 
     @staticmethod
-    def _stage(stage: Transformer) -> Callable[[Microbatch, torch.Tensor | None], torch.Tensor]:
+    def _stage(stage: Transformer) -> Callable[[Task, torch.Tensor | None], torch.Tensor]:
         """What a stage computes of a microbatch: hidden states, and the last stage the loss."""
 
-        def compute(microbatch: Microbatch, inputs: torch.Tensor | None) -> torch.Tensor:
-            tokens, documents = microbatch.tokens, microbatch.documents
+        def compute(task: Task, inputs: torch.Tensor | None) -> torch.Tensor:
+            tokens, documents = task.microbatch.tokens, task.microbatch.documents
             if stage.part.last:
-                return stage.loss_sum(tokens, microbatch.labels, documents, inputs)
-            return stage(tokens, documents, inputs=inputs)
+                labels = task.microbatch.labels
+                return stage.loss_sum(tokens, labels, documents, inputs, task.seed, task.draws)
+            return stage(tokens, documents, inputs=inputs, draws=task.draws)
 
         return compute
 
-    def _boundary(self, microbatch: Microbatch) -> torch.Tensor:
+    def _draws(self, index: int, microbatch: Microbatch) -> Draws:
+        """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""
+        first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.tokens.shape[0]
+        return Draws(self.config.run.seed, self.step, first)
+
+    def _boundary(self, task: Task) -> torch.Tensor:
         """An empty tensor for the hidden states between two stages."""
         place = placement(self.config, self.mesh.tensor, self.mesh.device)
-        rows = microbatch.tokens.numel() // (place.axis.size if place.sequence else 1)
+        rows = task.microbatch.tokens.numel() // (place.axis.size if place.sequence else 1)
         return torch.empty((rows, self.config.model.hidden), dtype=place.dtype, device=place.device)
 
     def _placed(self, microbatch: Microbatch) -> Microbatch:

@@ -62,8 +62,8 @@ def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) 
     activation = tokens * hidden * width
     if config.parallel.sequence:
         # Column-parallel: gather; gather again and scatter in backward. Row-parallel: scatter; gather.
-        # Four such layers per block, the head (column), the embedding (scatter; gather).
-        passes = layers * 2 * (3 + 2) + 3 + 2
+        # Four such layers per block, the head (gather; scatter), the embedding (scatter; gather).
+        passes = layers * 2 * (3 + 2) + 2 + 2
         per_microbatch = passes * (tensor - 1) * activation // tensor
     else:
         # All-reduce after each row-parallel forward and column-parallel backward, and of the embedding.

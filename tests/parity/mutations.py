@@ -18,7 +18,7 @@ from hexad.optim.adamw import FlatAdamW
 from hexad.parallel import slot
 from hexad.parallel.data import flat, reducer
 from hexad.parallel.pipeline import executor
-from hexad.parallel.tensor import cross_entropy, embedding, linear
+from hexad.parallel.tensor import cross_entropy, embedding, linear, loss
 from hexad.topology.mesh import Mesh
 from hexad.train import engine
 
@@ -100,12 +100,12 @@ def _local_softmax(mesh: Mesh) -> Patches:
 
 
 def _count_padding(mesh: Mesh) -> Patches:
-    original = cross_entropy.cross_entropy_sum
+    original = cross_entropy.cross_entropy_sum_
 
-    def with_padding(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Any) -> torch.Tensor:
-        return original(logits, labels, logits.shape[1] * axis.size, axis)
+    def with_padding(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Any, seed: Any) -> Any:
+        return original(logits, labels, logits.shape[1] * axis.size, axis, seed)
 
-    return [mock.patch("hexad.model.transformer.cross_entropy_sum", with_padding)]
+    return [mock.patch.object(loss, "cross_entropy_sum_", with_padding)]
 
 
 def _drop_embedding_reduction(mesh: Mesh) -> Patches:

@@ -87,7 +87,8 @@ def flops_per_token(model: ModelSettings, sequence: int) -> float:
 def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
     """Arithmetic per token of a block, of the embedding and of the output head.
 
-    A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. Attention's products have
+    A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. The output head's three are
+    all in ``F``, where the loss and its gradients are computed slice by slice. Attention's products have
     no weights; with a causal mask the two of the forward pass cost ``2 * heads * head_dim * sequence``. Its
     backward pass makes five products of the same size where the forward pass makes two, since it computes the
     scores again (FlashAttention-2, arXiv 2307.08691), all of them in ``B``. Because of those scores the sum
@@ -107,7 +108,7 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
     attention = 2.0 * model.heads * _int(model.head_dim) * sequence
     block = Work(product + attention, product + 2.5 * attention, product)
     logits = 2.0 * _vocab(model) * model.hidden
-    return ModelWork(block, Work(0.0, 0.0, 0.0), Work(logits, logits, logits))
+    return ModelWork(block, Work(0.0, 0.0, 0.0), Work(3 * logits, 0.0, 0.0))
 
 
 def layer_counts(model: ModelSettings) -> LayerCounts:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from hexad.config.schema import ModelSettings
 from hexad.parallel.sharding import Placement, ShardedModule, replicated
-from hexad.parallel.tensor import VocabParallelEmbedding, VocabParallelHead, cross_entropy_sum
+from hexad.parallel.tensor import VocabParallelEmbedding, VocabParallelHead
 
 from .attention import Attention, KeyValueStore
 from .dropout import Draws
@@ -20,7 +20,7 @@ from .feedforward import FeedForward
 from .norms import LayerNorm, RmsNorm, residual_norm
 from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """``precision.dtype`` -> torch's."""
 
 
@@ -160,8 +160,9 @@ class Transformer(nn.Module):
         Only the last stage has it; ``inputs`` and ``draws`` as for :meth:`forward`. ``seed`` is what the
         sum's gradient will be in the backward pass; None where none will be asked for.
         """
-        logits = self.logits(self(tokens, documents, inputs=inputs, draws=draws))
-        return cross_entropy_sum(logits, labels.flatten(), self.vocab, self.place.axis)
+        assert self.head is not None, "only the last stage has the output head"
+        hidden = self(tokens, documents, inputs=inputs, draws=draws)
+        return self.head.loss_sum(hidden, labels.flatten(), seed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[tokens, padded vocab / size]`` of the last stage's hidden states."""

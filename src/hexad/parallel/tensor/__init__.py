@@ -1,7 +1,6 @@
 """Tensor and sequence parallelism over local tensors, with explicit collectives."""
 
-from .cross_entropy import cross_entropy_sum
-from .embedding import VocabParallelEmbedding, VocabParallelHead, padded_vocab
+from .embedding import VocabParallelEmbedding, VocabParallelHead
 from .linear import ColumnParallelLinear, RowParallelLinear
 
 __all__ = [
@@ -9,6 +8,4 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "VocabParallelHead",
-    "cross_entropy_sum",
-    "padded_vocab",
 ]

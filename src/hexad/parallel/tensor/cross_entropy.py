@@ -6,8 +6,6 @@ tensor axis.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hexad.comm import all_reduce
@@ -33,50 +31,39 @@ def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return highest, sums
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Sum of token losses. The logits are overwritten: by exponentials, then in backward by their gradient.
-
-    Each rank works relative to its own maximum, so that its logits are read once before anything is sent.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis) -> torch.Tensor:
-        ctx.dtype = logits.dtype
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        first = axis.rank * logits.shape[1]
-        real = min(max(vocab - first, 0), logits.shape[1])
-        logits[:, real:] = -torch.inf  # padding takes no part
-        rows = labels - first
-        here = (rows >= 0) & (rows < real) & (labels != IGNORED)
-        rows = rows.masked_fill_(~here, 0)
-        targets = logits.gather(1, rows[:, None]).squeeze(1).masked_fill_(~here, 0)
-        local_highest, sums = _exponentials(logits)
-        highest = all_reduce(local_highest.clone(), axis, "max")
-        shift = (local_highest - highest).exp_()
-        sums, targets = all_reduce(torch.stack([sums * shift, targets]), axis)
-        ctx.save_for_backward(logits, rows, here, labels, shift / sums)
-        return (sums.log() + highest - targets).masked_fill_(labels == IGNORED, 0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        exponentials, rows, here, labels, factor = ctx.saved_tensors
-        weight = gradient.expand_as(factor).masked_fill(labels == IGNORED, 0)
-        exponentials.mul_((factor * weight)[:, None])
-        exponentials.scatter_add_(1, rows[:, None], (-weight * here)[:, None])
-        return exponentials.to(ctx.dtype), None, None, None
-
-
-def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis) -> torch.Tensor:
+@torch.no_grad()
+def cross_entropy_sum_(
+    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, seed: float | None
+) -> torch.Tensor:
     """Sum of ``-log softmax(logits)[label]`` over the tokens that have a label, in nats.
 
+    Each rank works relative to its own maximum, so that its logits are read once before anything is sent.
+
     Args:
-        logits: ``[tokens, padded vocab / size]``, this rank's columns. **Overwritten.**
+        logits: float32 or float64 ``[tokens, padded vocab / size]``, this rank's columns. **Overwritten**,
+            with the gradient of ``seed`` times the sum; where that is None, with nothing of use.
         labels: int64 ``[tokens]``, global token ids; -100 marks a token without a target.
         vocab: real vocabulary size; columns beyond it are ignored.
         axis: the tensor axis.
+        seed: see ``logits``.
 
     Returns:
-        A scalar, equal on all ranks of the axis; in at least float32.
+        A scalar, equal on all ranks of the axis.
     """
-    return _CrossEntropy.apply(logits, labels, vocab, axis)
+    first = axis.rank * logits.shape[1]
+    real = min(max(vocab - first, 0), logits.shape[1])
+    logits[:, real:] = -torch.inf  # padding takes no part
+    rows = labels - first
+    ignored = labels == IGNORED
+    here = (rows >= 0) & (rows < real) & ~ignored
+    rows = rows.masked_fill_(~here, 0)
+    targets = logits.gather(1, rows[:, None]).squeeze(1).masked_fill_(~here, 0)
+    local_highest, sums = _exponentials(logits)
+    highest = all_reduce(local_highest.clone(), axis, "max")
+    shift = (local_highest - highest).exp_()
+    sums, targets = all_reduce(torch.stack([sums * shift, targets]), axis)
+    if seed is not None:
+        weight = torch.full_like(sums, seed).masked_fill_(ignored, 0)
+        logits.mul_((shift / sums).mul_(weight)[:, None])
+        logits.scatter_add_(1, rows[:, None], weight.mul_(here).neg_()[:, None])
+    return (sums.log() + highest - targets).masked_fill_(ignored, 0).sum()

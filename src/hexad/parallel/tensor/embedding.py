@@ -10,17 +10,11 @@ from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_reduce, reduce_scatter
 
+from ..shapes import padded_vocab
 from ..sharding import Declaration, Piece, Placement, ShardedModule
 from ..slot import slot_of
 from .linear import column_linear
-
-_ROWS_MULTIPLE = 64  # matrix units want the vocabulary's share in multiples of this
-
-
-def padded_vocab(vocab: int, size: int) -> int:
-    """The vocabulary padded so that each of ``size`` ranks holds the same, well-aligned number of rows."""
-    multiple = _ROWS_MULTIPLE * size
-    return -(-vocab // multiple) * multiple
+from .loss import head_loss_sum
 
 
 def _vocab_weight(
@@ -109,6 +103,7 @@ class VocabParallelHead(ShardedModule):
     ) -> None:
         super().__init__()
         self.place = place
+        self.vocab = vocab
         if tied is None:
             self.declare("weight", *_vocab_weight(vocab, hidden, place, std))
         elif isinstance(tied, nn.Parameter):
@@ -120,3 +115,7 @@ class VocabParallelHead(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> ``[tokens, padded vocab / size]``."""
         return column_linear(x, self.weight, None, self.place)
+
+    def loss_sum(self, x: torch.Tensor, labels: torch.Tensor, seed: float | None) -> torch.Tensor:
+        """Sum of the token losses of ``x``, without ever holding all logits; see :func:`head_loss_sum`."""
+        return head_loss_sum(x, self.weight, labels, self.vocab, self.place, seed)

@@ -32,7 +32,7 @@ def model_of(family: str) -> Transformer:
     positions = {"max_positions": 32} if family == "gpt2" else {}
     config = build_config({"model": {**tree, **positions, "init_std": 0.5}})
     model = Transformer(config.model, Placement(Axis("tensor"), False, torch.float64, torch.device("cpu")))
-    initialise([model], 7)
+    initialise(declared_parameters(model), 7)
     return model.eval()
 
 

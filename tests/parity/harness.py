@@ -76,6 +76,8 @@ class Case:
     split: str | tuple[int, ...] = "cost"
     group: int | str = "auto"
     samples: int = 8
+    zero: int = 0
+    replicas: int = 1
 
     @property
     def world(self) -> int:
@@ -112,6 +114,8 @@ class Case:
                 "tensor": self.tensor,
                 "sequence": self.sequence,
                 "data": self.data,
+                "zero": self.zero,
+                "replicas": self.replicas,
                 "pipeline": self.pipeline,
                 "schedule": self.schedule,
                 "virtual_stages": self.virtual,
@@ -273,15 +277,15 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
     with mutations.applied(mutation, mesh) if mutation else nullcontext():
         engine = Engine(config, mesh)
         results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(STEPS)]
-        gradients = [piece for group in engine.groups for piece in _pieces(group, group.gradients)]
-        weights = [piece for group in engine.groups for piece in _pieces(group, group.master)]
+        gradients = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.gradient)]
+        weights = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.master)]
     return [r.loss for r in results], [r.grad_norm for r in results], gradients, weights
 
 
 def _pieces(
-    group: Any, flat: torch.Tensor
+    bucket: Any, share: torch.Tensor
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
-    for piece, values in group.pieces(flat):
+    for piece, values in bucket.pieces(share):
         yield piece.name, piece.shape, piece.offset, values.detach().numpy().copy()
 
 

@@ -14,9 +14,9 @@ import torch
 from hexad import comm
 from hexad.model import transformer
 from hexad.model.transformer import Transformer
-from hexad.optim.adamw import FlatAdamW
+from hexad.optim.adamw import BucketAdamW
 from hexad.parallel import slot
-from hexad.parallel.data import flat, reducer
+from hexad.parallel.data import buckets, reducer
 from hexad.parallel.pipeline import executor
 from hexad.parallel.tensor import cross_entropy, embedding, linear, loss
 from hexad.topology.mesh import Mesh
@@ -58,11 +58,11 @@ def _reduce_before_complete(mesh: Mesh) -> Patches:
 
 
 def _double_count_norm(mesh: Mesh) -> Patches:
-    def norm(self: FlatAdamW) -> torch.Tensor:
-        squares = sum(torch.linalg.vector_norm(group.gradients).square() for group in self.groups)
-        return comm.all_reduce(torch.as_tensor(squares).clone(), self.tensor).sqrt()
+    def norm(self: BucketAdamW) -> torch.Tensor:
+        squares = sum(torch.linalg.vector_norm(bucket.gradient).square() for bucket in self.buckets)
+        return comm.all_reduce(torch.as_tensor(squares).clone(), self.axes.tensor).sqrt()
 
-    return [mock.patch.object(FlatAdamW, "gradient_norm", norm)]
+    return [mock.patch.object(BucketAdamW, "gradient_norm", norm)]
 
 
 def _local_norm(mesh: Mesh) -> Patches:
@@ -172,12 +172,12 @@ def _wrong_scale(mesh: Mesh) -> Patches:
 
 
 def _stale_weights(mesh: Mesh) -> Patches:
-    original = FlatAdamW.step
+    original = BucketAdamW.step
 
-    def step(self: FlatAdamW, lr: float) -> torch.Tensor:
-        return original(self, 0.0 if mesh.pipeline.rank == 1 else lr)
+    def step(self: BucketAdamW, lr: float, *rest: Any) -> float:
+        return original(self, 0.0 if mesh.pipeline.rank == 1 else lr, *rest)
 
-    return [mock.patch.object(FlatAdamW, "step", step)]
+    return [mock.patch.object(BucketAdamW, "step", step)]
 
 
 def _drop_boundary_gradient(mesh: Mesh) -> Patches:
@@ -208,12 +208,12 @@ def _stale_deferred_gather(mesh: Mesh) -> Patches:
 
 
 def _count_copies(mesh: Mesh) -> Patches:
-    original = flat.Kind.of
+    original = buckets.Kind.of
 
     def of(declaration: Any) -> Any:
         return dataclasses.replace(original(declaration), copy=False)
 
-    return [mock.patch.object(flat.Kind, "of", of)]
+    return [mock.patch.object(buckets.Kind, "of", of)]
 
 
 def _stage_norm(mesh: Mesh) -> Patches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -51,8 +51,13 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
         self._saving: Future[None] | None = None
 
-    def save(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str = "schedule") -> None:
-        """Save the state after ``step``. Returns once the values are copied (or, synchronously, on disk).
+    def save(self, chunks: Sequence[Chunk], progress: Mapping[str, Any], reason: str = "schedule") -> None:
+        """Save the state. Returns once the values are copied (or, synchronously, on disk).
+
+        Args:
+            chunks: this rank's share of it.
+            progress: what else is needed to go on, in JSON's types; ``step`` names the checkpoint.
+            reason: why it is saved.
 
         Raises:
             AgreedError: this save failed, or the previous one that ran in the background.
@@ -63,9 +68,9 @@ class Checkpointer:
             copies = [
                 Chunk(c.name, c.shape, c.offset, c.tensor.detach().to("cpu", copy=True)) for c in chunks
             ]
-            self._saving = self._writer.submit(self._write, copies, step, samples, reason)
+            self._saving = self._writer.submit(self._write, copies, progress, reason)
         else:
-            self._write(chunks, step, samples, reason)
+            self._write(chunks, progress, reason)
 
     def wait(self) -> None:
         """Wait for a save under way and raise its error, if any."""
@@ -124,9 +129,10 @@ class Checkpointer:
         with blaming("checkpoint.load"):
             return find_checkpoint(load)
 
-    def _write(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str) -> None:
+    def _write(self, chunks: Sequence[Chunk], progress: Mapping[str, Any], reason: str) -> None:
+        step = progress["step"]
         try:
-            self._write_all(chunks, step, samples, reason)
+            self._write_all(chunks, progress, reason)
         except (OSError, dcp.CheckpointException) as error:
             causes = getattr(error, "failures", {}).values()
             why = next((failure[0] for failure in causes), error)
@@ -137,7 +143,8 @@ class Checkpointer:
         except RuntimeError as error:  # a collective's: what fails on one rank comes as the exceptions above
             raise CommError(f"checkpoint of step {step}: {error}") from error
 
-    def _write_all(self, chunks: Sequence[Chunk], step: int, samples: int, reason: str) -> None:
+    def _write_all(self, chunks: Sequence[Chunk], progress: Mapping[str, Any], reason: str) -> None:
+        step = progress["step"]
         partial = self._on_first(lambda: self.directory.begin(step))
         save_chunks(partial, chunks, self._axis.group)
 
@@ -145,8 +152,7 @@ class Checkpointer:
             write_durably(partial / "config.yaml", dump_config(self.config))
             state = {
                 "format": 1,
-                "step": step,
-                "samples": samples,
+                **progress,
                 "reason": reason,
                 "saved_at": time.time(),
                 "world": self.mesh.layout.world,

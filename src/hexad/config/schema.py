@@ -103,6 +103,12 @@ class ModelSettings(Settings):
     """Base of the rotary position frequencies."""
     rope_scaling: RopeScaling | None = None
     """Llama-3 frequency scaling, or null."""
+    dropout: Fraction = 0.0
+    """Probability with which elements of the embeddings' sum and of both residual branches' outputs are
+    dropped in training. Which ones depends on seed, step and element only, never on the layout."""
+    attention_dropout: Fraction = 0.0
+    """Probability with which attention probabilities are dropped in training. Above 0, attention is computed
+    without PyTorch's fused kernels, one sequence's scores at a time."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; projections back into the residual stream are divided by
     ``sqrt(2 * layers)`` (GPT-2 paper)."""
@@ -197,11 +203,20 @@ class PrecisionSettings(Settings):
     """Number formats."""
 
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Format of parameters and activations. bf16 keeps fp32 master weights, gradients and optimizer state."""
+    """Format of parameters and activations. bf16 and fp16 keep fp32 master weights and optimizer state."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are reduced over data ranks (bf16 runs only)."""
+    """Format in which gradients are accumulated and reduced over data ranks; ``bf16`` in bf16 runs only."""
     loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
-    """Loss scaling for fp16."""
+    """What the loss is multiplied by in fp16 runs: ``dynamic``, or a number that stays as it is."""
+    loss_scale_initial: PositiveFloat = 65536.0
+    """Dynamic loss scale of the first step."""
+    loss_scale_window: Positive = 1000
+    """Steps in a row with finite gradients after which the dynamic loss scale doubles."""
+    loss_scale_hysteresis: Positive = 2
+    """Overflows after which the dynamic loss scale is halved, and again at each one that follows before it has
+    grown again."""
+    loss_scale_min: PositiveFloat = 1.0
+    """Smallest dynamic loss scale; an overflow there stops the run."""
 
 
 class MemorySettings(Settings):

@@ -28,16 +28,29 @@ class Placement:
         sequence: activations between the parallel layers are divided over tokens (sequence parallel).
         dtype: of parameters and activations.
         device: of both.
+        deferred: parameters have no memory of their own: an engine puts them into its buckets, so that a
+            model need never exist whole on a rank that keeps only a share of it.
     """
 
     axis: Axis
     sequence: bool
     dtype: torch.dtype
     device: torch.device
+    deferred: bool = False
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter."""
+        if self.deferred:
+            return nn.Parameter(absent(torch.Size(shape), self.dtype, self.device))
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
+
+
+def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Stands for values that are not on this rank: one NaN that looks like a tensor of ``shape``.
+
+    Whoever computes with it by mistake gets NaN, not stale numbers.
+    """
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 @dataclass(frozen=True)
@@ -174,13 +187,13 @@ def _qualified(piece: Piece, path: str) -> Piece:
 
 
 @torch.no_grad()
-def initialise(models: Iterable[nn.Module], seed: int) -> None:
-    """Fill every parameter of the models (stages) from (seed, global name) alone.
+def initialise(parameters: Iterable[DeclaredParameter], seed: int) -> None:
+    """Fill parameters from (seed, global name) alone.
 
     All layouts and devices agree bit for bit. Values are drawn on the CPU in float32, in blocks of rows that
     each have a generator of their own: a rank draws only the blocks that it holds rows of.
     """
-    for declared in declared_parameters(*models):
+    for declared in parameters:
         declared.parameter.zero_()
         for piece in declared.declaration.pieces:
             local = piece.local(declared.parameter)

@@ -1,4 +1,4 @@
-"""Where a parameter's gradient is accumulated: a view into a flat buffer."""
+"""Where a parameter's gradient is accumulated: a view of a bucket."""
 
 from __future__ import annotations
 
@@ -71,34 +71,44 @@ def _gather(product: Product) -> Pending | None:
 class GradientSlot:
     """Accumulates one parameter's gradient over the microbatches of a step.
 
-    The first contribution of a step overwrites the buffer, so that it never has to be zeroed; weight
+    The first contribution of a round overwrites the buffer, so that it never has to be zeroed; weight
     gradients of linear layers are multiplied straight into it. When the last expected contribution of the
-    step has arrived, ``on_complete`` is called: from then on the gradient may be reduced.
+    round has arrived, ``on_complete`` is called: from then on the gradient may be reduced. A round is a step,
+    or a microbatch where gradients are not kept over the step (ZeRO 2 and 3).
 
     Args:
-        buffer: view of the flat gradient buffer, in the parameter's shape.
+        source: gives the place to accumulate in, of the parameter's shape; asked anew for every contribution.
         uses: contributions per microbatch (2 for a weight tied between embedding and head).
-        on_complete: called once per step.
+        on_complete: called once per round.
         queue: says whether products are put off.
     """
 
     def __init__(
-        self, buffer: torch.Tensor, uses: int, on_complete: Callable[[], None], queue: ProductQueue
+        self,
+        source: Callable[[], torch.Tensor],
+        uses: int,
+        on_complete: Callable[[], None],
+        queue: ProductQueue,
     ) -> None:
-        self.buffer = buffer
         self.uses = uses
         self.queue = queue
+        self._source = source
         self._on_complete = on_complete
         self._fresh = True
         self._expected = 0
 
+    @property
+    def buffer(self) -> torch.Tensor:
+        """Where the gradient is accumulated."""
+        return self._source()
+
     def begin(self, microbatches: int) -> None:
-        """Start a step of this many microbatches."""
+        """Start a round of this many microbatches."""
         self._fresh = True
         self._expected = self.uses * microbatches
 
     def finish(self) -> None:
-        """End a step: a gradient that nothing contributed to is zero."""
+        """End a round: a gradient that nothing contributed to is zero."""
         if self._fresh:
             self.buffer.zero_()
 
@@ -113,9 +123,7 @@ class GradientSlot:
         else:
             self.buffer.add_(gradient)
 
-    def add_product(
-        self, output_gradient: torch.Tensor, inputs: torch.Tensor, *, last: bool = True
-    ) -> None:
+    def add_product(self, output_gradient: torch.Tensor, inputs: torch.Tensor, *, last: bool = True) -> None:
         """Contribute ``output_gradient.T @ inputs`` of a layer's ``[tokens, out]`` and ``[tokens, in]``.
 
         A contribution that comes in slices of tokens is complete with the ``last`` one.
@@ -133,9 +141,10 @@ class GradientSlot:
 
     def add_rows(self, rows: torch.Tensor, gradient: torch.Tensor) -> None:
         """Contribute ``gradient[i]`` to row ``rows[i]``, as an embedding does."""
+        buffer = self.buffer
         if self._fresh:
-            self.buffer.zero_()
-        self.buffer.index_add_(0, rows, gradient.to(self.buffer.dtype))
+            buffer.zero_()
+        buffer.index_add_(0, rows, gradient.to(buffer.dtype))
         self._contributed()
 
     def _contributed(self) -> None:

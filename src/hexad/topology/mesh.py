@@ -85,6 +85,29 @@ class Mesh:
             return Axis(axis.name, mine)
         return Axis(axis.name, mine, mine.index(self.rank), group, axis.sent, axis.calls)
 
+    def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
+        """An axis as two: runs of ``size`` neighbouring places, and the places across those runs.
+
+        Their traffic counts as the whole axis's. Every rank of the default process group calls this together.
+        """
+        alone = Axis(axis.name, (self.rank,))
+        if size in (1, axis.size):
+            return (alone, axis) if size == 1 else (axis, alone)
+        run, place = divmod(axis.rank, size)
+        return (
+            self._part(axis, axis.ranks[run * size : (run + 1) * size]),
+            self._part(axis, axis.ranks[place::size]),
+        )
+
+    def _part(self, axis: Axis, members: tuple[int, ...]) -> Axis:
+        group = dist.new_group(
+            list(members),
+            timeout=self.timeout,
+            use_local_synchronization=True,
+            group_desc=f"part of {axis.name}",
+        )
+        return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls)
+
     @classmethod
     def create(cls, layout: Layout, device: torch.device, timeout: float = 600.0) -> Mesh:
         """Build the groups in use, and only those.

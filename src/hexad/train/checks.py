@@ -17,14 +17,9 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
     "parallel.context_method": ("ring",),
     "parallel.expert": (1,),
     "parallel.expert_tensor": (1,),
-    "parallel.zero": (0,),
-    "parallel.replicas": (1,),
-    "precision.dtype": ("fp64", "fp32", "bf16"),
-    "precision.reduce": ("fp32",),
-    "precision.loss_scale": ("dynamic",),
+    "precision.dtype": ("fp64", "fp32", "bf16", "fp16"),
     "memory.recompute": ("none",),
     "memory.recompute_layers": ("all",),
-    "memory.offload": ("none",),
 }
 
 
@@ -104,6 +99,11 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
     if config.run.compile and tensor > 1:
         yield ConfigError(
             "run.compile", f"found true with parallel.tensor {tensor}; it needs parallel.tensor 1"
+        )
+    if config.run.compile and config.model.attention_dropout:
+        yield ConfigError(
+            "run.compile",
+            f"found true with model.attention_dropout {config.model.attention_dropout}; it needs 0",
         )
     if config.run.compile and config.data.documents == "isolate":
         # Every number of documents would be a graph of its own.

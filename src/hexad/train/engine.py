@@ -6,22 +6,32 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from hexad.checkpoint.chunks import Chunk
 from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, ConfigError, HexadError
-from hexad.config.schema import ModelSettings
+from hexad.config.schema import ModelSettings, PrecisionSettings
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.dropout import Draws
 from hexad.model.transformer import DTYPES, Transformer, build_stages
-from hexad.optim.adamw import FlatAdamW
+from hexad.optim.adamw import BucketAdamW, NormAxes
+from hexad.optim.scaling import LossScaler
 from hexad.optim.schedule import learning_rate
-from hexad.parallel.data import FlatGroup, GradientReducer, flatten
+from hexad.parallel.data import (
+    BufferPool,
+    Bucket,
+    Formats,
+    GradientReducer,
+    ParameterGatherer,
+    StateSharding,
+    make_buckets,
+)
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
-from hexad.parallel.sharding import Placement, initialise
+from hexad.parallel.sharding import Placement
 from hexad.parallel.slot import ProductQueue
 from hexad.topology.mesh import Axis, Mesh
 
@@ -40,6 +50,7 @@ class StepResult:
         lr: learning rate applied.
         targets: target tokens in the global batch.
         skipped: the gradient was not finite and nothing was updated.
+        loss_scale: what the loss was multiplied by in the backward pass.
     """
 
     step: int
@@ -48,6 +59,7 @@ class StepResult:
     lr: float
     targets: int
     skipped: bool
+    loss_scale: float
 
 
 @dataclass(frozen=True)
@@ -65,14 +77,11 @@ class Task:
     draws: Draws | None = None
 
 
-def model_chunks(groups: Sequence[FlatGroup]) -> list[Chunk]:
-    """The model's master weights as chunks of global tensors."""
-    return [
-        Chunk(f"model.{piece.name}", piece.shape, piece.offset, values)
-        for group in groups
-        for piece, values in group.pieces(group.master)
-        if values.numel()
-    ]
+def formats(precision: PrecisionSettings) -> Formats:
+    """The number formats of parameters, gradients and master values."""
+    parameters = DTYPES[precision.dtype]
+    master = torch.float64 if parameters == torch.float64 else torch.float32
+    return Formats(parameters, torch.bfloat16 if precision.reduce == "bf16" else master, master)
 
 
 def with_positions(config: Config) -> ModelSettings:
@@ -85,7 +94,7 @@ def with_positions(config: Config) -> ModelSettings:
 def placement(config: Config, tensor: Axis, device: torch.device) -> Placement:
     """How the model's layers hold their shares for training."""
     sequence = config.parallel.sequence and tensor.size > 1
-    return Placement(tensor, sequence, DTYPES[config.precision.dtype], device)
+    return Placement(tensor, sequence, DTYPES[config.precision.dtype], device, deferred=True)
 
 
 class Engine:
@@ -96,8 +105,10 @@ class Engine:
         mesh: from :func:`hexad.launch`.
 
     Attributes:
-        step: updates made so far. Set it together with the state when resuming.
+        step: steps made so far.
+        updates: those of them that were not skipped.
         samples: sequences consumed so far.
+        scaler: of the loss.
 
     Raises:
         ConfigError: settings that do not fit each other or the mesh.
@@ -111,25 +122,39 @@ class Engine:
             )
         self.config = config
         self.mesh = mesh
-        self.step = 0
-        self.samples = 0
+        self.step = self.updates = self.samples = 0
         place = placement(config, mesh.tensor, mesh.device)
         owners = plan.schedule.placement
         self.stages = build_stages(with_positions(config), place, plan.layers, owners, mesh.pipeline.rank)
-        initialise(self.stages.values(), config.run.seed)
-        self.groups = flatten(self.stages.values(), config.parallel.bucket_mb * 2**20)
+        parallel = config.parallel
+        self.sharding = StateSharding.create(parallel.zero, parallel.replicas, mesh)
+        self.buckets = self._allocated(formats(config.precision))
         tied = Axis("pipeline")
         if config.model.tied_embeddings:
             tied = mesh.pair(mesh.pipeline, owners[0], owners[-1])
         self._products = ProductQueue()
-        self.reducer = GradientReducer(self.groups, mesh.data, mesh.tensor, tied, self._products)
-        self.optimizer = FlatAdamW(self.groups, config.optimizer, mesh.tensor, mesh.pipeline)
+        pool = BufferPool(mesh.device)
+        self.reducer = GradientReducer(self.buckets, self.sharding, mesh.tensor, tied, self._products, pool)
+        self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool)
+        axes = NormAxes(mesh.tensor, self.sharding.shards, mesh.pipeline)
+        self.optimizer = BucketAdamW(self.buckets, config.optimizer, axes)
+        self.scaler = LossScaler(config.precision)
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Task]] = {}
         if config.run.compile:
             for stage in self.stages.values():
                 for layer in stage.layers.values():
                     layer.compile()
+
+    def _allocated(self, formats: Formats) -> list[Bucket]:
+        """This rank's parameters in buckets, with their initial values."""
+        config, sharding = self.config, self.sharding
+        stage, shards = config.parallel.zero, sharding.shards
+        limit = config.parallel.bucket_mb * 2**20
+        buckets = make_buckets(self.stages, limit, formats, stage, shards.size, shards.rank)
+        for bucket in buckets:
+            bucket.allocate(formats, stage, config.memory.offload == "optimizer", config.run.seed)
+        return buckets
 
     def train_step(self, microbatches: Sequence[Microbatch], record: bool = False) -> StepResult:
         """Accumulate this data rank's microbatches, reduce, clip and update.
@@ -150,7 +175,8 @@ class Engine:
         self.reducer.begin(len(placed))
         # Every rank looks at the counts before any waits for another stage, so that all refuse them alike.
         targets = self._targets(counting.wait())
-        seed = 1.0 / targets
+        scale = self.scaler.scale
+        seed = scale / targets
         tasks = [Task(m, seed, self._draws(index, m)) for index, m in enumerate(placed)]
         total = executor.run(tasks, seed, record)
         if record:
@@ -161,12 +187,15 @@ class Engine:
         loss = all_reduce_async(loss.wait(), self.mesh.pipeline)
         schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
         lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
-        norm = float(self.optimizer.step(lr))
+        norm = self.optimizer.step(lr, scale, self.gatherer.publish)
+        skipped = not math.isfinite(norm)
+        self.scaler.update(skipped)
         self.step += 1
+        self.updates += not skipped
         sequences = sum(microbatch.tokens.shape[0] for microbatch in placed)
         self.samples += sequences * self.mesh.data.size
         mean = float(loss.wait()) / targets
-        return StepResult(self.step, mean, norm, lr, targets, skipped=not math.isfinite(norm))
+        return StepResult(self.step, mean, norm, lr, targets, skipped, scale)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing.
@@ -187,21 +216,29 @@ class Engine:
 
     def chunks(self) -> list[Chunk]:
         """This rank's share of the state: master weights and optimizer state, as views."""
+        weights = (("model", *entry) for bucket in self.buckets for entry in bucket.pieces(bucket.master))
+        state = ((f"optimizer.{name}", piece, values) for name, piece, values in self.optimizer.pieces())
         return [
-            *model_chunks(self.groups),
-            *(
-                Chunk(f"optimizer.{name}.{piece.name}", piece.shape, piece.offset, values)
-                for name, piece, values in self.optimizer.pieces()
-                if values.numel()
-            ),
+            Chunk(f"{kind}.{piece.name}", piece.shape, piece.offset, values)
+            for kind, piece, values in (*weights, *state)
         ]
 
-    def restored(self, step: int, samples: int) -> None:
-        """Go on from ``step``, after :meth:`chunks` have been overwritten."""
-        self.step, self.samples = step, samples
-        self.optimizer.set_updates(step)
-        for group in self.groups:
-            group.publish()
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside :meth:`chunks`, in JSON's types."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "samples": self.samples,
+            "loss_scale": self.scaler.state(),
+        }
+
+    def restored(self, progress: Mapping[str, Any]) -> None:
+        """Go on from :meth:`progress`, after :meth:`chunks` have been overwritten."""
+        self.step, self.samples = progress["step"], progress["samples"]
+        self.updates = progress.get("updates", self.step)
+        self.scaler.restore(progress.get("loss_scale", {}))
+        self.optimizer.set_updates(self.updates)
+        self._publish()
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -210,10 +247,16 @@ class Engine:
         Raises:
             KeyError: a tensor is missing. ValueError: one has another shape.
         """
-        for group in self.groups:
-            for piece, values in group.pieces(group.master):
+        for bucket in self.buckets:
+            for piece, values in bucket.pieces(bucket.master):
                 values.copy_(piece.slice_of(tensors[piece.name]))
-            group.publish()
+        self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for bucket in self.buckets:
+            self.gatherer.publish(bucket)
+        self.gatherer.settle()
 
     @property
     def peak_activations(self) -> int:

@@ -21,6 +21,7 @@ from hexad.dataset.sidecar import fingerprint
 from hexad.dataset.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.counts import flops_per_token, parameter_count
 from hexad.model.transformer import DTYPES
+from hexad.optim.scaling import LossScaler
 from hexad.parallel.pipeline.simulate import TIMELINE
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
@@ -116,18 +117,15 @@ class Trainer:
                 self._validate(metrics)
                 if sink is not None and self._log_due(metrics):
                     sink.write(metrics)
-                if metrics["skipped"]:
-                    raise AgreedError(
-                        f"step {engine.step}: the loss is {metrics['loss']} and the gradient is not finite; "
-                        "lower optimizer.lr, or go on from an earlier checkpoint with other data"
-                    )
+                if engine.scaler.exhausted:
+                    raise AgreedError(_not_finite(metrics, engine.scaler))
                 signal = stop.answer(asking)
                 if signal == SAVE_FAILED:
                     self.checkpointer.wait()
                     continue
                 if self._save_due(engine.step, signal):
                     reason = "signal" if signal else "schedule"
-                    self.checkpointer.save(engine.chunks(), engine.step, engine.samples, reason)
+                    self.checkpointer.save(engine.chunks(), engine.progress(), reason)
                 if signal:
                     self.checkpointer.wait()
                     log.info("%s: saved step %d and stopped; the same command goes on", signal, engine.step)
@@ -176,6 +174,7 @@ class Trainer:
             "peak_memory_bytes": _peak_memory(self.mesh.device),
             "comm_bytes": sent,
             "skipped": result.skipped,
+            **({"loss_scale": result.loss_scale} if self.engine.scaler.active else {}),
         }
 
     def _validate(self, metrics: Metrics) -> None:
@@ -199,10 +198,18 @@ class Trainer:
             return
         state = run.agreed(lambda: self.checkpointer.inspect(path))
         self.checkpointer.load(path, self.engine.chunks())
-        self.engine.restored(int(state["step"]), int(state["samples"]))
+        self.engine.restored(state)
         log.info("going on from %s: step %d, %d samples", path, state["step"], state["samples"])
         for change in changed_settings(state["config"], self.config):
             log.info("changed since: %s", change)
+
+
+def _not_finite(metrics: Metrics, scaler: LossScaler) -> str:
+    """Why a run cannot go on after a step that was not made."""
+    where = f"step {metrics['step']}: the loss is {metrics['loss']} and the gradient is not finite"
+    if scaler.active:
+        where += f" at loss scale {metrics['loss_scale']:g}, which cannot be lowered (precision.loss_scale)"
+    return f"{where}; lower optimizer.lr, or go on from an earlier checkpoint with other data"
 
 
 def _prefixes(config: Config) -> list[str]:

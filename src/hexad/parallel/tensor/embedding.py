@@ -112,10 +112,15 @@ class VocabParallelHead(ShardedModule):
             name = ".embedding.weight"
             self.declare("weight", *_vocab_weight(vocab, hidden, place, std, name, tied=True, copy=True))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens (/ size in sequence parallel), hidden]`` -> ``[tokens, padded vocab / size]``."""
-        return column_linear(x, self.weight, None, self.place)
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor | None = None, seed: float | None = None
+    ) -> torch.Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> logits ``[tokens, padded vocab / size]``.
 
-    def loss_sum(self, x: torch.Tensor, labels: torch.Tensor, seed: float | None) -> torch.Tensor:
-        """Sum of the token losses of ``x``, without ever holding all logits; see :func:`head_loss_sum`."""
+        With ``labels``, int64 ``[tokens]``: the sum of the token losses, without ever holding all logits; see
+        :func:`hexad.parallel.tensor.loss.head_loss_sum`. Both are calls of the module, whose hooks see to it
+        that the weight is there.
+        """
+        if labels is None:
+            return column_linear(x, self.weight, None, self.place)
         return head_loss_sum(x, self.weight, labels, self.vocab, self.place, seed)

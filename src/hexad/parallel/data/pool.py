@@ -1,0 +1,28 @@
+"""Buffers that buckets take turns with."""
+
+from __future__ import annotations
+
+import torch
+
+from .buckets import Bucket
+
+
+class BufferPool:
+    """Flat tensors of a bucket's size, handed out again after use.
+
+    Buckets of one layout share buffers, so that elements which belong to no parameter, zero at first, stay
+    zero. Nothing is given back to the system: what was needed once is needed again every step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[object, ...], list[torch.Tensor]] = {}
+
+    def take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer for ``bucket``, with whatever values its parameters' elements had last."""
+        free = self._free.get((dtype, *bucket.layout))
+        return free.pop() if free else torch.zeros(bucket.size, dtype=dtype, device=self._device)
+
+    def give(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Give back what :meth:`take` returned for a bucket of the same layout."""
+        self._free.setdefault((buffer.dtype, *bucket.layout), []).append(buffer)

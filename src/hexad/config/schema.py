@@ -213,8 +213,8 @@ class PrecisionSettings(Settings):
     loss_scale_window: Positive = 1000
     """Steps in a row with finite gradients after which the dynamic loss scale doubles."""
     loss_scale_hysteresis: Positive = 2
-    """Overflows after which the dynamic loss scale is halved, and again at each one that follows before it has
-    grown again."""
+    """Overflows after which the dynamic loss scale is halved, and again at each one that follows before it
+    has grown again."""
     loss_scale_min: PositiveFloat = 1.0
     """Smallest dynamic loss scale; an overflow there stops the run."""
 

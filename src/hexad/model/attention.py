@@ -12,6 +12,8 @@ from hexad.config.schema import ModelSettings
 from hexad.parallel.sharding import Placement
 from hexad.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
+from .dropout import Dropper, Site
+from .dropped_attention import dropped_attention
 from .norms import RmsNorm
 from .ops import rotate
 from .positions import Geometry
@@ -28,8 +30,9 @@ class KeyValueStore(Protocol):
 class Attention(nn.Module):
     """Causal self-attention (Vaswani et al., arXiv 1706.03762; grouped queries: arXiv 2305.13245)."""
 
-    def __init__(self, model: ModelSettings, place: Placement) -> None:
+    def __init__(self, model: ModelSettings, place: Placement, layer: int) -> None:
         super().__init__()
+        self.dropper = Dropper(model.attention_dropout, layer, Site.PROBABILITIES)
         ranks, kv_heads = place.axis.size, int(model.kv_heads)
         self.width = width = int(model.head_dim)
         self.heads, self.kv_heads = model.heads // ranks, kv_heads // ranks
@@ -63,7 +66,12 @@ class Attention(nn.Module):
         if where.cos is not None and where.sin is not None:
             qk = rotate(qk, where.cos, where.sin)
         q, k = qk.split([heads, kv_heads], dim=1)
-        return self.out(_attend(q, k, v.view(tokens, kv_heads, width), where, store))
+        v = v.view(tokens, kv_heads, width)
+        if where.queries is not None:
+            length = tokens // where.sequences
+            bounds = where.documents or range(0, tokens + 1, length)
+            return self.out(dropped_attention(q, k, v, bounds, length, where.queries, self.dropper))
+        return self.out(_attend(q, k, v, where, store))
 
 
 def _attend(

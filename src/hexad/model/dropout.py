@@ -1,8 +1,25 @@
-"""Dropout that depends on what is dropped, never on who computes it."""
+"""Dropout that depends on what is dropped, never on who computes it.
+
+Whether an element is dropped is a hash of (seed, step, layer, site, global row, column), in the manner of the
+counter-based generators of Salmon et al. (SC 2011): every layout, and a recomputed forward pass, drops the
+same elements, and no generator's state or mask is kept. A row of the residual stream is a token of the global
+batch; a row of attention probabilities is a head's query.
+
+Hashes are 32-bit finalizers of MurmurHash3 in wrapping int32 arithmetic, the same on CPUs and GPUs. Each row
+has 64 bits of key, so that rows share a pattern with probability 2^-64 rather than 2^-32.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+_HALF = 1 << 31
+_BLOCK = 1 << 20  # elements hashed at a time: what the temporaries of one pass hold
 
 
 @dataclass(frozen=True)
@@ -18,3 +35,114 @@ class Draws:
     seed: int
     step: int
     sequence: int
+
+
+class Site(IntEnum):
+    """Where in a layer something is dropped."""
+
+    EMBEDDING = 0
+    ATTENTION = 1
+    FEED_FORWARD = 2
+    PROBABILITIES = 3
+
+
+def _words(*values: object) -> tuple[int, int]:
+    """Two signed 32-bit words that ``values`` are hashed to."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return (
+        int.from_bytes(digest[:4], "little", signed=True),
+        int.from_bytes(digest[4:], "little", signed=True),
+    )
+
+
+def _mix_(h: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finalizer of int32 values, in place; the shifts are made logical by a mask."""
+    h ^= (h >> 16) & 0xFFFF
+    h *= 0x85EBCA6B - (1 << 32)
+    h ^= (h >> 13) & 0x7FFFF
+    h *= 0xC2B2AE35 - (1 << 32)
+    h ^= (h >> 16) & 0xFFFF
+    return h
+
+
+def _low(values: torch.Tensor) -> torch.Tensor:
+    """The low 32 bits of int64 values, as int32."""
+    return (((values + _HALF) & 0xFFFFFFFF) - _HALF).to(torch.int32)
+
+
+def row_keys(draws: Draws, rows: torch.Tensor) -> torch.Tensor:
+    """int32 ``[2, ...]``: keys of the rows of a microbatch, for all layers.
+
+    Args:
+        draws: of the microbatch.
+        rows: int64 ``[...]``, global numbers from 0 on.
+    """
+    low, high = _low(rows), _low(rows >> 32)
+    words = zip(_words(draws.seed, draws.step, "low"), _words(draws.seed, draws.step, "high"))
+    return torch.stack([_mix_(_mix_(low ^ first) ^ high ^ second) for first, second in words])
+
+
+@dataclass(frozen=True)
+class Dropper:
+    """What one site of one layer drops.
+
+    Attributes:
+        rate: probability of an element to be dropped; the others are divided by ``1 - rate``.
+        layer: global number.
+        site: in the layer.
+    """
+
+    rate: float
+    layer: int
+    site: Site
+
+    def keys(self, rows: torch.Tensor) -> torch.Tensor:
+        """This site's keys, of what :func:`row_keys` has for all."""
+        words = torch.tensor(_words(self.layer, int(self.site)), dtype=torch.int32, device=rows.device)
+        return _mix_(rows ^ words.view(2, *(1 for _ in rows.shape[1:])))
+
+    def factors(self, keys: torch.Tensor, first: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[..., columns]``: 0 where an element is dropped, else ``1 / (1 - rate)``.
+
+        Args:
+            keys: int32 ``[2, ...]`` of the rows.
+            first: number of the first column.
+            columns: their number.
+            dtype: of the result.
+        """
+        numbers = torch.arange(first, first + columns, dtype=torch.int32, device=keys.device)
+        # Multiplying by an odd constant spreads neighbouring columns before they meet the key.
+        hashes = _mix_(_mix_(numbers.mul_(0x9E3779B1 - (1 << 32))) ^ keys[0].unsqueeze(-1))
+        hashes ^= keys[1].unsqueeze(-1)
+        kept = hashes >= int(self.rate * (1 << 32)) - _HALF
+        return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
+
+    def __call__(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``x [rows, width]`` with elements dropped; ``rows`` from :func:`row_keys`."""
+        if torch.compiler.is_compiling():
+            return x * self.factors(self.keys(rows), 0, x.shape[-1], x.dtype)
+        return _Dropout.apply(x, rows, self)
+
+
+class _Dropout(torch.autograd.Function):
+    """Keeps the rows' keys, which all layers share, and makes the mask again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, dropper: Dropper) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.dropper = dropper
+        return _dropped(x, rows, dropper)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return _dropped(gradient, rows, ctx.dropper), None, None
+
+
+def _dropped(x: torch.Tensor, rows: torch.Tensor, dropper: Dropper) -> torch.Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    step = max(1, _BLOCK // x.shape[1])
+    keys = dropper.keys(rows)
+    for block, part, key in zip(out.split(step), x.split(step), keys.split(step, dim=1)):
+        torch.mul(part, dropper.factors(key, 0, x.shape[1], x.dtype), out=block)
+    return out

@@ -20,6 +20,9 @@ class Geometry:
             every sequence is one document.
         positions: int64 ``[tokens]``, place of each token in its document.
         cos, sin: ``[tokens, 1, head_dim / 2]`` rotary factors; None with learned positions.
+        rows: int32 ``[2, tokens (/ size in sequence parallel)]``, dropout's keys of this rank's rows of the
+            residual stream; None where none are dropped.
+        queries: int32 ``[2, tokens, this rank's heads]``, the same of attention probabilities.
     """
 
     sequences: int
@@ -27,6 +30,8 @@ class Geometry:
     positions: torch.Tensor
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
 
 
 def document_positions(

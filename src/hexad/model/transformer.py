@@ -15,7 +15,7 @@ from hexad.parallel.sharding import Placement, ShardedModule, replicated
 from hexad.parallel.tensor import VocabParallelEmbedding, VocabParallelHead
 
 from .attention import Attention, KeyValueStore
-from .dropout import Draws
+from .dropout import Draws, Dropper, Site, row_keys
 from .feedforward import FeedForward
 from .norms import LayerNorm, RmsNorm, residual_norm
 from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
@@ -27,17 +27,20 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 class Block(nn.Module):
     """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, model: ModelSettings, place: Placement) -> None:
+    def __init__(self, model: ModelSettings, place: Placement, layer: int) -> None:
         super().__init__()
         self.attention_norm = residual_norm(model, place)
-        self.attention = Attention(model, place)
+        self.attention = Attention(model, place, layer)
         self.ffn_norm = residual_norm(model, place)
         self.ffn = FeedForward(model, place)
+        self.droppers = [Dropper(model.dropout, layer, site) for site in (Site.ATTENTION, Site.FEED_FORWARD)]
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
-        x = x + self.attention(self.attention_norm(x), where, store)
-        return x + self.ffn(self.ffn_norm(x))
+        branch = self.attention(self.attention_norm(x), where, store)
+        x = x + (branch if where.rows is None else self.droppers[0](branch, where.rows))
+        branch = self.ffn(self.ffn_norm(x))
+        return x + (branch if where.rows is None else self.droppers[1](branch, where.rows))
 
 
 class Positions(ShardedModule):
@@ -93,6 +96,9 @@ class Transformer(nn.Module):
         self.part = part = part or Part(range(model.layers))
         self.vocab = int(model.vocab)
         self.hidden = model.hidden
+        self.heads = model.heads
+        self.attention_dropout = model.attention_dropout
+        self.dropper = Dropper(model.dropout, -1, Site.EMBEDDING)
         self.embedding: VocabParallelEmbedding | None = None
         self.positions: Positions | None = None
         self.frequencies: torch.Tensor | None = None
@@ -108,7 +114,7 @@ class Transformer(nn.Module):
         elif part.first:
             self.positions = Positions(model, place)
         # Names keep the layer's global number, whatever stage holds it.
-        self.layers = nn.ModuleDict({str(index): Block(model, place) for index in part.layers})
+        self.layers = nn.ModuleDict({str(index): Block(model, place, index) for index in part.layers})
         self.norm: RmsNorm | LayerNorm | None = None
         self.head: VocabParallelHead | None = None
         if part.last:
@@ -134,7 +140,7 @@ class Transformer(nn.Module):
             inputs: the hidden states of the stage before; None on the first stage.
             draws: what dropout is drawn from; None for none.
         """
-        where = self._geometry(tokens, documents, start)
+        where = self._geometry(tokens, documents, start, draws)
         if self.embedding is not None:
             x = self.embedding(tokens.flatten())
         else:
@@ -142,6 +148,8 @@ class Transformer(nn.Module):
             x = inputs
         if self.positions is not None:
             x = self.positions(x, where.positions)
+        if self.embedding is not None and where.rows is not None:
+            x = self.dropper(x, where.rows)
         for index, layer in enumerate(self.layers.values()):
             x = layer(x, where, stores[index] if stores is not None else None)
         return x if self.norm is None else self.norm(x)
@@ -162,7 +170,7 @@ class Transformer(nn.Module):
         """
         assert self.head is not None, "only the last stage has the output head"
         hidden = self(tokens, documents, inputs=inputs, draws=draws)
-        return self.head.loss_sum(hidden, labels.flatten(), seed)
+        return self.head(hidden, labels.flatten(), seed)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[tokens, padded vocab / size]`` of the last stage's hidden states."""
@@ -174,13 +182,36 @@ class Transformer(nn.Module):
         """Of parameters and activations."""
         return next(self.parameters()).dtype
 
-    def _geometry(self, tokens: torch.Tensor, documents: tuple[int, ...] | None, start: int) -> Geometry:
+    def _geometry(
+        self, tokens: torch.Tensor, documents: tuple[int, ...] | None, start: int, draws: Draws | None
+    ) -> Geometry:
         sequences, length = tokens.shape
         positions = document_positions(sequences, length, documents, tokens.device) + start
+        rows, queries = self._keys(tokens, draws)
         if self.frequencies is None:
-            return Geometry(sequences, documents, positions)
+            return Geometry(sequences, documents, positions, rows=rows, queries=queries)
         factors = rotary_factors(positions, self.frequencies, self.dtype)
-        return Geometry(sequences, documents, positions, *factors)
+        return Geometry(sequences, documents, positions, *factors, rows, queries)
+
+    def _keys(
+        self, tokens: torch.Tensor, draws: Draws | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Dropout's keys of the residual stream's rows and of attention's queries; see :class:`Geometry`."""
+        if draws is None or not (self.dropper.rate or self.attention_dropout):
+            return None, None
+        axis, (sequences, length) = self.place.axis, tokens.shape
+        # Numbers in the global batch: of a token, and of one head's query.
+        sequence = torch.arange(draws.sequence, draws.sequence + sequences, device=tokens.device)[:, None]
+        position = torch.arange(length, device=tokens.device)
+        rows = queries = None
+        if self.dropper.rate:
+            mine = (sequence * length + position).flatten()
+            rows = row_keys(draws, mine.chunk(axis.size)[axis.rank] if self.place.sequence else mine)
+        if self.attention_dropout:
+            heads = torch.arange(self.heads, device=tokens.device).chunk(axis.size)[axis.rank]
+            query = (sequence[:, None] * self.heads + heads) * length + position[:, None]
+            queries = row_keys(draws, query.flatten(0, 1))
+        return rows, queries
 
 
 def build_stages(

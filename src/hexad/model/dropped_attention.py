@@ -1,0 +1,128 @@
+"""Attention whose probabilities are dropped, exactly as :mod:`.dropout` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from .dropout import Dropper
+
+
+def dropped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bounds: Sequence[int],
+    length: int,
+    rows: torch.Tensor,
+    dropper: Dropper,
+) -> torch.Tensor:
+    """Causal attention inside each span of tokens, probabilities dropped after the softmax.
+
+    PyTorch's fused attention draws its own random numbers, so scores are computed here: those of one span
+    and all of this rank's heads exist at a time, in forward and again in backward, ``heads * span^2`` values
+    in at least float32 a few times over. Only ``q``, ``k`` and ``v`` are kept.
+
+    Args:
+        q: ``[tokens, heads, width]``.
+        k, v: ``[tokens, key/value heads, width]``.
+        bounds: where spans (sequences or documents) begin in the tokens, and the total.
+        length: tokens of a sequence; an element's column is its key's place in it.
+        rows: int32 ``[2, tokens, heads]``, each query's keys for all layers.
+        dropper: the layer's.
+
+    Returns:
+        ``[tokens, heads * width]``.
+    """
+    return _DroppedAttention.apply(q, k, v, tuple(bounds), length, rows, dropper)
+
+
+class _Span:
+    """One span's probabilities, and the factors by which they are dropped; heads grouped by key/value head.
+
+    Shapes are ``[kv heads, group, tokens, ...]``.
+    """
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, begin: int, length: int, keys: torch.Tensor, dropper: Dropper
+    ) -> None:
+        tokens, kv_heads, width = k.shape
+        self.scale = width**-0.5
+        self.q = self.grouped(q, kv_heads)
+        self.k = k.transpose(0, 1).unsqueeze(1)
+        scores = self.q @ self.k.transpose(2, 3)
+        wide = scores.float() if scores.dtype.itemsize == 2 else scores
+        ahead = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu_(1)
+        wide.mul_(self.scale).masked_fill_(ahead, -torch.inf)
+        self.probabilities = torch.softmax(wide, dim=-1)
+        keys = keys.transpose(1, 2).unflatten(1, (kv_heads, -1))
+        self.factors = dropper.factors(keys, begin % length, tokens, wide.dtype)
+
+    @staticmethod
+    def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """``[tokens, heads, width]`` -> ``[kv heads, group, tokens, width]``."""
+        return x.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+
+    def output(self, v: torch.Tensor) -> torch.Tensor:
+        """``[tokens, heads, width]``."""
+        weighted = (self.probabilities * self.factors).to(v.dtype) @ v.transpose(0, 1).unsqueeze(1)
+        return weighted.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def gradients(self, v: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of q, k and v, given the output's."""
+        p, factors = self.probabilities, self.factors
+        gradient = self.grouped(gradient, v.shape[1])
+        grad_v = ((p * factors).to(v.dtype).transpose(2, 3) @ gradient).sum(1).transpose(0, 1)
+        grad_p = (gradient @ v.transpose(0, 1).unsqueeze(1).transpose(2, 3)).to(p.dtype).mul_(factors)
+        grad_scores = p * (grad_p - (grad_p * p).sum(-1, keepdim=True))
+        narrow = grad_scores.mul_(self.scale).to(v.dtype)
+        grad_q = (narrow @ self.k).permute(2, 0, 1, 3).flatten(1, 2)
+        grad_k = (narrow.transpose(2, 3) @ self.q).sum(1).transpose(0, 1)
+        return grad_q, grad_k, grad_v
+
+
+class _DroppedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        bounds: tuple[int, ...],
+        length: int,
+        rows: torch.Tensor,
+        dropper: Dropper,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v, rows)
+        ctx.arguments = bounds, length, dropper
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for part, span in _spans(q, k, rows, *ctx.arguments):
+            out[part] = span.output(v[part])
+        return out.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, rows = ctx.saved_tensors
+        results = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        gradient = gradient.view(q.shape)
+        for part, span in _spans(q, k, rows, *ctx.arguments):
+            for result, values in zip(results, span.gradients(v[part], gradient[part])):
+                result[part] = values
+        return (*results, None, None, None, None)
+
+
+def _spans(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rows: torch.Tensor,
+    bounds: tuple[int, ...],
+    length: int,
+    dropper: Dropper,
+) -> Iterator[tuple[slice, _Span]]:
+    keys = dropper.keys(rows)
+    for begin, end in pairwise(bounds):
+        part = slice(begin, end)
+        yield part, _Span(q[part], k[part], begin, length, keys[:, part], dropper)

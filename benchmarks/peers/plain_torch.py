@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ MICRO = 2
 """Sequences per microbatch."""
 GLOBAL = 8
 """Sequences per step."""
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "fused": True}
+"""The optimizer's settings."""
 
 
 @dataclass(frozen=True)
@@ -251,10 +254,7 @@ def make_step(
     plain = Llama(shape)
     load_reference_weights(plain, state if state is not None else reference_weights(shape))
     model = parallelize(plain, mode)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    norms = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = torch.optim.AdamW(decay_groups(model), **ADAMW)
     batches = _batches(tokens, mode)
     in_loss = loss_parallel if mode.startswith("tensor2") else nullcontext
 
@@ -274,6 +274,13 @@ def make_step(
         return float(total)
 
     return step
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups: weight decay for matrices only."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
 
 
 def _batches(tokens: Tensor, mode: str) -> Iterator[tuple[Tensor, ...]]:

@@ -18,7 +18,7 @@ from hexad.dataset.tokenizer import train_bpe
 from hexad.generate.generator import KeyValueCache, generate
 from hexad.generate.sampling import Sampling, choose
 from hexad.model.transformer import Transformer
-from hexad.parallel.sharding import Placement, initialise
+from hexad.parallel.sharding import Placement, declared_parameters, initialise
 from hexad.topology.mesh import Axis
 
 from ..pool import Pool

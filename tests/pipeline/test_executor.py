@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from hexad.config import Config, build_config
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.transformer import Transformer, build_stages
-from hexad.parallel.data import GradientReducer, flatten
+from hexad.parallel.data import BufferPool, Formats, GradientReducer, StateSharding, make_buckets
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import Schedule
 from hexad.parallel.pipeline.schedules import build_schedule
@@ -191,7 +191,12 @@ def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, 
     schedule = build_schedule(name, world, microbatches, virtual)
     stages = stages_on(rank, schedule.stages, schedule)
     queue, alone = WatchedQueue(), Axis("data")
-    reducer = GradientReducer(flatten(stages.values(), 1e9), alone, alone, alone, queue)
+    formats = Formats(torch.float64, torch.float64, torch.float64)
+    buckets = make_buckets(stages, 1e9, formats, 0, 1, 0)
+    for bucket in buckets:
+        bucket.allocate(formats, 0, False, 3)
+    sharding = StateSharding(0, alone, alone)
+    reducer = GradientReducer(buckets, sharding, alone, alone, queue, BufferPool(CPU))
     axis = Axis("pipeline", tuple(range(world)), rank, dist.group.WORLD)
     graphs: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0

@@ -75,16 +75,16 @@ def test_loaded_weights_survive_a_step_in_bf16() -> None:
     engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")))
     tensors = {
         piece.name: torch.full(piece.shape, 0.3)
-        for group in engine.groups
-        for piece, _ in group.pieces(group.master)
+        for bucket in engine.buckets
+        for piece, _ in bucket.pieces(bucket.master)
     }
     engine.load_weights(tensors)
     tokens = torch.arange(8)[None]
     engine.train_step([Microbatch(tokens, tokens)])
-    for group in engine.groups:
-        for piece, values in group.pieces(group.master):
+    for bucket in engine.buckets:
+        for piece, values in bucket.pieces(bucket.master):
             assert torch.allclose(values, torch.tensor(0.3), atol=1e-6), piece.name
-        for piece, values in group.pieces(group.parameters):
+        for piece, values in bucket.pieces(bucket.share(bucket.whole)):
             assert torch.equal(values, torch.full_like(values, 0.3)), piece.name
     with pytest.raises(ValueError, match="expected"):
         engine.load_weights({name: tensor[:1] for name, tensor in tensors.items()})

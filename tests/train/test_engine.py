@@ -52,8 +52,9 @@ def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatc
         assert found == pytest.approx(alone, rel=1e-10)
 
 
-def test_an_engine_leaves_nothing_behind() -> None:
-    """Parameters, slots and reducer refer to each other; buffers and process groups go with them."""
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_an_engine_leaves_nothing_behind(zero: int) -> None:
+    """Parameters, slots, reducer and hooks refer to each other; buffers and process groups go with them."""
     config = build_config(
         {
             "model": {
@@ -66,13 +67,14 @@ def test_an_engine_leaves_nothing_behind() -> None:
             },
             "data": {"sequence": _SEQUENCE},
             "batch": {"micro": _MICRO, "global": _MICRO},
-            "parallel": {"schedule": "zb_h1"},
+            "parallel": {"schedule": "zb_h1", "zero": zero},
         }
     )
     engine = Engine(config, Mesh.create(Layout(world=1), CPU))
     engine.train_step(batch(1))
-    left = [weakref.ref(thing) for thing in (engine.reducer, *engine.groups, *engine.stages.values())]
-    left += [weakref.ref(group.gradients) for group in engine.groups]
-    del engine
+    things = (engine.reducer, engine.gatherer, *engine.buckets, *engine.stages.values())
+    left = [weakref.ref(thing) for thing in things]
+    left += [weakref.ref(bucket.gradient) for bucket in engine.buckets]
+    del engine, things
     gc.collect()
     assert [thing() for thing in left] == [None] * len(left)

@@ -10,9 +10,9 @@ from hexad.config.schema import PrecisionSettings
 class LossScaler:
     """What the loss is multiplied by, so that small gradients do not vanish in fp16.
 
-    Dynamic scaling follows Megatron-LM and DeepSpeed: ``loss_scale_hysteresis`` overflows without a growth in
-    between halve the scale, as does every one that follows, down to ``loss_scale_min``; ``loss_scale_window``
-    steps in a row without one double it, and forgive earlier overflows. A number as ``loss_scale`` stays as it
+    Dynamic scaling follows Megatron-LM and DeepSpeed: ``loss_scale_hysteresis`` overflows without a growth
+    in between halve the scale, as does every one that follows, down to ``loss_scale_min``;
+    ``loss_scale_window`` steps in a row without one double it, and forgive earlier overflows. A number as ``loss_scale`` stays as it
     is. Without fp16 the scale is 1.
 
     Attributes:

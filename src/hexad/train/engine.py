@@ -21,8 +21,8 @@ from hexad.optim.adamw import BucketAdamW, NormAxes
 from hexad.optim.scaling import LossScaler
 from hexad.optim.schedule import learning_rate
 from hexad.parallel.data import (
-    BufferPool,
     Bucket,
+    BufferPool,
     Formats,
     GradientReducer,
     ParameterGatherer,

@@ -8,7 +8,7 @@ import torch
 
 from hexad.config import Config
 from hexad.model.transformer import Transformer, build_stages
-from hexad.parallel.data.flat import aligned
+from hexad.parallel.data.buckets import aligned
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis

@@ -199,7 +199,7 @@ def make_buckets(
         shards: among how many, and which of them this is.
         rank: see ``shards``.
     """
-    runs: dict[tuple[object, ...], list[tuple[int, DeclaredParameter]]] = {}
+    runs: dict[tuple[int, Kind, bool, int], list[tuple[int, DeclaredParameter]]] = {}
     known = {declared.parameter: declared for declared in declared_parameters(*stages.values())}
     places = {parameter: place for place, parameter in enumerate(known)}
     for number, model in stages.items():
@@ -217,7 +217,6 @@ def make_buckets(
         limit = bucket_bytes / formats.gradients.itemsize if stage < 3 or not matrix else float("inf")
         for part in _cut(sorted(members, key=lambda member: -member[0]), limit):
             resident = stage < 3 or not matrix
-            assert isinstance(kind, Kind)
             declared_members = [declared for _, declared in part]
             buckets.append(Bucket(kind, declared_members, part[-1][0], shards, rank, resident))
     return sorted(buckets, key=lambda bucket: bucket.order)

@@ -8,6 +8,7 @@ while their layer computes; the next layer's are gathered meanwhile (FSDP: Zhao 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class ParameterGatherer:
         for model in stages.values():
             found = [_Unit(module, owner) for module in units(model)]
             coming = [unit for unit in found if unit.absent]
-            for unit, after in zip(coming, coming[1:]):
+            for unit, after in pairwise(coming):
                 unit.after = after
                 after.before = unit if unit.block else None
             for unit in found:

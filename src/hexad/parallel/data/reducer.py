@@ -28,10 +28,10 @@ class GradientReducer:
     """Accumulates gradients in buckets and reduces them.
 
     In stages 0 and 1 a bucket is reduced once per step, after the last microbatch. In stages 2 and 3 its
-    gradients exist from the first contribution of a microbatch to the last one only; then they are reduced and
-    this rank's share is added up. Reductions start in the order in which gradients are completed, which is the
-    same on all data ranks: they run the same schedule, and autograd walks each graph in reverse order of its
-    layers.
+    gradients exist from the first contribution of a microbatch to the last one only; then they are reduced
+    and this rank's share is added up. Reductions start in the order in which gradients are completed, which
+    is the same on all data ranks: they run the same schedule, and autograd walks each graph in reverse order
+    of its layers.
 
     Args:
         buckets: of this rank's pipeline stages.

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peers.plain_torch import MICRO, Shape
-from step_time import model_settings
+from programs import model_settings
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.parallel.pipeline.schedule import Schedule

@@ -43,6 +43,9 @@ def make_step(
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
+    if dtype == "bf16":  # DeepSpeed casts parameters only; rotary tables in fp32 would lift queries to fp32
+        for buffer in model.buffers():
+            buffer.data = buffer.data.bfloat16()
     config = settings(stage, dtype, batch[0].shape[0], len(batch))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 

@@ -95,7 +95,7 @@ def _share(
     shard = nn.Parameter(weight.chunk(world)[axis.rank].to(dtype).clone())
     buffer = torch.full(shard.shape, torch.nan, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
     done: list[int] = []
-    slot = GradientSlot(buffer, 1, lambda: done.append(1), ProductQueue())
+    slot = GradientSlot(lambda: buffer, 1, lambda: done.append(1), ProductQueue())
     attach_slot(shard, slot)
     slot.begin(2)
     with mock.patch.object(loss, "loss_rows", lambda *_: rows):

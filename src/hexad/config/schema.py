@@ -223,9 +223,10 @@ class MemorySettings(Settings):
     """What is traded for memory."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations are computed again in the backward pass instead of kept."""
+    """Which activations are computed again in the backward pass instead of kept: ``selective`` those that
+    cost no matrix product, ``full`` all but each layer's input."""
     recompute_layers: Literal["all"] | Positive = "all"
-    """How many layers per stage recompute."""
+    """How many layers per stage recompute: ``all``, or the first so many."""
     offload: Literal["none", "optimizer"] = "none"
     """What is kept in the host's memory."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from .dropped_attention import dropped_attention
 from .norms import RmsNorm
 from .ops import rotate
 from .positions import Geometry
+from .recompute import made_again
 
 
 class KeyValueStore(Protocol):
@@ -54,24 +56,55 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm(width, model.norm_eps, place, partial=ranks > 1)
             self.k_norm = RmsNorm(width, model.norm_eps, place, partial=ranks > 1)
 
-    def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
-        """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
-        qkv = self.qkv(x)
-        tokens, width, heads, kv_heads = qkv.shape[0], self.width, self.heads, self.kv_heads
-        qk, v = qkv.split([(heads + kv_heads) * width, kv_heads * width], dim=1)
-        qk = qk.view(tokens, heads + kv_heads, width)
+    def forward(
+        self,
+        x: torch.Tensor,
+        where: Geometry,
+        store: KeyValueStore | None = None,
+        again: Callable[[], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> the same.
+
+        Args:
+            x: normalised hidden states.
+            where: the tokens' geometry.
+            store: keys and values so far (generation).
+            again: makes ``x`` again; given where the layer recomputes selectively.
+        """
+        if again is None:
+            qkv = self.qkv(x)
+            return self.out(self._core(self._queries_and_keys(qkv, where), qkv, where, store))
+        with made_again(x, again):
+            qkv = self.qkv(x)
+        qk = self._queries_and_keys(qkv, where)
+        source = qkv.detach()
+        with made_again(qk, lambda: self._queries_and_keys(source, where)):
+            attended = self._core(qk, qkv, where, store)
+        return self.out(attended)
+
+    def _queries_and_keys(self, qkv: torch.Tensor, where: Geometry) -> torch.Tensor:
+        """``[tokens, heads + key/value heads, width]``, normalised and rotated; else a view of ``qkv``."""
+        heads, kv_heads = self.heads, self.kv_heads
+        qk = qkv[:, : (heads + kv_heads) * self.width].view(-1, heads + kv_heads, self.width)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([heads, kv_heads], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         if where.cos is not None and where.sin is not None:
             qk = rotate(qk, where.cos, where.sin)
-        q, k = qk.split([heads, kv_heads], dim=1)
-        v = v.view(tokens, kv_heads, width)
-        if where.queries is not None:
-            length = tokens // where.sequences
-            bounds = where.documents or range(0, tokens + 1, length)
-            return self.out(dropped_attention(q, k, v, bounds, length, where.queries, self.dropper))
-        return self.out(_attend(q, k, v, where, store))
+        return qk
+
+    def _core(
+        self, qk: torch.Tensor, qkv: torch.Tensor, where: Geometry, store: KeyValueStore | None
+    ) -> torch.Tensor:
+        """``[tokens, this rank's heads * width]``."""
+        tokens = qkv.shape[0]
+        q, k = qk.split([self.heads, self.kv_heads], dim=1)
+        v = qkv[:, -self.kv_heads * self.width :].view(tokens, self.kv_heads, self.width)
+        if where.queries is None:
+            return _attend(q, k, v, where, store)
+        length = tokens // where.sequences
+        bounds = where.documents or range(0, tokens + 1, length)
+        return dropped_attention(q, k, v, bounds, length, where.queries, self.dropper)
 
 
 def _attend(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hexad.config.schema import ModelSettings
 from hexad.parallel.sharding import Placement, ShardedModule, replicated
@@ -19,6 +21,7 @@ from .dropout import Draws, Dropper, Site, row_keys
 from .feedforward import FeedForward
 from .norms import LayerNorm, RmsNorm, residual_norm
 from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
+from .recompute import Kind, Recompute
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """``precision.dtype`` -> torch's."""
@@ -27,8 +30,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 class Block(nn.Module):
     """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, model: ModelSettings, place: Placement, layer: int) -> None:
+    def __init__(self, model: ModelSettings, place: Placement, layer: int, recompute: Kind = "none") -> None:
         super().__init__()
+        self.recompute = recompute
         self.attention_norm = residual_norm(model, place)
         self.attention = Attention(model, place, layer)
         self.ffn_norm = residual_norm(model, place)
@@ -37,9 +41,33 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
-        branch = self.attention(self.attention_norm(x), where, store)
+        recompute = self.recompute if torch.is_grad_enabled() else "none"
+        if recompute != "full":
+            return self._layer(x, where, store, selective=recompute == "selective")
+        repeated = False
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            nonlocal repeated
+            unused, repeated = repeated, True
+            return self._layer(x, where, store, unused=unused)
+
+        # Nothing here draws from a generator: dropout is a function of the element.
+        return checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+
+    def _layer(
+        self,
+        x: torch.Tensor,
+        where: Geometry,
+        store: KeyValueStore | None,
+        selective: bool = False,
+        unused: bool = False,
+    ) -> torch.Tensor:
+        """``selective`` recomputation of what is cheap; ``unused``: only the activations are of interest."""
+        again = partial(self.attention_norm, x.detach()) if selective else None
+        branch = self.attention(self.attention_norm(x), where, store, again)
         x = x + (branch if where.rows is None else self.droppers[0](branch, where.rows))
-        branch = self.ffn(self.ffn_norm(x))
+        again = partial(self.ffn_norm, x.detach()) if selective else None
+        branch = self.ffn(self.ffn_norm(x), again, unused)
         return x + (branch if where.rows is None else self.droppers[1](branch, where.rows))
 
 
@@ -88,9 +116,16 @@ class Transformer(nn.Module):
         model: resolved settings; ``vocab`` and ``max_positions`` are numbers.
         place: this rank's place on the tensor axis, dtype and device.
         part: what the stage holds; by default everything.
+        recompute: what its layers compute again in the backward pass.
     """
 
-    def __init__(self, model: ModelSettings, place: Placement, part: Part | None = None) -> None:
+    def __init__(
+        self,
+        model: ModelSettings,
+        place: Placement,
+        part: Part | None = None,
+        recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
+    ) -> None:
         super().__init__()
         self.place = place
         self.part = part = part or Part(range(model.layers))
@@ -114,7 +149,9 @@ class Transformer(nn.Module):
         elif part.first:
             self.positions = Positions(model, place)
         # Names keep the layer's global number, whatever stage holds it.
-        self.layers = nn.ModuleDict({str(index): Block(model, place, index) for index in part.layers})
+        self.layers = nn.ModuleDict(
+            {str(n): Block(model, place, n, recompute.of(i)) for i, n in enumerate(part.layers)}
+        )
         self.norm: RmsNorm | LayerNorm | None = None
         self.head: VocabParallelHead | None = None
         if part.last:
@@ -215,7 +252,12 @@ class Transformer(nn.Module):
 
 
 def build_stages(
-    model: ModelSettings, place: Placement, layers: Sequence[range], placement: Sequence[int], rank: int
+    model: ModelSettings,
+    place: Placement,
+    layers: Sequence[range],
+    placement: Sequence[int],
+    rank: int,
+    recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
 ) -> dict[int, Transformer]:
     """The stages of one pipeline rank, by number, ascending.
 
@@ -225,6 +267,7 @@ def build_stages(
         layers: for every stage its layers.
         placement: for every stage its pipeline rank.
         rank: whose stages to build.
+        recompute: what each stage's layers compute again.
     """
     final = len(placement) - 1
     together = placement[0] == placement[final]
@@ -238,5 +281,5 @@ def build_stages(
             elif last:
                 embedding = stages[0].embedding
                 tied = None if embedding is None else embedding.weight
-        stages[stage] = Transformer(model, place, Part(layers[stage], first, last, tied))
+        stages[stage] = Transformer(model, place, Part(layers[stage], first, last, tied), recompute)
     return stages

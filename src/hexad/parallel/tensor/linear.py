@@ -67,9 +67,14 @@ class _RowLinear(torch.autograd.Function):
     in sequence parallel."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, place: Placement) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, place: Placement, unused: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.place = weight, place
+        if unused:
+            rows = x.shape[0] // (place.axis.size if place.sequence else 1)
+            return x.new_empty((rows, weight.shape[0]))
         return (reduce_scatter if place.sequence else all_reduce)(x @ weight.t(), place.axis)
 
     @staticmethod
@@ -79,7 +84,7 @@ class _RowLinear(torch.autograd.Function):
         if ctx.place.sequence:
             gradient = all_gather(gradient, ctx.place.axis)
         grad_x = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
-        return grad_x, weight_gradient(ctx.weight, gradient, x), None
+        return grad_x, weight_gradient(ctx.weight, gradient, x), None, None
 
 
 def _plain(place: Placement) -> bool:
@@ -190,9 +195,13 @@ class RowParallelLinear(ShardedModule):
         else:
             self.bias = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``."""
+    def forward(self, x: torch.Tensor, unused: bool = False) -> torch.Tensor:
+        """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``.
+
+        ``unused``: nobody looks at the result, as when a forward pass is repeated for its activations; it is
+        neither multiplied nor summed.
+        """
         if _plain(self.place):
             return F.linear(x, self.weight, self.bias)
-        y = _RowLinear.apply(x, self.weight, self.place)
+        y = _RowLinear.apply(x, self.weight, self.place, unused)
         return y if self.bias is None else y + self.bias

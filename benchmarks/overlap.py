@@ -1,0 +1,158 @@
+"""Communication hidden behind compute: data parallelism of two ranks over a slow link.
+
+    sudo python benchmarks/overlap.py [--megabits 1000] [--zero 0 1 2 3] [--json FILE] [--output PICTURE]
+
+The ranks live in two network namespaces joined by a link (veth); ``tc`` limits its bandwidth both ways.
+A round of the 32M-parameter llama has these steps, one after the other:
+
+- free: large collectives are left out, which gives the seconds of computation;
+- full: the link without its limit;
+- overlapped: the limited link, Hexad as it is;
+- waiting: the limited link, every collective waited for where it starts ("before");
+- alone: the limited link, all of a step's collectives and nothing else.
+
+Exposed communication is overlapped (or waiting) - free; the share hidden is 1 - exposed / alone. Ideal is the
+ledger's bytes over the bandwidth. All are medians over the rounds. Namespaces are removed in every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from facts import facts
+from link import Link, why_not
+from programs import hexad_engine
+from turns import Program, Step, serve, wall
+
+RANKS = 2
+
+
+def worker(stage: int, dtype: str) -> None:
+    """One rank: a command per step, a mode of :class:`traffic.Traffic` or ``alone``."""
+
+    def start() -> Step:
+        from traffic import Traffic
+
+        traffic = Traffic()
+        engine, batch = hexad_engine({"zero": stage}, RANKS, dtype)
+
+        def step(command: str) -> dict[str, Any]:
+            if command == "alone":
+                traffic.be("overlapped")
+                traffic.replay()
+                return {}
+            traffic.be(command)
+            before = engine.mesh.data.sent.total()
+            result = engine.train_step(batch)
+            sent = engine.mesh.data.sent.total() - before
+            return {"loss": result.loss, "sent": sent, "skipped": result.skipped}
+
+        return step
+
+    serve(start, RANKS)
+
+
+def measure(link: Link, stage: int, rounds: int, megabits: float, dtype: str) -> dict[str, Any]:
+    """One ZeRO stage: medians over the rounds, in seconds."""
+    link.limit(None)
+    command = [sys.executable, __file__, "--worker", str(stage), dtype]
+    program = Program([link.command(end, command) for end in range(RANKS)], address=link.addresses[0])
+    try:
+        program.wait()
+        first = program.step("overlapped")
+        program.step("recording")
+        seconds: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for name, limit in (
+                ("full", None),
+                ("overlapped", megabits),
+                ("waiting", megabits),
+                ("alone", megabits),
+                ("free", None),
+            ):
+                link.limit(limit)
+                step = program.step("overlapped" if name == "full" else name)
+                assert not any(rank.get("skipped") for rank in step), (
+                    "a step was skipped: its time says nothing"
+                )
+                seconds.setdefault(name, []).append(wall(step))
+        program.close()
+    finally:
+        program.kill()
+    sent = max(rank["sent"] for rank in first)
+    found: dict[str, Any] = {name: median(times) for name, times in seconds.items()}
+    found |= {"sent_bytes": sent, "ideal": sent * 8 / (megabits * 1e6), "loss": first[0]["loss"]}
+    return found | shares(seconds) | {"rounds": seconds}
+
+
+def shares(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Exposed seconds and the hidden share of communication, from each round's own steps."""
+    found = {}
+    alone = median(seconds["alone"])
+    for name in ("overlapped", "waiting"):
+        exposed = median(step - free for step, free in zip(seconds[name], seconds["free"]))
+        found[f"exposed_{name}"] = exposed
+        found[f"hidden_{name}"] = 1 - exposed / alone
+    return found
+
+
+def show(stage: str, found: dict[str, Any]) -> None:
+    """A line of the table."""
+    seconds = [found[name] for name in ("free", "full", "waiting", "overlapped", "ideal", "alone")]
+    line = "".join(f"{value:11.2f}" for value in seconds)
+    line += f"{found['hidden_waiting']:11.0%}{found['hidden_overlapped']:11.0%}"
+    print(f"zero {stage:4s}{found['sent_bytes'] / 1e6:9.1f}{line}", flush=True)
+
+
+def main() -> None:
+    """Measure the stages asked for; a table, JSON, a picture."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--zero", nargs="+", type=int, choices=range(4), default=list(range(4)))
+    parser.add_argument("--megabits", type=float, default=1000.0, help="bandwidth of each direction, Mbit/s")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--output", type=Path, help="also draw them (.png, .svg)")
+    parser.add_argument("--draw", type=Path, help="draw this result file, measure nothing")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(int(options.worker[0]), options.worker[1])
+        return
+    if options.draw:
+        results = json.loads(options.draw.read_text(encoding="utf-8"))
+    elif problem := why_not():
+        sys.exit(f"overlap.py: {problem}")
+    else:
+        results = measured(options.zero, options)
+    if options.output:
+        from overlap_figure import draw
+
+        draw(results, options.output)
+
+
+def measured(stages: Sequence[int], options: argparse.Namespace) -> dict[str, Any]:
+    """All stages over one link."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
+    results: dict[str, Any] = facts() | {"megabits": options.megabits, "dtype": options.dtype, "stages": {}}
+    names = ("free", "full", "waiting", "overlap", "ideal", "alone", "hidden:", "overlap")
+    print(f"{'':9s}{'MB sent':>9s}" + "".join(f"{name:>11s}" for name in names), flush=True)
+    with Link() as link:
+        for stage in stages:
+            found = measure(link, stage, options.rounds, options.megabits, options.dtype)
+            results["stages"][str(stage)] = found
+            show(str(stage), found)
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -123,7 +123,7 @@ def main() -> None:
         return
     results: dict[str, Any] = facts() | {"dtype": options.dtype, "steps": options.steps, "modes": {}}
     print(f"{'mode':29s}{'program':23s}" + "".join(f"{name:>10s}" for name in COLUMNS[:5]), end="")
-    print("   ratios:" + "".join(f"{name:>10s}" for name in COLUMNS[5:])[10:])
+    print("  ratios: " + "".join(f"{name:>10s}" for name in COLUMNS[5:])[10:])
     for mode in options.modes:
         found = results["modes"][mode] = compare(mode, options.steps, options.dtype)
         show(mode, found)

@@ -1,0 +1,98 @@
+"""Write the tables of ``docs/benchmarks.md`` from ``benchmarks/results/*.json``.
+
+    python benchmarks/report.py [--check]
+
+A table stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; NAME is a result file's. What is not
+measured yet says so. With ``--check`` nothing is written, and a page that is out of date is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+_SPACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+RATIOS = ("step_seconds", "paired", "cpu_seconds", "peak_rss_mb")
+
+
+def page(text: str) -> str:
+    """The page with all its tables renewed."""
+    return _SPACE.sub(lambda match: f"{match[1]}{section(match[2])}{match[3]}", text)
+
+
+def section(name: str) -> str:
+    """One result file as a table and a line on how it was made."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return "\nNot measured yet.\n\n"
+    results = json.loads(path.read_text(encoding="utf-8"))
+    lines = overlap(results) if "stages" in results else step_time(results)
+    return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
+
+
+def origin(results: dict[str, Any]) -> Iterator[str]:
+    """Where the figures come from."""
+    torch = results.get("torch") or results["versions"]["torch"]
+    deepspeed = results.get("versions", {}).get("deepspeed")
+    versions = f"torch {torch}" + (f", deepspeed {deepspeed}" if deepspeed else "")
+    yield f"{results['machine']}; {versions}; {results.get('dtype', 'fp32')}."
+    if "command" in results:
+        yield f"Command: `{results['command']}`"
+
+
+def step_time(results: dict[str, Any]) -> Iterator[str]:
+    """A row per mode and program; Hexad's figures over a peer's stand in the peer's row."""
+    yield "| mode | program | wall s | CPU s | MB | loss, last step | ratio: wall | paired | CPU | MB |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for mode, found in results["modes"].items():
+        ratios = found.get("ratios", {"torch": found["ratio"]})
+        for program in ("hexad", *ratios):
+            figures, ratio = found[program], ratios.get(program)
+            cells = [f"{figures['step_seconds']:.2f}", f"{figures['cpu_seconds']:.2f}"]
+            cells += [f"{figures['peak_rss_mb']:.0f}", f"{figures['last_loss']:.5f}"]
+            cells += [f"{ratio[name]:.2f}" for name in RATIOS] if ratio else [""] * len(RATIOS)
+            title = (
+                program if program.startswith("hexad") or program != found.get("best") else f"**{program}**"
+            )
+            title += " *" if program.endswith("_accumulate") else ""
+            yield f"| {mode if program == 'hexad' else ''} | {title} | " + " | ".join(cells) + " |"
+
+
+def overlap(results: dict[str, Any]) -> Iterator[str]:
+    """A row per ZeRO stage."""
+    yield (
+        "| ZeRO | MB sent | compute s | full speed s | waited for s | overlapped s | ideal s | alone s "
+        "| hidden, waited for | hidden, overlapped |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for stage, found in results["stages"].items():
+        names = ("free", "full", "waiting", "overlapped", "ideal", "alone")
+        cells = [stage, f"{found['sent_bytes'] / 1e6:.1f}", *(f"{found[name]:.2f}" for name in names)]
+        cells += [f"{found[f'hidden_{name}']:.0%}" for name in ("waiting", "overlapped")]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Renew the page, or check it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    options = parser.parse_args()
+    old = PAGE.read_text(encoding="utf-8")
+    new = page(old)
+    if options.check and new != old:
+        sys.exit(f"{PAGE} is out of date: run python benchmarks/report.py")
+    if new != old:
+        PAGE.write_text(new, encoding="utf-8")
+        print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

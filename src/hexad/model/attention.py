@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -71,21 +73,22 @@ class Attention(nn.Module):
             store: keys and values so far (generation).
             again: makes ``x`` again; given where the layer recomputes selectively.
         """
-        if again is None:
+        selective = again is not None
+        with made_again(x, again) if again is not None else nullcontext():
             qkv = self.qkv(x)
-            return self.out(self._core(self._queries_and_keys(qkv, where), qkv, where, store))
-        with made_again(x, again):
-            qkv = self.qkv(x)
-        qk = self._queries_and_keys(qkv, where)
-        source = qkv.detach()
-        with made_again(qk, lambda: self._queries_and_keys(source, where)):
-            attended = self._core(qk, qkv, where, store)
+        heads, kv_heads = self.heads, self.kv_heads
+        parts = qkv.split([(heads + kv_heads) * self.width, kv_heads * self.width], dim=1)
+        qk = self._queries_and_keys(parts[0], where)
+        v = parts[1].view(-1, kv_heads, self.width)
+        again = partial(self._queries_and_keys, parts[0].detach(), where)
+        with made_again(qk, again) if selective else nullcontext():
+            attended = self._core(qk, v, where, store)
         return self.out(attended)
 
-    def _queries_and_keys(self, qkv: torch.Tensor, where: Geometry) -> torch.Tensor:
-        """``[tokens, heads + key/value heads, width]``, normalised and rotated; else a view of ``qkv``."""
+    def _queries_and_keys(self, qk: torch.Tensor, where: Geometry) -> torch.Tensor:
+        """``[tokens, heads + key/value heads, width]``, normalised and rotated; else a view of ``qk``."""
         heads, kv_heads = self.heads, self.kv_heads
-        qk = qkv[:, : (heads + kv_heads) * self.width].view(-1, heads + kv_heads, self.width)
+        qk = qk.view(-1, heads + kv_heads, self.width)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([heads, kv_heads], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
@@ -94,16 +97,14 @@ class Attention(nn.Module):
         return qk
 
     def _core(
-        self, qk: torch.Tensor, qkv: torch.Tensor, where: Geometry, store: KeyValueStore | None
+        self, qk: torch.Tensor, v: torch.Tensor, where: Geometry, store: KeyValueStore | None
     ) -> torch.Tensor:
         """``[tokens, this rank's heads * width]``."""
-        tokens = qkv.shape[0]
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
-        v = qkv[:, -self.kv_heads * self.width :].view(tokens, self.kv_heads, self.width)
         if where.queries is None:
             return _attend(q, k, v, where, store)
-        length = tokens // where.sequences
-        bounds = where.documents or range(0, tokens + 1, length)
+        length = len(q) // where.sequences
+        bounds = where.documents or range(0, len(q) + 1, length)
         return dropped_attention(q, k, v, bounds, length, where.queries, self.dropper)
 
 

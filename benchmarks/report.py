@@ -19,6 +19,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+PICTURE = PAGE.parent / "images" / "overlap.svg"
 _SPACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIOS = ("step_seconds", "paired", "cpu_seconds", "peak_rss_mb")
 
@@ -59,9 +60,7 @@ def step_time(results: dict[str, Any]) -> Iterator[str]:
             cells = [f"{figures['step_seconds']:.2f}", f"{figures['cpu_seconds']:.2f}"]
             cells += [f"{figures['peak_rss_mb']:.0f}", f"{figures['last_loss']:.5f}"]
             cells += [f"{ratio[name]:.2f}" for name in RATIOS] if ratio else [""] * len(RATIOS)
-            title = (
-                program if program.startswith("hexad") or program != found.get("best") else f"**{program}**"
-            )
+            title = f"**{program}**" if program == found.get("best") else program
             title += " *" if program.endswith("_accumulate") else ""
             yield f"| {mode if program == 'hexad' else ''} | {title} | " + " | ".join(cells) + " |"
 
@@ -78,6 +77,9 @@ def overlap(results: dict[str, Any]) -> Iterator[str]:
         cells = [stage, f"{found['sent_bytes'] / 1e6:.1f}", *(f"{found[name]:.2f}" for name in names)]
         cells += [f"{found[f'hidden_{name}']:.0%}" for name in ("waiting", "overlapped")]
         yield "| " + " | ".join(cells) + " |"
+    if PICTURE.exists():
+        yield ""
+        yield f"![A step's seconds by stage](images/{PICTURE.name})"
 
 
 def main() -> None:

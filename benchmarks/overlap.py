@@ -67,7 +67,7 @@ def measure(link: Link, stage: int, rounds: int, megabits: float, dtype: str) ->
     try:
         program.wait()
         first = program.step("overlapped")
-        program.step("recording")
+        recorded = program.step("recording")
         seconds: dict[str, list[float]] = {}
         for _ in range(rounds):
             for name, limit in (
@@ -86,7 +86,7 @@ def measure(link: Link, stage: int, rounds: int, megabits: float, dtype: str) ->
         program.close()
     finally:
         program.kill()
-    sent = max(rank["sent"] for rank in first)
+    sent = max(rank["sent"] for rank in recorded)
     found: dict[str, Any] = {name: median(times) for name, times in seconds.items()}
     found |= {"sent_bytes": sent, "ideal": sent * 8 / (megabits * 1e6), "loss": first[0]["loss"]}
     return found | shares(seconds) | {"rounds": seconds}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import combinations, cycle, product
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,7 @@ class Case:
     samples: int = 8
     zero: int = 0
     replicas: int = 1
+    recompute: str = "none"
 
     @property
     def world(self) -> int:
@@ -92,6 +93,12 @@ class Case:
     def stages(self) -> str:
         virtual = f" x {self.virtual} stages" if self.virtual > 1 else ""
         return f"pipeline {self.pipeline}{virtual}, {self.schedule}"
+
+    @property
+    def state(self) -> str:
+        """How the state is divided, and what is recomputed."""
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"zero {self.zero}{replicas}, recompute {self.recompute}"
 
     @property
     def microbatches(self) -> int:
@@ -124,12 +131,61 @@ class Case:
                 "bucket_mb": 0.004,  # several buckets even in a tiny model
             },
             "precision": {"dtype": "fp64"},
+            "memory": {"recompute": self.recompute},
             "optimizer": {"lr": 0.02, "clip": 0.5},
             "lr_schedule": {"warmup": 2},
         }
         for group, values in self.variant.overrides.items():
             tree[group] = {**tree.get(group, {}), **values}
         return build_config(tree)
+
+
+# Dropout makes a difference between layouts easy to see: a mask that moved changes everything.
+_DROPOUT = {"dropout": 0.1, "attention_dropout": 0.1, "layers": 5}
+DROPPED = tuple(
+    replace(
+        VARIANTS[index], name=f"{VARIANTS[index].name}, dropout", model={**VARIANTS[index].model, **_DROPOUT}
+    )
+    for index in (2, 1, 0, 3)
+)
+
+
+def state_cases() -> tuple[Case, ...]:
+    """Every stage of ZeRO with replicas, recompute and the pipeline's schedules in every layout around it."""
+    stages = ((1, "1f1b", 1), (2, "1f1b", 1), (2, "interleaved", 2), (2, "zb_v", 2))
+    states = [(zero, replicas) for zero in range(4) for replicas in (1, 2) if zero or replicas == 1]
+    cases: list[Case] = []
+    for (data, tensor), (pipeline, schedule, virtual), (zero, replicas), recompute in product(
+        product((2, 4), (1, 2)), stages, states, ("none", "selective", "full")
+    ):
+        case = Case(DROPPED[0], data, tensor, True, pipeline, schedule, virtual)
+        if case.world <= worker_pool.MAX_RANKS:
+            cases.append(replace(case, zero=zero, replicas=replicas, recompute=recompute))
+    return variants_in_turn(cases)
+
+
+def variants_in_turn(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """The cases with models that take turns, and three microbatches on each data rank."""
+    turns = zip(cases, cycle(DROPPED))
+    return tuple(
+        replace(case, variant=variant, samples=3 * variant.micro * case.data) for case, variant in turns
+    )
+
+
+def covering(cases: Sequence[Case], settings: Sequence[str], strength: int) -> tuple[Case, ...]:
+    """Few of the cases, in which every combination of values of any ``strength`` settings still occurs."""
+
+    def combinations_in(case: Case) -> set[tuple[tuple[str, Any], ...]]:
+        return set(combinations([(name, getattr(case, name)) for name in settings], strength))
+
+    found = [combinations_in(case) for case in cases]
+    missing = set().union(*found)
+    chosen: list[Case] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(found[index] & missing))
+        chosen.append(cases[best])
+        missing -= found[best]
+    return tuple(chosen)
 
 
 # Every schedule, with stages per rank.
@@ -204,6 +260,9 @@ LAYOUTS = tuple(
 )
 GRID = tuple(Case(variant, *layout) for variant in VARIANTS for layout in LAYOUTS)
 PIPELINE_GRID = pipeline_cases(per_schedule=2)
+EVERY_STATE = state_cases()
+STATE_SETTINGS = ("data", "tensor", "schedule", "pipeline", "zero", "replicas", "recompute")
+STATE_GRID = variants_in_turn(covering(EVERY_STATE, STATE_SETTINGS, 2))
 
 
 @dataclass(frozen=True)

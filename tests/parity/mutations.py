@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -23,20 +22,12 @@ from hexad.topology.mesh import Mesh
 from hexad.train import engine
 
 from .harness import VARIANTS, Case, deep
-
-Patches = list[Any]
-
-
-def _same(tensor: torch.Tensor, axis: Any, *rest: Any) -> torch.Tensor:
-    return tensor
-
-
-def _same_async(tensor: torch.Tensor, axis: Any, *rest: Any) -> comm.Pending:
-    return comm.Pending(tensor)
+from .mutation import Mutation, Patches, same, same_async
+from .state_mutations import STATE_MUTATIONS
 
 
 def _drop_data_reduction(mesh: Mesh) -> Patches:
-    return [mock.patch.object(reducer, "all_reduce_async", _same_async)]
+    return [mock.patch.object(reducer, "all_reduce_async", same_async)]
 
 
 def _average_over_data(mesh: Mesh) -> Patches:
@@ -66,7 +57,7 @@ def _double_count_norm(mesh: Mesh) -> Patches:
 
 
 def _local_norm(mesh: Mesh) -> Patches:
-    return [mock.patch("hexad.optim.adamw.all_reduce", _same)]
+    return [mock.patch("hexad.optim.adamw.all_reduce", same)]
 
 
 def _local_mean_loss(mesh: Mesh) -> Patches:
@@ -77,15 +68,15 @@ def _local_mean_loss(mesh: Mesh) -> Patches:
 
 
 def _keep_partial_gradients(mesh: Mesh) -> Patches:
-    return [mock.patch.object(reducer, "all_reduce", _same)]
+    return [mock.patch.object(reducer, "all_reduce", same)]
 
 
 def _drop_column_backward(mesh: Mesh) -> Patches:
-    return [mock.patch.object(linear, "all_reduce_async", _same_async)]
+    return [mock.patch.object(linear, "all_reduce_async", same_async)]
 
 
 def _drop_row_forward(mesh: Mesh) -> Patches:
-    return [mock.patch.object(linear, "all_reduce", _same)]
+    return [mock.patch.object(linear, "all_reduce", same)]
 
 
 def _stale_gather(mesh: Mesh) -> Patches:
@@ -96,7 +87,7 @@ def _stale_gather(mesh: Mesh) -> Patches:
 
 
 def _local_softmax(mesh: Mesh) -> Patches:
-    return [mock.patch.object(cross_entropy, "all_reduce", _same)]
+    return [mock.patch.object(cross_entropy, "all_reduce", same)]
 
 
 def _count_padding(mesh: Mesh) -> Patches:
@@ -109,7 +100,7 @@ def _count_padding(mesh: Mesh) -> Patches:
 
 
 def _drop_embedding_reduction(mesh: Mesh) -> Patches:
-    return [mock.patch.object(embedding, "all_reduce", _same)]
+    return [mock.patch.object(embedding, "all_reduce", same)]
 
 
 def _overwrite_gradients(mesh: Mesh) -> Patches:
@@ -132,12 +123,12 @@ def _ignore_documents(mesh: Mesh) -> Patches:
 
 
 def _seed_per_rank(mesh: Mesh) -> Patches:
-    original = engine.initialise
+    original = buckets.initialise
 
     def initialise(models: Any, seed: int) -> None:
         original(models, seed + mesh.tensor.rank)
 
-    return [mock.patch.object(engine, "initialise", initialise)]
+    return [mock.patch.object(buckets, "initialise", initialise)]
 
 
 def _repeat_microbatch(mesh: Mesh) -> Patches:
@@ -232,14 +223,6 @@ def _local_layer_names(mesh: Mesh) -> Patches:
     return [mock.patch.object(transformer, "Part", part)]
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """A way to break the code, and a case that must fail under it."""
-
-    patches: Callable[[Mesh], Patches]
-    case: Case
-
-
 def _in(data: int = 1, tensor: int = 1, sequence: bool = True, variant: int = 0, **pipeline: Any) -> Case:
     chosen = VARIANTS[variant]
     return Case(deep(chosen, 3) if pipeline else chosen, data, tensor, sequence, **pipeline)
@@ -286,6 +269,7 @@ MUTATIONS = {
     "count a tied weight twice in the norm": Mutation(_count_copies, _in(pipeline=2, variant=1)),
     "clip by this stage's norm": Mutation(_stage_norm, _in(pipeline=2)),
     "number layers from each stage's first": Mutation(_local_layer_names, _in(pipeline=2)),
+    **STATE_MUTATIONS,
 }
 
 

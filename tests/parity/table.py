@@ -5,7 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..pool import Pool
-from .harness import GRID, LAYOUTS, PIPELINE_GRID, STEPS, TOLERANCE, VARIANTS, Case, References, errors, run
+from .harness import (
+    EVERY_STATE,
+    GRID,
+    LAYOUTS,
+    PIPELINE_GRID,
+    STATE_GRID,
+    STEPS,
+    TOLERANCE,
+    VARIANTS,
+    Case,
+    References,
+    errors,
+    run,
+)
 from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
@@ -17,7 +30,7 @@ _HEAD = f"""\
 
 Each cell is a run of {STEPS} steps on N gloo ranks in float64 against one process: the largest relative
 error of the losses, gradient norms, every gradient and every weight. `make test` runs all
-{len(GRID) + len(PIPELINE_GRID)} cells and demands less than {TOLERANCE:.0e}.
+{len(GRID) + len(PIPELINE_GRID) + len(STATE_GRID)} cells and demands less than {TOLERANCE:.0e}.
 
 All cells accumulate gradients over several microbatches, clip, and use several gradient buckets. Sizes are
 odd on purpose: heads wider than `hidden / heads`, vocabularies of which some ranks hold padding only, samples
@@ -34,6 +47,16 @@ schedule in every layout of up to 8 ranks, and every test run adds a random samp
 
 | stages and schedule | layout around them | model and batch | largest error |
 |---|---|---|---|"""
+
+_STATES = f"""
+## Divided state and recompute
+
+ZeRO stages 0 to 3 with replicas, recompute and pipelines, all with dropout in embeddings, residual branches
+and attention. Of the {len(EVERY_STATE)} combinations of up to 8 ranks these {len(STATE_GRID)} contain every
+pair of settings; `pytest -m slow` runs all, and every test run adds a random sample.
+
+| state | layout | stages and schedule | model and batch | largest error |
+|---|---|---|---|---|"""
 
 _MUTATIONS = """
 ## Broken code is noticed
@@ -53,6 +76,11 @@ def pipeline_rows() -> list[list[str]]:
     return [[case.stages, case.layout, case.work] for case in PIPELINE_GRID]
 
 
+def state_rows() -> list[list[str]]:
+    """The first columns of the table of divided state."""
+    return [[case.state, case.layout, case.stages, case.work] for case in STATE_GRID]
+
+
 def cell(found: dict[str, float]) -> str:
     """The largest error, to one digit."""
     return f"{max(found.values()):.0e}"
@@ -69,6 +97,9 @@ def page(pool: Pool) -> str:
         lines.append(f"| {cases[0].layout} | " + " | ".join(found) + " |")
     lines.append(_PIPELINES)
     for row, case in zip(pipeline_rows(), PIPELINE_GRID):
+        lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
+    lines.append(_STATES)
+    for row, case in zip(state_rows(), STATE_GRID):
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_MUTATIONS)
     for name, mutation in MUTATIONS.items():

@@ -10,9 +10,21 @@ from dataclasses import replace
 import pytest
 
 from ..pool import Pool
-from .harness import GRID, PIPELINE_GRID, TOLERANCE, VARIANTS, Case, References, errors, pipeline_cases, run
+from .harness import (
+    EVERY_STATE,
+    GRID,
+    PIPELINE_GRID,
+    STATE_GRID,
+    TOLERANCE,
+    VARIANTS,
+    Case,
+    References,
+    errors,
+    pipeline_cases,
+    run,
+)
 from .mutations import MUTATIONS
-from .table import PAGE, pipeline_rows, rows
+from .table import PAGE, pipeline_rows, rows, state_rows
 
 EVERY_PIPELINE = pipeline_cases(per_schedule=None)
 
@@ -23,19 +35,19 @@ def references(pool: Pool) -> References:
 
 
 def name_of(case: Case) -> str:
-    around = f"{case.variant.name} / {case.layout}"
+    around = f"{case.variant.name} / {case.layout} / {case.state}"
     return f"{around} / {case.stages} / {case.work}" if case.pipeline > 1 else around
 
 
-@pytest.mark.parametrize("case", (*GRID, *PIPELINE_GRID), ids=name_of)
+@pytest.mark.parametrize("case", (*GRID, *PIPELINE_GRID, *STATE_GRID), ids=name_of)
 def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:
     found = errors(run(pool, case), references.of(case))
     assert max(found.values()) < TOLERANCE, found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", EVERY_PIPELINE, ids=name_of)
-def test_every_pipeline_layout(case: Case, pool: Pool, references: References) -> None:
+@pytest.mark.parametrize("case", (*EVERY_PIPELINE, *EVERY_STATE), ids=name_of)
+def test_every_layout(case: Case, pool: Pool, references: References) -> None:
     found = errors(run(pool, case), references.of(case))
     assert max(found.values()) < TOLERANCE, found
 
@@ -44,7 +56,7 @@ def test_a_random_sample(pool: Pool, references: References) -> None:
     """Other cases every time; HEXAD_SEED repeats those of a failure."""
     seed = int(os.environ.get("HEXAD_SEED", time.time()))
     generator = random.Random(seed)
-    for case in generator.sample(EVERY_PIPELINE, 4):
+    for case in generator.sample(EVERY_PIPELINE, 3) + generator.sample(EVERY_STATE, 3):
         case = replace(case, samples=generator.randint(1, 6) * case.variant.micro * case.data)
         found = errors(run(pool, case), references.of(case))
         assert max(found.values()) < TOLERANCE, f"HEXAD_SEED={seed}: {name_of(case)}: {found}"
@@ -81,6 +93,12 @@ def test_the_published_table_lists_the_grid() -> None:
     assert [row[0].strip() for row in table] == rows()
     stages = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| pipeline")]
     assert [[entry.strip() for entry in row[:3]] for row in stages] == pipeline_rows()
-    numbers = [number for row in table for number in row[1:]] + [row[3] for row in stages]
+    states = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| zero")]
+    assert [[entry.strip() for entry in row[:4]] for row in states] == state_rows()
+    numbers = (
+        [number for row in table for number in row[1:]]
+        + [row[3] for row in stages]
+        + [row[4] for row in states]
+    )
     assert all(float(number) < TOLERANCE for number in numbers)
     assert [line[2:].split(":")[0] for line in text.splitlines() if line.startswith("- ")] == list(MUTATIONS)

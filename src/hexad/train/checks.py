@@ -18,8 +18,6 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
     "parallel.expert": (1,),
     "parallel.expert_tensor": (1,),
     "precision.dtype": ("fp64", "fp32", "bf16", "fp16"),
-    "memory.recompute": ("none",),
-    "memory.recompute_layers": ("all",),
 }
 
 
@@ -46,7 +44,10 @@ def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
     yield from _tensor(config, layout.tensor)
     yield from _batch(config, layout)
+    yield from _recompute(config)
     yield from _schedule(config)
+    yield from _sharding(config, int(layout.data))
+    yield from _precision(config)
 
 
 def _unsupported(config: Config) -> Iterator[ConfigError]:
@@ -100,6 +101,11 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
         yield ConfigError(
             "run.compile", f"found true with parallel.tensor {tensor}; it needs parallel.tensor 1"
         )
+    if config.run.compile and config.memory.recompute != "none":
+        # Hooks on saved tensors, and a pass that is cut short, do not go into one graph.
+        yield ConfigError(
+            "run.compile", f"found true with memory.recompute {config.memory.recompute}; it needs none"
+        )
     if config.run.compile and config.model.attention_dropout:
         yield ConfigError(
             "run.compile",
@@ -134,6 +140,22 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
         )
 
 
+def _recompute(config: Config) -> Iterator[ConfigError]:
+    memory, layers = config.memory, config.memory.recompute_layers
+    if layers == "all":
+        return
+    if memory.recompute == "none":
+        yield ConfigError(
+            "memory.recompute_layers",
+            f"found {layers} with memory.recompute none; remove it, or set recompute: selective or full",
+        )
+    if layers > config.model.layers:
+        yield ConfigError(
+            "memory.recompute_layers",
+            f"found {layers}, more than model.layers {config.model.layers}; use all or a smaller number",
+        )
+
+
 def _schedule(config: Config) -> Iterator[ConfigError]:
     settings = config.parallel
     for field, owner in (("schedule_group", "interleaved"), ("schedule_memory", "auto")):
@@ -142,6 +164,44 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"parallel.{field}",
                 f"found {found} with parallel.schedule {settings.schedule}; only {owner} uses it: remove it",
+            )
+
+
+def _sharding(config: Config, data: int) -> Iterator[ConfigError]:
+    zero, replicas = config.parallel.zero, config.parallel.replicas
+    if replicas > 1 and zero == 0:
+        yield ConfigError(
+            "parallel.replicas",
+            f"found {replicas} with parallel.zero 0, where every data rank holds the whole state; "
+            "set parallel.zero to 1, 2 or 3, or leave replicas out",
+        )
+    if data % replicas:
+        yield ConfigError(
+            "parallel.replicas",
+            f"found {replicas}, which does not divide the data degree {data}; use {_divisors(data)}",
+        )
+    if config.run.compile and zero == 3:
+        yield ConfigError(
+            "run.compile", "found true with parallel.zero 3, where weights come and go; use zero 0, 1 or 2"
+        )
+
+
+def _precision(config: Config) -> Iterator[ConfigError]:
+    settings = config.precision
+    if settings.reduce == "bf16" and settings.dtype != "bf16":
+        yield ConfigError(
+            "precision.reduce",
+            f"found bf16 with precision.dtype {settings.dtype}; it needs dtype bf16, or use fp32",
+        )
+    if settings.dtype == "fp16":
+        return
+    fields = type(settings).model_fields
+    for name in (name for name in fields if name.startswith("loss_scale")):
+        found = getattr(settings, name)
+        if found != fields[name].default:
+            yield ConfigError(
+                f"precision.{name}",
+                f"found {found} with precision.dtype {settings.dtype}; only fp16 scales its loss: remove it",
             )
 
 

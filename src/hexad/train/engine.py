@@ -16,6 +16,7 @@ from hexad.config import Config, ConfigError, HexadError
 from hexad.config.schema import ModelSettings, PrecisionSettings
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.dropout import Draws
+from hexad.model.recompute import Recompute
 from hexad.model.transformer import DTYPES, Transformer, build_stages
 from hexad.optim.adamw import BucketAdamW, NormAxes
 from hexad.optim.scaling import LossScaler
@@ -125,7 +126,10 @@ class Engine:
         self.step = self.updates = self.samples = 0
         place = placement(config, mesh.tensor, mesh.device)
         owners = plan.schedule.placement
-        self.stages = build_stages(with_positions(config), place, plan.layers, owners, mesh.pipeline.rank)
+        recompute = Recompute.from_settings(config.memory)
+        self.stages = build_stages(
+            with_positions(config), place, plan.layers, owners, mesh.pipeline.rank, recompute
+        )
         parallel = config.parallel
         self.sharding = StateSharding.create(parallel.zero, parallel.replicas, mesh)
         self.buckets = self._allocated(formats(config.precision))
@@ -135,7 +139,9 @@ class Engine:
         self._products = ProductQueue()
         pool = BufferPool(mesh.device)
         self.reducer = GradientReducer(self.buckets, self.sharding, mesh.tensor, tied, self._products, pool)
-        self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool)
+        self.gatherer = ParameterGatherer(
+            self.stages, self.buckets, self.sharding, pool, hooks=not config.run.compile
+        )
         axes = NormAxes(mesh.tensor, self.sharding.shards, mesh.pipeline)
         self.optimizer = BucketAdamW(self.buckets, config.optimizer, axes)
         self.scaler = LossScaler(config.precision)
@@ -171,6 +177,8 @@ class Engine:
         """
         counting = self._count(microbatches)
         executor = self._executor(len(microbatches), training=True)
+        if self.config.run.compile:
+            self.gatherer.settle()
         placed = [self._placed(microbatch) for microbatch in microbatches]
         self.reducer.begin(len(placed))
         # Every rank looks at the counts before any waits for another stage, so that all refuse them alike.
@@ -206,6 +214,8 @@ class Engine:
         if not microbatches:
             raise HexadError("evaluate needs at least one microbatch")
         executor = self._executor(len(microbatches), training=False)
+        if self.config.run.compile:
+            self.gatherer.settle()
         total = executor.run([Task(self._placed(microbatch)) for microbatch in microbatches])
         targets = sum(microbatch.targets() for microbatch in microbatches)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -216,6 +226,7 @@ class Engine:
 
     def chunks(self) -> list[Chunk]:
         """This rank's share of the state: master weights and optimizer state, as views."""
+        self.gatherer.settle()  # who overwrites them must not be overwritten by what is still under way
         weights = (("model", *entry) for bucket in self.buckets for entry in bucket.pieces(bucket.master))
         state = ((f"optimizer.{name}", piece, values) for name, piece, values in self.optimizer.pieces())
         return [
@@ -254,6 +265,7 @@ class Engine:
 
     @torch.no_grad()
     def _publish(self) -> None:
+        self.gatherer.settle()
         for bucket in self.buckets:
             self.gatherer.publish(bucket)
         self.gatherer.settle()

@@ -29,6 +29,8 @@ class ParameterGatherer:
         buckets: with all their parameters.
         sharding: among which ranks to gather.
         pool: buffers for parameters that come and go.
+        hooks: wait for parameters where modules need them; otherwise whoever calls these calls :meth:`settle`
+            before (compiled modules, whose graphs hooks would break). Not in stage 3.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class ParameterGatherer:
         buckets: Sequence[Bucket],
         sharding: StateSharding,
         pool: BufferPool,
+        hooks: bool = True,
     ) -> None:
         self._shards = sharding.shards
         self._pool = pool
         self._gathering: dict[Bucket, Pending] = {}
-        if sharding.stage == 0:
+        if sharding.stage == 0 or not hooks:
             return
         owner = {declared.parameter: bucket for bucket in buckets for declared in bucket.members}
         for model in stages.values():

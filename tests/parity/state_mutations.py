@@ -1,0 +1,98 @@
+"""Ways to break what divides the state, recomputes and drops out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hexad import comm
+from hexad.model.dropout import Draws
+from hexad.parallel.data import gatherer, reducer
+from hexad.topology.mesh import Axis, Mesh
+from hexad.train import engine
+
+from .harness import DROPPED, VARIANTS, Case
+from .mutation import Mutation, Patches, same_async
+
+
+def _never_gather(mesh: Mesh) -> Patches:
+    def keep(tensor: torch.Tensor, axis: Axis, out: torch.Tensor) -> comm.Pending:
+        return comm.Pending(out)
+
+    return [mock.patch.object(gatherer, "all_gather_async", keep)]
+
+
+def _keep_own_gradient(mesh: Mesh) -> Patches:
+    def own(tensor: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> comm.Pending:
+        share = tensor.chunk(axis.size)[axis.rank]
+        return comm.Pending(share if out is None else out.copy_(share))
+
+    return [mock.patch.object(reducer, "reduce_scatter_async", own)]
+
+
+def _last_microbatch_only(mesh: Mesh) -> Patches:
+    original = reducer.GradientReducer._complete
+
+    def complete(self: Any, round_: Any) -> None:
+        round_.first = True
+        original(self, round_)
+
+    return [mock.patch.object(reducer.GradientReducer, "_complete", complete)]
+
+
+def _replicas_apart(mesh: Mesh) -> Patches:
+    return [mock.patch.object(reducer, "all_reduce_async", same_async)]
+
+
+def _norm_of_share(mesh: Mesh) -> Patches:
+    def reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return tensor if axis.name == "data" else comm.all_reduce(tensor, axis)
+
+    return [mock.patch("hexad.optim.adamw.all_reduce", reduce)]
+
+
+def _drawn_by(**wrong: Any) -> Any:
+    def patches(mesh: Mesh) -> Patches:
+        original = engine.Engine._draws
+
+        def draws(self: Any, index: int, microbatch: Any) -> Draws:
+            return replace(original(self, index, microbatch), **wrong)
+
+        return [mock.patch.object(engine.Engine, "_draws", draws)]
+
+    return patches
+
+
+def _another_mask_again(mesh: Mesh) -> Patches:
+    """Whoever draws a second time, in a recomputed forward or a backward pass, gets other numbers."""
+    from hexad.model import dropout
+
+    original, seen = dropout._mix_, 0
+
+    def mix(h: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        return original(h + seen)
+
+    return [mock.patch.object(dropout, "_mix_", mix)]
+
+
+def _in(zero: int, variant: Any = VARIANTS[0], **layout: Any) -> Case:
+    return Case(variant, **{"data": 2, **layout}, zero=zero)
+
+
+STATE_MUTATIONS = {
+    "never gather updated parameters": Mutation(_never_gather, _in(1)),
+    "gather a layer's stale weights": Mutation(_never_gather, _in(3)),
+    "keep this rank's gradient of its share": Mutation(_keep_own_gradient, _in(1)),
+    "keep the last microbatch's gradient only": Mutation(_last_microbatch_only, _in(2)),
+    "leave replicas apart": Mutation(_replicas_apart, _in(3, data=4, replicas=2)),
+    "clip by the norm of this rank's share": Mutation(_norm_of_share, _in(2)),
+    "drop out by a place of one's own": Mutation(_drawn_by(sequence=0), _in(0, DROPPED[2])),
+    "draw dropout anew when recomputing": Mutation(
+        _another_mask_again, replace(Case(DROPPED[2]), recompute="full")
+    ),
+}

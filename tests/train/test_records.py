@@ -99,7 +99,9 @@ def test_dry_run(make_run: MakeRun) -> None:
     assert document["world"] == 4 and document["degrees"] == {"tensor": 2, "data": 2}
     assert document["config"]["batch"]["global"] == 4
     memory = document["memory_bytes_per_rank"]
-    assert memory["total"] == sum(count for name, count in memory.items() if name != "total")
+    parts = ("parameters", "gradients", "master", "optimizer", "buffers")
+    assert memory["total"] == sum(memory[name] for name in parts) + sum(memory["activations"].values())
+    assert memory["activations"]["residual"] > 0 and memory["action"].startswith(("F", "BW"))
     assert memory["optimizer"] == 2 * memory["gradients"]
     assert run.train("--dry-run", "--nproc", "3", *FOUR).status == 2
     assert not run.directory.exists()

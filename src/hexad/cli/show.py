@@ -25,7 +25,7 @@ _output_option = click.option(
 
 @click.group()
 def show() -> None:
-    """Draw a layout, a pipeline schedule or a run."""
+    """Draw a layout, a pipeline schedule, predicted memory or a run."""
 
 
 @show.command("layout")
@@ -109,6 +109,31 @@ def schedule_command(
     elif not output and not save:
         width = _terminal_width()
         _print(schedule_text(choice.charts, width, choice.note), width)
+
+
+@show.command("memory")
+@click.argument("settings", metavar="RUN.YAML [KEY=VALUE]...", nargs=-1)
+@click.option("--rank", type=int, help="Which rank. Default: one that needs the most.")
+@click.option("--world", type=int, help="Ranks in all. Default: the fewest that the run's degrees need.")
+@json_option
+@_output_option
+def memory_command(
+    settings: tuple[str, ...], rank: int | None, world: int | None, as_json: bool, output: str | None
+) -> None:
+    """Show how many bytes a run will need on a rank, and what for, without starting it."""
+    from hexad.show.memory import memory_figure, memory_json, memory_text
+
+    from .show_memory import planned
+
+    _check_output(output)
+    plan, ranks = planned(settings, world, rank)
+    if output:
+        _save(memory_figure(ranks), output)
+    if as_json:
+        print_json(memory_json(plan, ranks))
+    elif not output:
+        width = _terminal_width()
+        _print(memory_text(plan), width)
 
 
 @show.command("run")

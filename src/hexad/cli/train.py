@@ -84,14 +84,15 @@ def _check_data(config: Config) -> None:
 
 def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
     from hexad.dataset.tokenizer import load_tokenizer
-    from hexad.train.estimate import state_bytes
+    from hexad.show.memory import components
     from hexad.train.loop import with_vocab
     from hexad.train.pipeline import pipeline_plan
 
+    from .show_memory import plans_of
+
     config = with_vocab(config, load_tokenizer(config.data.tokenizer))
     plan = pipeline_plan(config, layout)
-    per_stage = state_bytes(config, layout, plan)
-    memory = max(per_stage, key=lambda count: count["total"])
+    memory, per_rank = plans_of(config, layout, plan)
     sizes = degrees(layout)
     if as_json:
         print_json(
@@ -99,12 +100,12 @@ def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
                 "config": config.model_dump(mode="json", by_alias=True),
                 "world": layout.world,
                 "degrees": sizes,
-                "memory_bytes_per_rank": memory,
+                "memory_bytes_per_rank": memory.as_tree(),
                 "pipeline": {
                     "schedule": plan.schedule.name,
                     "layers": [[part.start, part.stop] for part in plan.layers],
                     "placement": plan.schedule.placement,
-                    "memory_bytes": [count["total"] for count in per_stage],
+                    "memory_bytes": [other.total for other in per_rank],
                 },
             }
         )
@@ -112,8 +113,8 @@ def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
     click.echo(dump_config(config))
     shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
     click.echo(f"# {layout.world} rank(s){': ' if shape else ''}{shape}")
-    for name, count in memory.items():
-        click.echo(f"# {name:12s} {count / 2**20:10.1f} MiB per rank{' at most' * (layout.pipeline > 1)}")
+    for name, count in {**components(memory), "total": memory.total}.items():
+        click.echo(f"# {name:26s} {count / 2**20:10.1f} MiB per rank{' at most' * (layout.pipeline > 1)}")
     if layout.pipeline > 1:
         for stage, (part, rank) in enumerate(zip(plan.layers, plan.schedule.placement)):
             held = f"layers {part.start} to {part.stop - 1}" if part else "no layer"

@@ -1,0 +1,1 @@
+"""What a run will need, computed without starting it: plain Python, no torch."""

@@ -1,0 +1,258 @@
+"""Bytes that a pipeline stage keeps from a microbatch's forward pass to its backward pass, and what it needs
+meanwhile.
+
+Every tensor that autograd keeps is one term here, after the code in :mod:`hexad.model`. For a llama layer
+they add up to the closed form of docs/memory.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hexad.config import Config
+from hexad.parallel.shapes import loss_rows, padded_vocab
+from hexad.topology.layout import Layout
+
+Kept = Counter[str]
+"""Bytes by kind: ``residual``, ``norm``, ``attention``, ``feed_forward``, ``loss``, ``positions``, and
+``boundary``: received from another stage."""
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of the tensors of one microbatch on one rank.
+
+    Attributes:
+        stream: the residual stream's ``[tokens (/ tensor in sequence parallel), hidden]``.
+        whole: ``[tokens, hidden]``.
+        gathered: ``whole`` in sequence parallel, else 0: what a gather or an unscattered sum adds.
+        statistic: one wide number per row of the stream.
+        q, k: ``[tokens, this rank's heads * width]`` of queries, and of keys (or values).
+        heads: one wide number per token and head (attention's log-sum-exp); ``kv_heads`` of key heads.
+        inner: ``[tokens, this rank's feed-forward width]``.
+        widening: how many times larger a tensor in the wide format is: 2 for 16-bit formats.
+    """
+
+    stream: int
+    whole: int
+    gathered: int
+    statistic: int
+    q: int
+    k: int
+    heads: int
+    kv_heads: int
+    inner: int
+    widening: int
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout) -> Sizes:
+        """Of the run's microbatches."""
+        model, tensor = config.model, layout.tensor
+        byte = WIDTHS[config.precision.dtype]
+        wide = max(byte, 4)
+        tokens = config.batch.micro * config.data.sequence
+        sequence = config.parallel.sequence and tensor > 1
+        rows = tokens // tensor if sequence else tokens
+        width, kv_heads = int(model.head_dim), int(model.kv_heads)
+        whole = tokens * model.hidden * byte
+        return cls(
+            stream=rows * model.hidden * byte,
+            whole=whole,
+            gathered=whole if sequence else 0,
+            statistic=rows * wide,
+            q=tokens * model.heads // tensor * width * byte,
+            k=tokens * kv_heads // tensor * width * byte,
+            heads=tokens * model.heads // tensor * wide,
+            kv_heads=tokens * kv_heads // tensor * wide,
+            inner=tokens * int(model.ffn_hidden) // tensor * byte,
+            widening=wide // byte,
+        )
+
+
+class Stage:
+    """What one stage of a run holds and needs; ``first`` and ``last`` as for a model's part."""
+
+    def __init__(self, config: Config, layout: Layout, layers: int, first: bool, last: bool) -> None:
+        self.config = config
+        self.sizes = Sizes.of(config, layout)
+        self.layers, self.first, self.last = layers, first, last
+        self.gpt2 = config.model.family == "gpt2"
+        self.tensor = layout.tensor
+        recompute, count = config.memory.recompute, config.memory.recompute_layers
+        self.kind = recompute
+        self.again = 0 if recompute == "none" else layers if count == "all" else min(count, layers)
+
+    def block(self, recompute: str) -> Kept:
+        """One layer, its input left out and its output counted."""
+        s, model = self.sizes, self.config.model
+        if recompute == "full":
+            return Counter(residual=s.stream)
+        statistics = 4 if self.gpt2 else 2
+        kept = Counter(residual=2 * s.stream, norm=statistics * s.statistic)
+        kept["attention"] = 2 * s.q + 2 * s.k
+        if model.attention_dropout == 0:
+            kept["attention"] += s.heads
+            if self.config.data.documents == "isolate":
+                kept["attention"] += s.q  # every document's output, and all of them joined
+        if model.qk_norm:
+            kept["attention"] += s.heads + s.kv_heads
+        kept["feed_forward"] = s.inner * (1 if self.gpt2 else 2)
+        if recompute == "none":
+            kept["norm"] += 2 * s.stream
+            kept["attention"] += 0 if self.gpt2 else s.q + s.k
+            kept["feed_forward"] += s.inner
+        return kept
+
+    def kept(self) -> Kept:
+        """All that is held from ``F`` to ``B``."""
+        s, config = self.sizes, self.config
+        total: Kept = Counter()
+        for recompute, count in ((self.kind, self.again), ("none", self.layers - self.again)):
+            for kind, size in self.block(recompute).items():
+                total[kind] += count * size
+        tokens = config.batch.micro * config.data.sequence
+        total["residual" if self.first else "boundary"] += s.stream
+        if self.first:
+            total["positions"] += (
+                tokens * 9 if self.tensor > 1 else 0
+            )  # rows of the embedding, and which are here
+            total["positions"] += 8 * tokens if self.gpt2 else 0
+        if not self.gpt2:
+            total["positions"] += tokens * int(config.model.head_dim) * WIDTHS[config.precision.dtype]
+        if self.last:
+            total["norm"] += (2 if self.gpt2 else 1) * s.statistic
+            total["loss"] += s.stream  # the head's gradient of its input
+        elif self.layers:
+            total["residual"] -= s.stream  # the output belongs to the next stage
+        return total
+
+    def products(self) -> Kept:
+        """What is held from ``B`` to ``W``: inputs and output gradients of the layers' four products."""
+        s = self.sizes
+        inner = s.inner * (1 if self.gpt2 else 2)
+        attention = s.q + 2 * s.k + s.q + s.stream + s.whole
+        return Counter(
+            attention=self.layers * attention,
+            feed_forward=self.layers * (inner + s.inner + s.stream + s.whole),
+        )
+
+    def forward_peak(self) -> int:
+        """Bytes above what is kept, at the most, while ``F`` runs."""
+        s = self.sizes
+        return max(s.gathered + s.inner, self._loss() if self.last else 0)
+
+    def _loss(self) -> int:
+        """The head: the normalised states, and one slice of logits with all that is made of it."""
+        config, s = self.config, self.sizes
+        tokens, hidden = config.batch.micro * config.data.sequence, config.model.hidden
+        columns = padded_vocab(int(config.model.vocab), self.tensor) // self.tensor
+        rows = loss_rows(tokens, hidden, columns)
+        byte = WIDTHS[config.precision.dtype]
+        logits, states = rows * columns * byte, rows * hidden * byte
+        # Logits, or both their wide gradient and the narrow one; in 16 bits the weight's gradient is made
+        # before it is added in the wide format.
+        if s.widening == 1:
+            slice_ = logits
+        else:
+            slice_ = max(logits * (1 + s.widening), logits + columns * hidden * byte)
+        # One slice is there and another arrives; a third's gradient is summed, from parts as large as itself.
+        moving = (min(2, -(-tokens // rows)) + 2) * states if s.gathered else 0
+        return s.stream + slice_ + moving
+
+    def backward_peak(self, split: bool) -> int:
+        """Bytes above what is kept, at the most, while ``B`` or ``BW`` runs: the worst of the layers, each of
+        which has given up its own activations when the next begins."""
+        layers = ["none"] * (self.layers - self.again) + [self.kind] * self.again
+        freed = held = peak = 0
+        for recompute in layers:  # last layer first
+            kept = sum(self.block(recompute).values())
+            peak = max(peak, _Backward(self, recompute, split).peak - freed + held)
+            freed += kept
+            held += sum(self.products().values()) // self.layers if split else 0
+        return peak + self.sizes.stream
+
+
+class _Backward:
+    """Walks one layer's backward pass; ``live`` is relative to what the layer has kept."""
+
+    def __init__(self, stage: Stage, recompute: str, split: bool) -> None:
+        self.live = self.peak = 0
+        self._split = split
+        s, gpt2 = stage.sizes, stage.gpt2
+        model = stage.config.model
+        if recompute == "full":
+            again = stage.block("none")
+            self.hold(sum(again.values()) - s.stream)
+        made = 1 if recompute == "selective" else 0
+        narrow = WIDTHS[stage.config.precision.dtype] if s.widening > 1 else 0
+        qkv, inner = s.q + 2 * s.k, s.inner * (1 if gpt2 else 2)
+        hidden = model.hidden
+        tokens = stage.config.batch.micro * stage.config.data.sequence
+        # The feed-forward layer: down, activation, inner.
+        self.hold(s.gathered + made * s.inner)
+        self.hold(s.inner)
+        self.briefly(s.inner // tokens * hidden * (narrow and 1))
+        self.used(s.gathered, s.inner)
+        self.hold(inner)
+        self.briefly(0 if gpt2 else s.inner)
+        self.free(inner, s.inner)
+        self._column(s, made, inner // tokens * hidden * (narrow and 1))
+        self.used(inner)
+        self._norm(s)
+        # Attention: out, softmax, rotation, qkv.
+        self.hold(s.gathered)
+        self.hold(s.q)
+        self.used(s.gathered)
+        self.hold(made * (0 if gpt2 else s.q + s.k))
+        self.hold(qkv)
+        self.used(s.q)
+        self.free(s.q, s.heads)
+        self.hold(s.q + s.k)
+        self.free(s.q + s.k)
+        if not gpt2:
+            self.hold(s.q + s.k)
+            self.free(s.q + s.k, s.q + s.k)
+        self.hold(qkv)
+        self.free(s.q + 2 * s.k, qkv)
+        self._column(s, made, qkv // tokens * hidden * (narrow and 1))
+        self.used(qkv)
+        self._norm(s)
+
+    def _column(self, s: Sizes, made: int, product: int) -> None:
+        """A column-parallel layer: its input gathered, the input's gradient, and the weight's in 16 bits."""
+        gathered = 0 if self._split else s.gathered  # not before W
+        self.hold(made * s.stream + gathered)
+        self.hold(s.whole)
+        if s.gathered:
+            self.hold(s.gathered + s.stream)
+        self.briefly(product)
+        self.used(s.stream)
+        self.free(gathered, s.gathered * 2)
+
+    def _norm(self, s: Sizes) -> None:
+        """The norm's products, in the wide format, and the sum with the residual branch."""
+        self.hold(2 * s.stream * s.widening + (s.stream * s.widening if s.widening > 1 else 0))
+        self.free(2 * s.stream * s.widening + (s.stream * s.widening if s.widening > 1 else 0))
+        self.hold(s.stream)
+        self.free(s.stream, s.stream, s.statistic)
+
+    def hold(self, size: int) -> None:
+        """Allocate."""
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def briefly(self, size: int) -> None:
+        """Allocate and give up."""
+        self.peak = max(self.peak, self.live + size)
+
+    def used(self, *sizes: int) -> None:
+        """Give up operands of a weight's gradient, unless that is put off."""
+        if not self._split:
+            self.free(*sizes)
+
+    def free(self, *sizes: int) -> None:
+        """Give up."""
+        self.live -= sum(sizes)

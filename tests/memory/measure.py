@@ -1,0 +1,67 @@
+"""A training step's memory on real ranks, beside the plan of the same run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hexad.config import Config, build_config
+from hexad.dataset.microbatch import Microbatch
+from hexad.plan.memory import MemoryPlan, predict
+from hexad.topology.layout import Layout
+from hexad.train.checks import check_config
+
+from .live import Live
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one rank.
+
+    Attributes:
+        state: bytes alive between steps.
+        peak: most bytes alive in a step.
+        plan: what was predicted.
+    """
+
+    state: int
+    peak: int
+    plan: MemoryPlan
+
+
+def config_of(**groups: dict[str, Any]) -> Config:
+    """A run large enough for activations and states to matter; ``groups`` override."""
+    model = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn_hidden": 352, "vocab": 1000}
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"steps": 10, "device": "cpu"},
+        "model": model,
+        "data": {"sequence": 128},
+        "batch": {"micro": 2, "global": 16},
+        "precision": {"dtype": "fp32"},
+        "parallel": {"bucket_mb": 0.5},
+    }
+    for name, settings in groups.items():
+        tree[name] = {**tree.get(name, {}), **settings}
+    return build_config(tree)
+
+
+def measure(config: Config, world: int) -> Found:
+    """Run two steps on this rank and watch the second."""
+    from hexad.topology.mesh import Mesh
+    from hexad.train.engine import Engine
+
+    layout = Layout.from_settings(config.parallel, world)
+    mesh = Mesh.create(layout, torch.device("cpu"))
+    plan = check_config(config, layout)
+    micro, length = config.batch.micro, config.data.sequence
+    tokens = torch.arange(micro * length).view(micro, length) % 100
+    batch = [Microbatch(tokens, tokens)] * (config.batch.global_ // micro // mesh.data.size)
+    with Live() as live:
+        engine = Engine(config, mesh)
+        engine.train_step(batch)
+        state = live.restart()
+        engine.train_step(batch)
+    rank = torch.distributed.get_rank() if world > 1 else 0
+    return Found(state, live.peak, predict(config, layout, plan.schedule, plan.layers, rank))

@@ -1,0 +1,198 @@
+"""ZeRO's stages: bytes moved, bytes kept, and PyTorch's own DDP and FSDP2 as oracles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hexad.config import Config, build_config
+from hexad.dataset.microbatch import Microbatch
+from hexad.parallel.data.buckets import aligned
+from hexad.parallel.sharding import declared_parameters
+from hexad.topology.layout import Layout
+
+from ..pool import Pool
+
+_MICRO, _SEQUENCE = 2, 8
+_MODEL = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 64, "vocab": 200}
+
+
+def config_of(microbatches: int = 2, dtype: str = "fp32", **parallel: Any) -> Config:
+    data = parallel.get("data", 2)
+    return build_config(
+        {
+            "model": _MODEL,
+            "data": {"sequence": _SEQUENCE},
+            "batch": {"micro": _MICRO, "global": _MICRO * data * microbatches},
+            "parallel": {"data": data, "bucket_mb": 0.01, **parallel},
+            "precision": {"dtype": dtype, **({"reduce": "bf16"} if dtype == "bf16" else {})},
+            "optimizer": {"lr": 0.01, "clip": 0.0},
+            "lr_schedule": {"kind": "constant", "warmup": 0},
+        }
+    )
+
+
+def engine_of(config: Config) -> Any:
+    from hexad.topology.mesh import Mesh
+    from hexad.train.engine import Engine
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu")))
+
+
+def batch_of(config: Config, rank: int, step: int = 0) -> list[Microbatch]:
+    """This data rank's microbatches of random tokens."""
+    generator = torch.Generator().manual_seed(step)
+    size, data = config.batch.global_, int(config.parallel.data)
+    tokens = torch.randint(int(config.model.vocab), (size, _SEQUENCE + 1), generator=generator)
+    rows = tokens[rank * _MICRO :].split(_MICRO)[::data]
+    return [Microbatch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+
+
+def measured(config: Config) -> tuple[int, list[tuple[str, int]], dict[str, int]]:
+    """(bytes sent over the data axis in a step, use and elements of every bucket, bytes kept by kind)."""
+    engine = engine_of(config)
+    batch = batch_of(config, engine.mesh.data.rank)
+    engine.train_step(batch)
+    before = engine.mesh.sent_bytes()["data"]
+    engine.train_step(batch)
+    engine.gatherer.settle()
+    sent = engine.mesh.sent_bytes()["data"] - before
+    sizes = [(_use(bucket.members[0]), bucket.size) for bucket in engine.buckets]
+    storages = {
+        "parameters": [bucket.whole for bucket in engine.buckets if bucket.whole is not None],
+        "gradients": [bucket.gradient for bucket in engine.buckets],
+        "master": [bucket.master for bucket in engine.buckets],
+    }
+    kept = {
+        kind: sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        for kind, tensors in storages.items()
+    }
+    return sent, sizes, kept
+
+
+def _use(declared: Any) -> str:
+    if declared.parameter.dim() == 1:
+        return "vector"
+    return "block" if declared.name.startswith("layers.") else "end"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("data", "replicas"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("zero", "microbatches"), [(0, 2), (1, 1), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)])
+def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, dtype: str, pool: Pool) -> None:
+    """Each share moves N - 1 times: reduced per step or microbatch, gathered per step, or per pass in stage 3."""
+    if zero == 0:
+        replicas = 1
+    config = config_of(microbatches, dtype, data=data, zero=zero, replicas=replicas)
+    width = gradient = 4 if dtype == "fp32" else 2
+    shards = data // replicas if zero else 1
+    same = data // shards  # what a share is summed over: replicas, and in stage 0 all data ranks
+    reductions = microbatches if zero >= 2 else 1
+    gathers = {"block": 1, "end": 1, "vector": 1} if zero else {"block": 0, "end": 0, "vector": 0}
+    if zero == 3:
+        gathers |= {"block": 2 * microbatches, "end": microbatches}
+    for sent, sizes, _ in pool.run(data, measured, config):
+        wanted = sum(
+            reductions * size * gradient * (shards - 1) // shards
+            + 2 * (same - 1) * (size // shards * gradient) // same
+            + gathers[use] * (size * width * (shards - 1) // shards)
+            for use, size in sizes
+        )
+        scalars = [(data, 8), (data, 3 * 8), (shards, 2 * 4)]  # the loss; counts; the norm
+        wanted += sum(2 * (size - 1) * nbytes // size for size, nbytes in scalars)
+        assert sent == wanted
+
+
+@pytest.mark.parametrize(("data", "replicas"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_kept(zero: int, data: int, replicas: int, pool: Pool) -> None:
+    """bf16 with bf16 gradients: 16, 4 + 12/N, 2 + 14/N and 14/N bytes per parameter, optimizer state included."""
+    if zero == 0:
+        replicas = 1
+    config = config_of(1, "bf16", data=data, zero=zero, replicas=replicas)
+    shards = data // replicas if zero else 1
+    for _, sizes, kept in pool.run(data, measured, config):
+        total = sum(size for _, size in sizes)
+        matrices = sum(size for use, size in sizes if use != "vector" and zero == 3)
+        assert kept["parameters"] == 2 * (total - matrices)
+        assert kept["gradients"] == 2 * total // (shards if zero >= 2 else 1)
+        assert kept["master"] == 4 * total // shards
+
+
+def torch_losses(config: Config, kind: str) -> list[float]:
+    """The same model as plain modules under PyTorch's own DDP or FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from hexad.model.transformer import Transformer
+    from hexad.parallel.sharding import Placement, initialise
+    from hexad.topology.mesh import Axis
+
+    place = Placement(Axis("tensor"), False, torch.float32, torch.device("cpu"))
+    model = Transformer(config.model, place)
+    initialise(declared_parameters(model), config.run.seed)
+    decays = {d.parameter.data_ptr(): d.declaration.decay for d in declared_parameters(model)}
+    flags = [decays[parameter.data_ptr()] for parameter in model.parameters()]
+    wrapped: nn.Module = _Loss(model)
+    if kind == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(wrapped)
+    else:
+        for part in (*model.layers.values(), wrapped):
+            fully_shard(part)
+    groups = [
+        {"params": [p for p, flag in zip(model.parameters(), flags) if flag is decay], "weight_decay": value}
+        for decay, value in ((True, 0.1), (False, 0.0))
+    ]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(3):
+        total, batch = 0.0, batch_of(config, dist.get_rank(), step)
+        for microbatch in batch:
+            loss = wrapped(microbatch) / (microbatch.tokens.numel() * len(batch))
+            loss.backward()  # both average over the ranks
+            total += float(loss)
+        if kind == "fsdp2":
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        adamw.step()
+        adamw.zero_grad()
+        mean = torch.tensor(total)
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    return losses
+
+
+class _Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, microbatch: Microbatch) -> torch.Tensor:
+        logits = self.model.logits(self.model(microbatch.tokens))[:, : self.model.vocab]
+        return nn.functional.cross_entropy(logits, microbatch.labels.flatten(), reduction="sum")
+
+
+def our_losses(config: Config) -> list[float]:
+    engine = engine_of(config)
+    return [engine.train_step(batch_of(config, engine.mesh.data.rank, step)).loss for step in range(3)]
+
+
+@pytest.mark.parametrize(("zero", "kind"), [(0, "ddp"), (3, "fsdp2")])
+@pytest.mark.parametrize("data", [2, 3])
+def test_losses_are_pytorchs(zero: int, kind: str, data: int, pool: Pool) -> None:
+    config = config_of(2, data=data, zero=zero)
+    (ours, *_), (theirs, *_) = (
+        pool.run(data, our_losses, config),
+        pool.run(data, torch_losses, config, kind),
+    )
+    assert len(set(ours)) == 3
+    assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+def test_a_bucket_is_a_multiple_of_its_shards() -> None:
+    assert [aligned(n) for n in (1, 32, 33)] == [32, 32, 64]
+    assert aligned(33, 3 * 32) == 96

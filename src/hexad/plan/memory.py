@@ -153,16 +153,16 @@ def _communication(
 ) -> int:
     """Buffers that buckets take turns with in stages 2 and 3, never given back.
 
-    A gradient's buffer is in use until its reduction, of which ``_IN_FLIGHT`` may be under way, is over; in
-    stage 3 a unit's weights and the next one's are there. With ``parts`` (on a CPU) every reduction receives
-    into a buffer as large as the bucket.
+    A gradient's buffer is in use until its reduction, of which ``_IN_FLIGHT`` may be under way, is over, also
+    while the next microbatch begins; in stage 3 a unit's weights and the next one's are there. With ``parts``
+    (on a CPU) a reduction receives into a buffer as large as the bucket.
     """
     if zero < 2:
         return 0
     window = 1 + (_IN_FLIGHT if shards > 1 else 0)
     total = 0
     for layout, bucket in {bucket.layout: bucket for bucket in buckets}.items():
-        same = [other.layout == layout for other in buckets]
+        same = [other.layout == layout for other in (*buckets, *buckets[: window - 1])]
         total += bucket.size * gradient * max(sum(same[i : i + window]) for i in range(len(same)))
         if not bucket.resident:
             total += bucket.size * byte * max(sum(same[i : i + 2]) for i in range(len(same)))

@@ -130,7 +130,7 @@ def _block(
 def plan_buckets(
     stages: Sequence[Sequence[Unit]], bucket_bytes: float, gradient: int, zero: int, shards: int
 ) -> list[PlannedBucket]:
-    """The buckets of one rank's pipeline stages.
+    """The buckets of one rank's pipeline stages, in the order in which backward completes them.
 
     Args:
         stages: units of each.
@@ -140,13 +140,13 @@ def plan_buckets(
         shards: data ranks that share the state.
     """
     buckets = []
-    for units in stages:
+    for units in reversed(stages):
         runs: dict[tuple[Kind, bool, int], list[int]] = {}
         for place, unit in enumerate(units):
             for elements, matrix, kind in unit.parameters:
                 apart = place if matrix and (zero == 3 or not unit.block) else -1
                 runs.setdefault((kind, matrix, apart), []).append(elements)
-        for (_, matrix, _), members in runs.items():
+        for (_, matrix, _), members in reversed(runs.items()):
             absent = zero == 3 and matrix
             limit = float("inf") if absent else bucket_bytes / gradient
             for part in _cut(members[::-1], limit):

@@ -64,6 +64,7 @@ def memory_figure(ranks: Sequence[MemoryPlan]) -> Figure:
         shown = [*shown[: _MOST_BARS - 1], most]
     unit, name = (2**30, "GiB") if max(plan.total for plan in shown) >= 2**30 else (_MIB, "MiB")
     names = list(dict.fromkeys(part for plan in shown for part, size in components(plan).items() if size))
+    names.sort(key="buffers".__eq__)  # last, on top
     figure = Figure(figsize=(min(13.0, 4.6 + 0.45 * len(shown)), 4.2), layout="constrained", label="Memory")
     axes = figure.add_subplot()
     places = range(len(shown))
@@ -74,6 +75,7 @@ def memory_figure(ranks: Sequence[MemoryPlan]) -> Figure:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights)]
     for place, top in zip(places, bottoms):
         axes.text(place, top, f"{top:.3g}", ha="center", va="bottom", fontsize=8, color=INK)
+    axes.set_ylim(0, 1.1 * max(bottoms))
     axes.set_xticks(places, [str(plan.rank) for plan in shown])
     axes.set_xlabel("rank (one per pipeline coordinate)", color=MUTED, fontsize=8)
     axes.set_title(f"Predicted peak memory, {name}", loc="left", fontsize=10, color=INK)

@@ -22,7 +22,8 @@ def settings(stage: int, dtype: str, micro: int, accumulation: int) -> dict[str,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
+        # Fewer CPU seconds than the default in stages 1 and 2, more in stage 3.
+        "zero_optimization": {"stage": stage, "contiguous_gradients": stage == 3},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }

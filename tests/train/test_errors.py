@@ -36,7 +36,12 @@ MISTAKES = [
         "",
     ),
     (["run.compile=true", "parallel.schedule=zb_h1"], "run.compile: found true", "use gpipe, 1f1b or"),
-    (["parallel.zero=1"], "parallel.zero: found 1", "use 0"),
+    (["memory.recompute_layers=2"], "memory.recompute_layers: found 2", "set recompute"),
+    (
+        ["run.compile=true", "memory.recompute=full"],
+        "run.compile: found true with memory.recompute full",
+        "needs none",
+    ),
     (["modle.layers=2"], "modle: unknown key", "did you mean 'model'?"),
     (["model.layer=2"], "model.layer: unknown key", "did you mean 'model.layers'?"),
     (["model.lr=2"], "model.lr: unknown key", "did you mean 'optimizer.lr'?"),

@@ -1,0 +1,274 @@
+"""fp16, bf16 and fp32: loss scaling, skipped steps, and how near the layouts stay to one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hexad.config import Config, ConfigError, build_config
+from hexad.dataset.microbatch import Microbatch
+from hexad.optim.scaling import LossScaler
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+from hexad.train.checks import check_config
+from hexad.train.engine import Engine
+
+from ..pool import Pool
+from .conftest import MakeRun
+
+_MICRO, _SEQUENCE, _VOCAB, _SAMPLES = 2, 12, 101, 12
+_MODEL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 56, "vocab": _VOCAB}
+
+
+def config_of(precision: dict[str, Any], **parallel: Any) -> Config:
+    return build_config(
+        {
+            "model": {**_MODEL, "init_std": 0.1},
+            "data": {"sequence": _SEQUENCE},
+            "batch": {"micro": _MICRO, "global": _SAMPLES},
+            "parallel": {"bucket_mb": 0.02, **parallel},
+            "precision": precision,
+            "optimizer": {"lr": 0.01},
+            "lr_schedule": {"kind": "constant", "warmup": 0},
+        }
+    )
+
+
+def engine_of(config: Config) -> Engine:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu")))
+
+
+def batch_of(engine: Engine) -> list[Microbatch]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(_VOCAB, (_SAMPLES, _SEQUENCE + 1), generator=generator)
+    rows = tokens[engine.mesh.data.rank * _MICRO :].split(_MICRO)[:: engine.mesh.data.size]
+    return [Microbatch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+
+
+# Loss scaling
+
+
+def scales(overflows: list[bool], **settings: Any) -> list[float]:
+    scaler = LossScaler(config_of({"dtype": "fp16", **settings}).precision)
+    found = []
+    for overflow in overflows:
+        scaler.update(overflow)
+        found.append(scaler.scale)
+    return found
+
+
+def test_two_overflows_then_growth() -> None:
+    settings = {"loss_scale_initial": 2.0**8, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
+    assert scales([True, True, False, False, False, False], **settings) == [128, 64, 64, 128, 128, 256]
+
+
+def test_hysteresis_forgives_the_first_overflow() -> None:
+    settings = {"loss_scale_initial": 2.0**8, "loss_scale_window": 3}
+    assert scales([True, True, True], **settings) == [256, 128, 64]
+    # Clean steps in between forgive nothing until the scale has grown.
+    assert scales([True, False, True], **settings) == [256, 256, 128]
+    assert scales([True, False, False, False, True, True], **settings) == [256, 256, 256, 512, 512, 256]
+
+
+def test_the_window_begins_anew_after_an_overflow() -> None:
+    settings = {"loss_scale_initial": 4.0, "loss_scale_window": 2, "loss_scale_hysteresis": 3}
+    assert scales([False, True, False, False], **settings) == [4, 4, 4, 8]
+
+
+def test_defaults_and_the_smallest_scale() -> None:
+    scaler = LossScaler(config_of({"dtype": "fp16"}).precision)
+    assert scaler.scale == 2**16
+    for _ in range(17):
+        scaler.update(True)
+        assert not scaler.exhausted
+    assert scaler.scale == 1.0
+    scaler.update(True)
+    assert scaler.exhausted and scaler.scale == 1.0
+
+
+def test_a_scaler_goes_on_from_its_state() -> None:
+    settings = config_of({"dtype": "fp16", "loss_scale_window": 3}).precision
+    one, other = LossScaler(settings), LossScaler(settings)
+    for overflow in (True, False, False):
+        one.update(overflow)
+    other.restore(one.state())
+    for overflow in (False, True, True):
+        one.update(overflow)
+        other.update(overflow)
+        assert other.scale == one.scale
+    assert one.scale == 2**16  # grown once, then halved once
+
+
+def test_other_precisions_are_not_scaled() -> None:
+    for dtype in ("bf16", "fp32", "fp64"):
+        scaler = LossScaler(config_of({"dtype": dtype}).precision)
+        scaler.update(True)
+        assert scaler.scale == 1.0 and scaler.exhausted and scaler.state() == {}
+
+
+# Skipped steps
+
+
+def poisoned(config: Config, value: float) -> tuple[list[bool], bool, list[float], int, float]:
+    """Three steps, in the second of which one rank's gradient is not finite."""
+    engine = engine_of(config)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    skipped, scales, unchanged = [], [], True
+    first = engine.reducer._rounds[-1]
+    complete = first._complete
+
+    def poison(round_: Any) -> None:
+        if engine.step == 1 and last:
+            engine.reducer._gradients(round_.bucket)[0] = value
+        complete(round_)
+
+    first._complete = poison
+    for _ in range(3):
+        before = [chunk.tensor.clone() for chunk in engine.chunks()]
+        result = engine.train_step(batch_of(engine))
+        skipped.append(result.skipped)
+        scales.append(result.loss_scale)
+        if result.skipped:
+            after = engine.chunks()
+            unchanged = all(torch.equal(was, chunk.tensor) for was, chunk in zip(before, after))
+    return skipped, unchanged, scales, engine.updates, engine.buckets[-1].master.abs().max().item()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"data": 2},
+        {"data": 3, "zero": 1},
+        {"data": 2, "zero": 2},
+        {"data": 2, "zero": 3},
+        {"data": 2, "zero": 1, "replicas": 2},
+        {"tensor": 2},
+        {"pipeline": 2, "schedule": "zb_h1"},
+        {"data": 2, "tensor": 2, "pipeline": 2, "zero": 2},
+    ],
+)
+def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
+    parallel: dict[str, Any], value: float, pool: Pool
+) -> None:
+    config = config_of({"dtype": "fp16", "loss_scale_initial": 256.0, "loss_scale_hysteresis": 1}, **parallel)
+    world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+    for skipped, unchanged, scales, updates, largest in pool.run(world, poisoned, config, value):
+        assert skipped == [False, True, False]
+        assert unchanged
+        assert scales == [256.0, 256.0, 128.0]
+        assert updates == 2
+        assert largest < 10
+
+
+# Tolerances
+
+
+def losses_of(config: Config) -> list[float]:
+    engine = engine_of(config)
+    return [engine.train_step(batch_of(engine)).loss for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [
+        # Two units in the last place of what is stored: products are summed in fp32, so that a loss, a mean of
+        # many such numbers, is off by less than the activations and weights it is made from.
+        ({"dtype": "bf16"}, 2 * 2**-8),
+        ({"dtype": "bf16", "reduce": "bf16"}, 2 * 2**-8),
+        ({"dtype": "fp16"}, 2 * 2**-10),
+        # Sums in another order, and Adam divides small gradients by their own size: 128 units.
+        ({"dtype": "fp32"}, 128 * 2**-23),
+    ],
+)
+def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: float, pool: Pool) -> None:
+    (alone,) = pool.run(1, losses_of, config_of(precision))
+    assert alone[-1] < alone[0] - 0.05
+    for parallel in (
+        {"data": 2},
+        {"data": 3, "zero": 1},
+        {"data": 2, "zero": 2},
+        {"data": 2, "zero": 3},
+        {"tensor": 2},
+        {"data": 2, "pipeline": 2, "zero": 3, "schedule": "zb_h1"},
+    ):
+        world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+        (found, *_) = pool.run(world, losses_of, config_of(precision, **parallel))
+        assert found == pytest.approx(alone, rel=tolerance), parallel
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_sixteen_bits_stay_near_fp32(dtype: str, pool: Pool) -> None:
+    (wide,) = pool.run(1, losses_of, config_of({"dtype": "fp32"}))
+    (narrow,) = pool.run(1, losses_of, config_of({"dtype": dtype}))
+    assert narrow == pytest.approx(wide, rel=2**-8 if dtype == "bf16" else 2**-10)
+    assert narrow != wide
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_offloaded_state_gives_the_same_losses(zero: int, pool: Pool) -> None:
+    for precision in ({"dtype": "fp32"}, {"dtype": "bf16"}):
+        config = config_of(precision, data=2, zero=zero)
+        offloaded = config.model_copy(
+            update={"memory": config.memory.model_copy(update={"offload": "optimizer"})}
+        )
+        assert pool.run(2, losses_of, offloaded) == pool.run(2, losses_of, config)
+
+
+# A whole run
+
+
+def test_a_run_survives_overflows_and_resumes(make_run: MakeRun) -> None:
+    precision = {"dtype": "fp16", "loss_scale_initial": 2.0**40, "loss_scale_hysteresis": 1}
+    run = make_run(precision=precision, run={"steps": 24}, checkpoint={"every": 12})
+    assert run.train().status == 0
+    metrics = run.metrics
+    skipped = [line["skipped"] for line in metrics]
+    assert skipped[0] and not skipped[-1]
+    scales = [line["loss_scale"] for line in metrics]
+    for before, after, bad in zip(scales, scales[1:], skipped):
+        assert after == (before / 2 if bad else before)
+    again = make_run(precision=precision, run={"steps": 12}, checkpoint={"every": 12})
+    assert again.train().status == again.train("run.steps=24").status == 0
+    assert [line["loss_scale"] for line in again.metrics] == scales
+    assert again.losses == run.losses
+
+
+def test_a_scale_that_cannot_be_lowered_stops_the_run(make_run: MakeRun) -> None:
+    run = make_run(precision={"dtype": "fp16", "loss_scale": 2.0**100}, run={"steps": 3})
+    result = run.train()
+    assert result.status == 2
+    assert "not finite at loss scale" in result.error and "precision.loss_scale" in result.error
+    assert [line["skipped"] for line in run.metrics] == [True]
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("precision", "parallel", "text"),
+    [
+        ({"dtype": "fp32", "reduce": "bf16"}, {}, "precision.reduce: found bf16 with precision.dtype fp32"),
+        (
+            {"dtype": "bf16", "loss_scale": 2.0},
+            {},
+            "precision.loss_scale: found 2.0 with precision.dtype bf16",
+        ),
+        ({"dtype": "fp32", "loss_scale_window": 5}, {}, "precision.loss_scale_window: found 5"),
+        ({"dtype": "fp32"}, {"replicas": 2, "data": 2}, "parallel.replicas: found 2 with parallel.zero 0"),
+        (
+            {"dtype": "fp32"},
+            {"replicas": 2, "data": 3, "zero": 1},
+            "does not divide the data degree 3; use 1 or 3",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(precision: dict[str, Any], parallel: dict[str, Any], text: str) -> None:
+    config = config_of(precision, **parallel)
+    with pytest.raises(ConfigError) as error:
+        check_config(config, Layout.from_settings(config.parallel, parallel.get("data", 1)))
+    assert text in str(error.value)

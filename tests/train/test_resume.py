@@ -93,6 +93,29 @@ def test_the_layout_may_change_between_stop_and_resume(make_run: MakeRun, alone:
     assert run.losses != alone.losses[:24]  # other orders of summation: it did run in other layouts
 
 
+def test_the_division_of_state_may_change_too(make_run: MakeRun, alone: RunFile, pool: Pool) -> None:
+    """A share of a bucket is rectangles of global tensors like everything else."""
+    run, step = make_run(), 0
+    for ranks, settings in (
+        (3, ("parallel.zero=1",)),
+        (2, ("parallel.zero=3",)),
+        (1, ()),
+        (4, ("parallel.zero=2", "parallel.replicas=2")),
+        (4, ("parallel.zero=3", "parallel.tensor=2", "memory.recompute=full")),
+        (
+            4,
+            ("parallel.zero=2", "parallel.pipeline=2", "parallel.schedule=zb_h1", "memory.offload=optimizer"),
+        ),
+        (2, ("parallel.zero=1", "memory.offload=optimizer")),
+    ):
+        step += 3
+        assert run.world(pool, ranks, *settings, "batch.global=12", f"run.steps={step}") == [(0, "")] * ranks
+    other = make_run()
+    assert other.train("batch.global=12", f"run.steps={step}").status == 0
+    np.testing.assert_allclose(run.losses, other.losses, rtol=1e-9)
+    assert run.losses != other.losses
+
+
 def test_changed_settings_are_told(make_run: MakeRun) -> None:
     run = make_run()
     assert run.train("run.steps=2").status == 0

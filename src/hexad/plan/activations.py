@@ -166,7 +166,9 @@ class Stage:
         """Bytes above what is kept, at the most, while ``B`` or ``BW`` runs: the worst of the layers, each of
         which has given up its own activations when the next begins."""
         layers = ["none"] * (self.layers - self.again) + [self.kind] * self.again
-        freed = held = peak = 0
+        held = peak = 0
+        # The head's gradient has become the layers', and the final norm has given up its input.
+        freed = 2 * self.sizes.stream if self.last else 0
         for recompute in layers:  # last layer first
             kept = sum(self.block(recompute).values())
             peak = max(peak, _Backward(self, recompute, split).peak - freed + held)

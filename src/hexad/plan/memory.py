@@ -100,7 +100,14 @@ def predict(
     offload = config.memory.offload == "optimizer"
     host = moments + shared * wide if offload else 0
     absent = sum(b.size // shards * byte for b in buckets if not b.resident) if offload else 0
-    kept, transient, action = _peak(schedule, pipeline, stages)
+    # On a CPU a reduction receives into a buffer as large as the bucket.
+    parts = config.run.device == "cpu" and zero >= 1 and shards > 1
+    largest = max((bucket.size for bucket in buckets), default=0) * gradient if parts else 0
+    kept, transient, action = _peak(schedule, pipeline, stages, largest, zero)
+    heads = 0
+    if zero >= 2 and shards > 1 and final in stages:
+        # Forward passes in a row each leave a gradient of the head, whose bucket is the first to be complete.
+        heads = (min(_forwards(schedule, pipeline), 1 + _IN_FLIGHT) - 1) * buckets[0].size * gradient
     return MemoryPlan(
         rank=rank,
         parameters=resident * byte + absent,
@@ -108,7 +115,7 @@ def predict(
         master=0 if offload else separate * wide,
         optimizer=0 if offload else moments,
         activations={kind: size for kind, size in kept.items() if size},
-        buffers=transient + _communication(buckets, zero, shards, gradient, byte, config.run.device == "cpu"),
+        buffers=transient + heads + _communication(buckets, zero, shards, gradient, byte),
         host=host,
         action=action,
     )
@@ -148,14 +155,11 @@ def with_positions(config: Config) -> ModelSettings:
     return config.model.model_copy(update={"max_positions": config.data.sequence})
 
 
-def _communication(
-    buckets: list[PlannedBucket], zero: int, shards: int, gradient: int, byte: int, parts: bool
-) -> int:
+def _communication(buckets: list[PlannedBucket], zero: int, shards: int, gradient: int, byte: int) -> int:
     """Buffers that buckets take turns with in stages 2 and 3, never given back.
 
     A gradient's buffer is in use until its reduction, of which ``_IN_FLIGHT`` may be under way, is over, also
-    while the next microbatch begins; in stage 3 a unit's weights and the next one's are there. With ``parts``
-    (on a CPU) a reduction receives into a buffer as large as the bucket.
+    while the next microbatch begins; in stage 3 a unit's weights and the next one's are there.
     """
     if zero < 2:
         return 0
@@ -166,29 +170,39 @@ def _communication(
         total += bucket.size * gradient * max(sum(same[i : i + window]) for i in range(len(same)))
         if not bucket.resident:
             total += bucket.size * byte * max(sum(same[i : i + 2]) for i in range(len(same)))
-    if parts and shards > 1:
-        total += max(bucket.size for bucket in buckets) * gradient
     return total
 
 
-def _peak(schedule: Schedule, pipeline: int, stages: dict[int, Stage]) -> tuple[Kept, int, str]:
-    """(kept by kind, transient bytes, action) where their sum is largest, walking the rank's actions."""
+def _peak(
+    schedule: Schedule, pipeline: int, stages: dict[int, Stage], parts: int, zero: int
+) -> tuple[Kept, int, str]:
+    """(kept by kind, transient bytes, action) where their sum is largest, walking the rank's actions.
+
+    ``parts`` is what a reduction of gradients receives into. From stage 2 on some are under way from the
+    first microbatch's backward pass on, and the head's in ``F``; in stage 1 only in the last backward pass.
+    """
     held: Kept = Counter()
     best: tuple[Kept, int, str] = (Counter(), 0, "")
     # What was sent may still be on its way, and what comes next may be there already.
-    moving = 2 * next(iter(stages.values())).sizes.stream if schedule.pipeline > 1 else 0
+    streams = 2 * len(stages) if schedule.pipeline > 1 else 0
+    moving = streams * next(iter(stages.values())).sizes.stream
+    arriving = 0
     for action in schedule.ranks[pipeline]:
         stage = stages[action.stage]
         if action.kind == "F":
             held.update(stage.kept())
             transient = stage.forward_peak()
+            if stage.last and zero >= 2 and not arriving:
+                transient += parts * min(_forwards(schedule, pipeline), _IN_FLIGHT)
         elif action.kind == "W":
             transient = stage.sizes.gathered
         else:
-            transient = stage.backward_peak(split=action.kind == "B")
-        transient += moving
+            transient = stage.backward_peak(split=action.kind == "B") + (parts if zero == 1 else 0)
+        transient += moving + arriving
         if sum(held.values()) + transient > sum(best[0].values()) + best[1]:
             best = (Counter(held), transient, str(action))
+        if action.kind in ("BW", "W") and zero >= 2:
+            arriving = parts
         if action.kind in ("B", "BW"):
             held.subtract(stage.kept())
         if action.kind == "B":
@@ -196,3 +210,15 @@ def _peak(schedule: Schedule, pipeline: int, stages: dict[int, Stage]) -> tuple[
         if action.kind == "W":
             held.subtract(stage.products())
     return best
+
+
+def _forwards(schedule: Schedule, pipeline: int) -> int:
+    """Most forward passes of the last stage that this rank makes in a row."""
+    longest = current = 0
+    for action in schedule.ranks[pipeline]:
+        if action.kind != "F":
+            current = 0
+        elif action.stage == schedule.stages - 1:
+            current += 1
+            longest = max(longest, current)
+    return longest

@@ -149,8 +149,8 @@ class Stage:
         config, s = self.config, self.sizes
         tokens, hidden = config.batch.micro * config.data.sequence, config.model.hidden
         columns = padded_vocab(int(config.model.vocab), self.tensor) // self.tensor
-        rows = loss_rows(tokens, hidden, columns)
         byte = WIDTHS[config.precision.dtype]
+        rows = loss_rows(tokens, hidden, columns, byte)
         logits, states = rows * columns * byte, rows * hidden * byte
         # Logits, or both their wide gradient and the narrow one; in 16 bits the weight's gradient is made
         # before it is added in the wide format.

@@ -85,7 +85,7 @@ def _slices(
     """
     shares = place.axis.size if place.sequence else 1
     slot = slot_of(weight)
-    rows = -(-loss_rows(labels.numel(), x.shape[1], weight.shape[0]) // shares)
+    rows = -(-loss_rows(labels.numel(), x.shape[1], weight.shape[0], x.element_size()) // shares)
     inputs = x.detach().split(rows)
     targets = [part.flatten() for part in labels.reshape(shares, -1).split(rows, dim=1)]
     grad_x = None if seed is None else torch.empty_like(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,15 +15,19 @@ pytestmark = [
 ]
 
 
-def _losses(device: str, dtype: str, family: str, compile_blocks: bool = False) -> list[float]:
+def _losses(
+    device: str, dtype: str, family: str, compile_blocks: bool = False, dropout: float = 0.0, **groups: Any
+) -> list[float]:
+    model = {"family": family, "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300}
     config = load_config(
         {
             "run": {"compile": compile_blocks},
-            "model": {"family": family, "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300},
+            "model": {**model, "dropout": dropout, "attention_dropout": dropout},
             "data": {"sequence": 64},
             "batch": {"micro": 2, "global": 4},
             "precision": {"dtype": dtype},
             "lr_schedule": {"warmup": 1},
+            **groups,
         }
     )
     engine = Engine(config, Mesh.create(Layout(world=1), torch.device(device)))
@@ -35,7 +41,9 @@ def _losses(device: str, dtype: str, family: str, compile_blocks: bool = False) 
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4), ("bf16", 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)]
+)
 def test_losses_equal_the_cpus(family: str, dtype: str, tolerance: float) -> None:
     assert _losses("cuda", dtype, family) == pytest.approx(_losses("cpu", dtype, family), rel=tolerance)
 
@@ -44,3 +52,18 @@ def test_losses_equal_the_cpus(family: str, dtype: str, tolerance: float) -> Non
 def test_compiled_blocks(family: str) -> None:
     found = _losses("cuda", "fp32", family, compile_blocks=True)
     assert found == pytest.approx(_losses("cuda", "fp32", family), rel=1e-4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_dropout_drops_what_it_drops_on_a_cpu(recompute: str) -> None:
+    memory = {"recompute": recompute}
+    found = _losses("cuda", "fp64", "gpt2", dropout=0.2, memory=memory)
+    assert found == pytest.approx(_losses("cpu", "fp64", "gpt2", dropout=0.2), rel=1e-9)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_host_makes_the_update(dtype: str, zero: int) -> None:
+    """Copies to and from pinned memory arrive before they are used."""
+    found = _losses("cuda", dtype, "llama", memory={"offload": "optimizer"}, parallel={"zero": zero})
+    assert found == pytest.approx(_losses("cuda", dtype, "llama"), rel=1e-5)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad.parallel.tensor import fp8
+from hexad.topology.cluster import has_fp8
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +48,42 @@ def _losses(
 )
 def test_losses_equal_the_cpus(family: str, dtype: str, tolerance: float) -> None:
     assert _losses("cuda", dtype, family) == pytest.approx(_losses("cpu", dtype, family), rel=tolerance)
+
+
+@pytest.fixture
+def eight_bits() -> None:
+    if not has_fp8(torch.device("cuda", 0)):
+        pytest.skip("the GPU has no fp8 units")
+
+
+@pytest.mark.usefixtures("eight_bits")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("compile_blocks", [False, True])
+def test_eight_bit_products(family: str, compile_blocks: bool) -> None:
+    """The GPU's units against the CPU's emulation, which rounds alike and sums in another order."""
+    found = _losses("cuda", "fp8", family, compile_blocks)
+    assert found == pytest.approx(_losses("cpu", "fp8", family), rel=2e-2)
+    assert found != _losses("cuda", "bf16", family, compile_blocks)
+
+
+@pytest.mark.usefixtures("eight_bits")
+def test_eight_bit_products_of_one_layer() -> None:
+    """Products alone are nearer: fast accumulation keeps 13 bits or so of a partial sum."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight, gradient, bias = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((48, 256), (512, 256), (48, 512), (512,))
+    )
+    for function, operands in (
+        (fp8.product, (x, weight)),
+        (fp8.product, (x, weight, bias)),
+        (fp8.input_gradient, (gradient, weight)),
+    ):
+        wanted = function(*operands).float()
+        found = function(*(operand.cuda() for operand in operands)).cpu().float()
+        assert (found - wanted).norm() < 1e-2 * wanted.norm()
+    x[3, 4] = float("inf")
+    assert torch.isnan(fp8.product(x.cuda(), weight.cuda())[3]).all()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -125,7 +125,12 @@ def _case(world: int, **groups: dict[str, Any]) -> tuple[int, Groups]:
     return world, groups
 
 
-BF16 = {"dtype": "bf16"}
+BF16, FP8 = {"dtype": "bf16"}, {"dtype": "fp8"}
+# Few tokens, so that copies of weights make the peak.
+LARGE_WEIGHTS: Groups = {
+    "model": {"layers": 2, "hidden": 256, "ffn_hidden": 1024, "vocab": 112},
+    "batch": {"micro": 1, "global": 2},
+}
 FEW = [
     _case(1, precision=BF16),
     _case(1, model=GPT2, memory={"recompute": "full"}),
@@ -133,6 +138,8 @@ FEW = [
     _case(2, parallel={"pipeline": 2, "schedule": "zb_h1"}),
     _case(2, parallel={"data": 2, "zero": 2}, precision=BF16),
     _case(2, parallel={"data": 2, "zero": 3}, precision=BF16),
+    _case(1, precision=FP8, **LARGE_WEIGHTS),
+    _case(2, precision=FP8, parallel={"tensor": 2}, **LARGE_WEIGHTS),
 ]
 
 

@@ -71,12 +71,17 @@ def _config(request: dict[str, Any]) -> Config:
     tree = deepcopy(state["config"])
     tree["parallel"] = {"sequence": False}
     tree["batch"] = {"micro": 1, "global": 1}
+    if tree.get("precision", {}).get("dtype") == "fp8":
+        tree["precision"]["dtype"] = "bf16"  # what the weights are kept in: any device generates
     model = tree.get("model", {})
     if model.get("family") != "gpt2":
         model.pop("max_positions", None)  # stated by the run, of use to gpt2 only
     for override in request["overrides"]:
         apply_override(tree, override)
-    config = _with_ranks(build_config(tree), "tensor" in tree["parallel"], request["nproc"])
+    config = build_config(tree)
+    if config.precision.dtype == "fp8":
+        raise ConfigError("precision.dtype", "found fp8, which generation does not multiply in; use bf16")
+    config = _with_ranks(config, "tensor" in tree["parallel"], request["nproc"])
     check_same_model(path, state, config)
     check_config(config, Layout.from_settings(config.parallel, request["nproc"]))
     return config

@@ -203,9 +203,11 @@ class PrecisionSettings(Settings):
     """Number formats."""
 
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Format of parameters and activations. bf16 and fp16 keep fp32 master weights and optimizer state."""
+    """Format of parameters and activations. bf16 and fp16 keep fp32 master weights and optimizer state. fp8
+    is bf16 whose layers multiply inputs, weights and output gradients in 8 bits; it needs a GPU that can."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are accumulated and reduced over data ranks; ``bf16`` in bf16 runs only."""
+    """Format in which gradients are accumulated and reduced over data ranks; ``bf16`` in bf16 and fp8
+    runs only."""
     loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
     """What the loss is multiplied by in fp16 runs: ``dynamic``, or a number that stays as it is."""
     loss_scale_initial: PositiveFloat = 65536.0

@@ -23,8 +23,14 @@ from .norms import LayerNorm, RmsNorm, residual_norm
 from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
 from .recompute import Kind, Recompute
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""``precision.dtype`` -> torch's."""
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
+"""``precision.dtype`` -> torch's, of parameters and activations: fp8 is a format of products."""
 
 
 class Block(nn.Module):

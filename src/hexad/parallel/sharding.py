@@ -30,6 +30,7 @@ class Placement:
         device: of both.
         deferred: parameters have no memory of their own: an engine puts them into its buckets, so that a
             model need never exist whole on a rank that keeps only a share of it.
+        fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
     """
 
     axis: Axis
@@ -37,6 +38,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     deferred: bool = False
+    fp8: bool = False
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """An uninitialised parameter."""

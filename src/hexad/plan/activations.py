@@ -18,7 +18,7 @@ Kept = Counter[str]
 """Bytes by kind: ``residual``, ``norm``, ``attention``, ``feed_forward``, ``loss``, ``positions``, and
 ``boundary``: received from another stage."""
 
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Stage:
         self.sizes = Sizes.of(config, layout)
         self.layers, self.first, self.last = layers, first, last
         self.gpt2 = config.model.family == "gpt2"
+        self.eight = config.precision.dtype == "fp8"
         self.tensor = layout.tensor
         recompute, count = config.memory.recompute, config.memory.recompute_layers
         self.kind = recompute
@@ -142,7 +143,22 @@ class Stage:
     def forward_peak(self) -> int:
         """Bytes above what is kept, at the most, while ``F`` runs."""
         s = self.sizes
-        return max(s.gathered + s.inner, self._loss() if self.last else 0)
+        # In 8 bits: the last product's operand and weight, which has passed through a scaled copy in 16.
+        copies = s.inner // 2 + 3 * self.weight(s.inner, s.whole) if self.eight else 0
+        return max(s.gathered + max(s.inner, copies), self._loss() if self.last else 0)
+
+    def weight(self, inputs: int, outputs: int) -> int:
+        """Numbers in the weight between activations of these bytes."""
+        row = self.config.batch.micro * self.config.data.sequence * WIDTHS[self.config.precision.dtype]
+        return inputs // row * (outputs // row)
+
+    def eight_bits(self, gradient: int, inputs: int) -> int:
+        """What an input's gradient takes while it is multiplied in 8 bits: copies of the output's gradient
+        and of the weight, scaled in 16 bits or turned round, and the result."""
+        if not self.eight:
+            return 0
+        weight = self.weight(inputs, gradient)
+        return gradient // 2 + max(3 * weight, 2 * weight + inputs)
 
     def _loss(self) -> int:
         """The head: the normalised states, and one slice of logits with all that is made of it."""
@@ -195,17 +211,19 @@ class _Backward:
         tokens = stage.config.batch.micro * stage.config.data.sequence
         # The feed-forward layer: down, activation, inner.
         self.hold(s.gathered + made * s.inner)
+        self.briefly(stage.eight_bits(s.whole, s.inner))
         self.hold(s.inner)
         self.briefly(s.inner // tokens * hidden * (narrow and 1))
         self.used(s.gathered, s.inner)
         self.hold(inner)
         self.briefly(0 if gpt2 else s.inner)
         self.free(inner, s.inner)
-        self._column(s, made, inner // tokens * hidden * (narrow and 1))
+        self._column(s, made, inner // tokens * hidden * (narrow and 1), stage.eight_bits(inner, s.whole))
         self.used(inner)
         self._norm(s)
         # Attention: out, softmax, rotation, qkv.
         self.hold(s.gathered)
+        self.briefly(stage.eight_bits(s.whole, s.q))
         self.hold(s.q)
         self.used(s.gathered)
         self.hold(made * (0 if gpt2 else s.q + s.k))
@@ -219,14 +237,15 @@ class _Backward:
             self.free(s.q + s.k, s.q + s.k)
         self.hold(qkv)
         self.free(s.q + 2 * s.k, qkv)
-        self._column(s, made, qkv // tokens * hidden * (narrow and 1))
+        self._column(s, made, qkv // tokens * hidden * (narrow and 1), stage.eight_bits(qkv, s.whole))
         self.used(qkv)
         self._norm(s)
 
-    def _column(self, s: Sizes, made: int, product: int) -> None:
+    def _column(self, s: Sizes, made: int, product: int, copies: int) -> None:
         """A column-parallel layer: its input gathered, the input's gradient, and the weight's in 16 bits."""
         gathered = 0 if self._split else s.gathered  # not before W
         self.hold(made * s.stream + gathered)
+        self.briefly(copies)
         self.hold(s.whole)
         if s.gathered:
             self.hold(s.gathered + s.stream)

@@ -49,6 +49,21 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return 2 * size**3 / best
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies e4m3 and e5m2 matrices: NVIDIA GPUs from Ada and Hopper on.
+
+    Under ROCm capabilities are counted otherwise, and the first such GPUs have other 8-bit formats: no.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def device_name(device: torch.device) -> str:
+    """As its maker calls a GPU; ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def published_peaks(name: str) -> tuple[float, float] | None:
     """(16-bit, fp32) peak of a GPU by name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     words = rf"(?<![A-Za-z0-9])({'|'.join(sorted(_PEAKS, key=len, reverse=True))})(?![A-Za-z0-9])"

@@ -17,7 +17,7 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
     "parallel.context_method": ("ring",),
     "parallel.expert": (1,),
     "parallel.expert_tensor": (1,),
-    "precision.dtype": ("fp64", "fp32", "bf16", "fp16"),
+    "precision.dtype": ("fp64", "fp32", "bf16", "fp16", "fp8"),
 }
 
 
@@ -48,6 +48,8 @@ def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _schedule(config)
     yield from _sharding(config, int(layout.data))
     yield from _precision(config)
+    if config.precision.dtype == "fp8":
+        yield from _fp8(config, layout.tensor)
 
 
 def _unsupported(config: Config) -> Iterator[ConfigError]:
@@ -188,10 +190,10 @@ def _sharding(config: Config, data: int) -> Iterator[ConfigError]:
 
 def _precision(config: Config) -> Iterator[ConfigError]:
     settings = config.precision
-    if settings.reduce == "bf16" and settings.dtype != "bf16":
+    if settings.reduce == "bf16" and settings.dtype not in ("bf16", "fp8"):
         yield ConfigError(
             "precision.reduce",
-            f"found bf16 with precision.dtype {settings.dtype}; it needs dtype bf16, or use fp32",
+            f"found bf16 with precision.dtype {settings.dtype}; it needs dtype bf16 or fp8, or use fp32",
         )
     if settings.dtype == "fp16":
         return
@@ -202,6 +204,34 @@ def _precision(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"precision.{name}",
                 f"found {found} with precision.dtype {settings.dtype}; only fp16 scales its loss: remove it",
+            )
+
+
+def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
+    """What a rank multiplies in 8 bits must be multiples of 16 in every size (cuBLASLt's condition)."""
+    model, width = config.model, int(config.model.head_dim)
+    share = f" / parallel.tensor {tensor}" if tensor > 1 else ""
+    kv_heads, ffn = int(model.kv_heads), int(model.ffn_hidden)
+    tokens = config.batch.micro * config.data.sequence
+    sizes = (
+        ("model.hidden", model.hidden, "", model.hidden),
+        ("model.head_dim", width, f"model.heads {model.heads} x it{share}", model.heads * width // tensor),
+        (
+            "model.kv_heads",
+            kv_heads,
+            f"2 x it x model.head_dim {width}{share}",
+            2 * kv_heads * width // tensor,
+        ),
+        ("model.ffn_hidden", ffn, f"it{share}", ffn // tensor),
+        ("batch.micro", config.batch.micro, f"it x data.sequence {config.data.sequence}", tokens),
+    )
+    for field, found, formula, size in sizes:
+        if size % 16:
+            product = f" ({formula} = {size})" if formula and size != found else ""
+            yield ConfigError(
+                field,
+                f"found {found}{product}, but precision.dtype fp8 multiplies multiples of 16; "
+                f"change it{', or parallel.tensor' if 'tensor' in product else ''}, or use bf16",
             )
 
 

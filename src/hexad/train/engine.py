@@ -95,7 +95,8 @@ def with_positions(config: Config) -> ModelSettings:
 def placement(config: Config, tensor: Axis, device: torch.device) -> Placement:
     """How the model's layers hold their shares for training."""
     sequence = config.parallel.sequence and tensor.size > 1
-    return Placement(tensor, sequence, DTYPES[config.precision.dtype], device, deferred=True)
+    dtype = config.precision.dtype
+    return Placement(tensor, sequence, DTYPES[dtype], device, deferred=True, fp8=dtype == "fp8")
 
 
 class Engine:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hexad.comm import CommError, gather_objects
 from hexad.config import AgreedError, Config, ConfigError, HexadError
+from hexad.topology.cluster import device_name, has_fp8
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
@@ -94,6 +95,19 @@ def pick_device(setting: str, here: Environment) -> torch.device:
     return torch.device("cuda", here.local_rank)
 
 
+def check_device(config: Config, device: torch.device) -> None:
+    """Refuse number formats that the device cannot multiply.
+
+    Raises:
+        ConfigError: ``precision.dtype: fp8`` on a device without units for it.
+    """
+    if config.precision.dtype == "fp8" and not has_fp8(device):
+        raise ConfigError(
+            "precision.dtype",
+            f"found fp8, but this device ({device_name(device)}) has no fp8 matrix units; use bf16",
+        )
+
+
 @contextmanager
 def launch(config: Config) -> Iterator[Run]:
     """Join the world, check the configuration against it, build the mesh; leave the world afterwards.
@@ -114,6 +128,8 @@ def launch(config: Config) -> Iterator[Run]:
         _join(here, device, config.run.timeout)
     try:
         run = Run(Mesh.create(layout, device, config.run.timeout), here)
+        # Hosts may have different devices: agreed, not each for itself.
+        run.agreed(lambda: check_device(config, device))
         # Each rank has read its own files; nothing later would notice a difference.
         run.identical("torch", str(torch.__version__))
         run.identical("settings", config.model_dump(mode="json", by_alias=True))

@@ -1,16 +1,12 @@
-"""The messages of one pipeline rank: what is sent and received, in which order, and when buffers are free.
+"""The messages of one pipeline rank on their way: when transfers are started, and when buffers are free.
 
-All ranks start their sends and receives in one global order, that of the times at which a simulation
-produces the messages. Then none can wait for another in a circle, even where a communicator carries out what
-it is given strictly in order (NCCL): the two ends of the earliest unfinished message have nothing left to do
-before it.
+The order is that of :mod:`.transfers`; :mod:`hexad.plan.messages` counts what is held here.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,64 +14,7 @@ from hexad.comm import Pending, receive_async, send_async
 from hexad.topology.mesh import Axis
 
 from .schedule import Message, Schedule
-from .simulate import Costs, simulate
-
-_AHEAD = 4
-"""Receives posted before they are needed, and sends under way that no answer will confirm: enough to hide a
-message behind an action, few enough to hold."""
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A message as one of its two ends sees it.
-
-    Attributes:
-        outgoing: this rank sends it.
-        peer: the other rank.
-        delivered: position of the action that needs it (outgoing) or makes it (incoming) among the peer's
-            actions. Whoever hears from the peer about a later action knows that it is done.
-        answered: an outgoing one: whether such a message will come.
-    """
-
-    message: Message
-    outgoing: bool
-    peer: int
-    delivered: int
-    answered: bool = False
-
-
-def transfers(schedule: Schedule) -> list[list[Transfer]]:
-    """Every rank's transfers in the global order."""
-    timeline = simulate(schedule, Costs.uniform(schedule.stages))
-    consumed = {
-        message: index
-        for actions in schedule.ranks
-        for index, action in enumerate(actions)
-        if (message := schedule.received(action)) is not None
-    }
-    found = []
-    for rank, actions in enumerate(schedule.ranks):
-        for index, action in enumerate(actions):
-            message = schedule.sent(action)
-            if message is not None:
-                found.append((timeline.times[rank][index][1], message, rank, index))
-    result: list[list[Transfer]] = [[] for _ in schedule.ranks]
-    for _, message, sender, index in sorted(found):
-        receiver = schedule.placement[message.target]
-        result[sender].append(Transfer(message, True, receiver, consumed[message]))
-        result[receiver].append(Transfer(message, False, sender, index))
-    return [_with_answers(own) for own in result]
-
-
-def _with_answers(own: list[Transfer]) -> list[Transfer]:
-    last: dict[int, int] = {}
-    for transfer in own:
-        if not transfer.outgoing:
-            last[transfer.peer] = max(transfer.delivered, last.get(transfer.peer, -1))
-    return [
-        replace(transfer, answered=transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1))
-        for transfer in own
-    ]
+from .transfers import AHEAD, Transfer
 
 
 class Exchange:
@@ -83,7 +22,7 @@ class Exchange:
 
     Args:
         schedule: whose messages.
-        order: this rank's entry of :func:`transfers`.
+        order: this rank's entry of :func:`.transfers.transfers`.
         axis: the pipeline axis.
         buffer: makes an uninitialised tensor for a microbatch's message.
     """
@@ -132,7 +71,7 @@ class Exchange:
                 pending = send_async(self._outgoing.pop(message), self._axis, peer, self._tag(message))
                 self._keep(transfer, pending)
             else:
-                if self._next > until and len(self._arriving) >= _AHEAD:
+                if self._next > until and len(self._arriving) >= AHEAD:
                     return
                 buffer = self._buffer(message.microbatch)
                 self._arriving[message] = receive_async(buffer, self._axis, peer, self._tag(message))
@@ -145,7 +84,7 @@ class Exchange:
             self._sent.setdefault(transfer.peer, deque()).append((transfer.delivered, pending))
             return
         self._unanswered.append(pending)
-        if len(self._unanswered) > _AHEAD:
+        if len(self._unanswered) > AHEAD:
             self._unanswered.popleft().wait()
 
     def _release(self, received: Transfer) -> None:

@@ -16,8 +16,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from hexad.topology.mesh import Axis
 
 from ..slot import Product, ProductQueue
-from .exchange import Exchange, transfers
+from .exchange import Exchange
 from .schedule import Action, Message, Schedule
+from .transfers import transfers
 
 M = TypeVar("M")
 

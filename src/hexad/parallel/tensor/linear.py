@@ -24,6 +24,19 @@ from hexad.comm import (
 
 from ..sharding import Declaration, Piece, Placement, ShardedModule, replicated
 from ..slot import bias_gradient, deferred, weight_gradient
+from . import fp8
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Placement
+) -> torch.Tensor:
+    """``x W^T + b`` on this rank, in the layer's format for products."""
+    return fp8.product(x, weight, bias) if place.fp8 else F.linear(x, weight, bias)
+
+
+def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, place: Placement) -> torch.Tensor:
+    """``gradient W`` on this rank, in the layer's format for products."""
+    return fp8.input_gradient(gradient, weight) if place.fp8 else gradient @ weight
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -40,7 +53,7 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.place = weight, bias, place
-        return F.linear(all_gather(x, place.axis) if place.sequence else x, weight, bias)
+        return _product(all_gather(x, place.axis) if place.sequence else x, weight, bias, place)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -51,9 +64,9 @@ class _ColumnLinear(torch.autograd.Function):
         gathering = all_gather_async(x, axis) if sequence and not later else None
         reducing = None
         if ctx.needs_input_grad[0]:
-            grad_x = gradient @ ctx.weight
+            share = _input_gradient(gradient, ctx.weight, ctx.place)
             reduce = reduce_scatter_async if sequence else all_reduce_async
-            reducing = reduce(grad_x, axis)
+            reducing = reduce(share, axis)
         if gathering is not None:
             x = gathering.wait()
         grad_weight = weight_gradient(ctx.weight, gradient, x, gather=axis if sequence and later else None)
@@ -75,7 +88,8 @@ class _RowLinear(torch.autograd.Function):
         if unused:
             rows = x.shape[0] // (place.axis.size if place.sequence else 1)
             return x.new_empty((rows, weight.shape[0]))
-        return (reduce_scatter if place.sequence else all_reduce)(x @ weight.t(), place.axis)
+        y = _product(x, weight, None, place)
+        return (reduce_scatter if place.sequence else all_reduce)(y, place.axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -83,7 +97,7 @@ class _RowLinear(torch.autograd.Function):
         gradient = gradient.contiguous()
         if ctx.place.sequence:
             gradient = all_gather(gradient, ctx.place.axis)
-        grad_x = gradient @ ctx.weight if ctx.needs_input_grad[0] else None
+        grad_x = _input_gradient(gradient, ctx.weight, ctx.place) if ctx.needs_input_grad[0] else None
         return grad_x, weight_gradient(ctx.weight, gradient, x), None, None
 
 
@@ -93,12 +107,18 @@ def _plain(place: Placement) -> bool:
     return place.axis.size == 1 and torch.compiler.is_compiling()
 
 
+def _plain_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Placement
+) -> torch.Tensor:
+    return (fp8.linear if place.fp8 else F.linear)(x, weight, bias)
+
+
 def column_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: Placement
 ) -> torch.Tensor:
     """``x W^T + b`` for this rank's rows of W; see :class:`ColumnParallelLinear`."""
     if _plain(place):
-        return F.linear(x, weight, bias)
+        return _plain_linear(x, weight, bias, place)
     return _ColumnLinear.apply(x, weight, bias, place)
 
 
@@ -202,6 +222,6 @@ class RowParallelLinear(ShardedModule):
         neither multiplied nor summed.
         """
         if _plain(self.place):
-            return F.linear(x, self.weight, self.bias)
+            return _plain_linear(x, self.weight, self.bias, self.place)
         y = _RowLinear.apply(x, self.weight, self.place, unused)
         return y if self.bias is None else y + self.bias

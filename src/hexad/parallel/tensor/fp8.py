@@ -1,0 +1,83 @@
+"""Products in 8-bit floating point (Micikevicius et al., arXiv 2209.05433), with one scale per tensor.
+
+Inputs and weights are rounded to e4m3 (3 bits of fraction, up to 448), gradients of outputs to e5m2 (2 bits,
+up to 57344), each after a multiplication that brings its largest magnitude just under the format's ("current
+scaling": nothing is remembered from step to step). Sums are float32, results in the operands' format.
+
+Scales are powers of two: multiplying by them is exact even in bf16, results scale with their operands to the
+last bit, and a tensor's maximum matters only to the rounding of numbers too small for the format.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_SMALLEST = 2.0**-100  # maxima below it are scaled like it, so that scales and their reciprocals are finite
+_EXPONENT = 0x7F800000  # of a float32
+
+
+def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x`` times a power of two, rounded to ``dtype``; and the float32 number that undoes it.
+
+    A value that is not finite makes products NaN, never a large number.
+    """
+    largest = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32).clamp(min=_SMALLEST)
+    # The largest power of two that keeps the maximum inside the format. An infinite maximum gives 0: 0 * inf
+    # is NaN, whereas casts of infinities saturate in some versions of PyTorch.
+    scale = ((torch.finfo(dtype).max / largest).view(torch.int32) & _EXPONENT).view(torch.float32)
+    return (x.contiguous() * scale).to(dtype), scale.reciprocal()
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x W^T + b`` of ``[tokens, in]`` and ``[out, in]``; every size a multiple of 16.
+
+    Partial sums may be kept with fewer bits ("fast accumulation"), as forward passes tolerate.
+    """
+    narrow, undo = _narrowed(x, torch.float8_e4m3fn)
+    narrow_weight, undo_weight = _narrowed(weight, torch.float8_e4m3fn)
+    return torch._scaled_mm(
+        narrow,
+        narrow_weight.t(),
+        scale_a=undo,
+        scale_b=undo_weight,
+        bias=bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )
+
+
+def input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
+    narrow, undo = _narrowed(gradient, torch.float8_e5m2)
+    narrow_weight, undo_weight = _narrowed(weight, torch.float8_e4m3fn)
+    # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.
+    turned = narrow_weight.t().contiguous().t()
+    return torch._scaled_mm(
+        narrow,
+        turned,
+        scale_a=undo,
+        scale_b=undo_weight,
+        out_dtype=gradient.dtype,
+        use_fast_accum=False,
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias = bias is not None
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        return input_gradient(gradient, weight), gradient.t() @ x, gradient.sum(0) if ctx.bias else None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """:func:`product` under plain autograd; the weight's gradient is computed in the operands' format."""
+    return _Linear.apply(x, weight, bias)

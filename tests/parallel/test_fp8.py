@@ -1,0 +1,354 @@
+"""Linear layers that multiply in 8 bits, against the same products in float64.
+
+``torch._scaled_mm`` runs on CPUs too, slowly: what follows needs no GPU, only the refusal is not asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hexad.config import Config, ConfigError, build_config
+from hexad.dataset.microbatch import Microbatch
+from hexad.parallel.sharding import Placement, declared_parameters
+from hexad.parallel.slot import GradientSlot, ProductQueue, attach_slot
+from hexad.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelHead, fp8
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Axis, Mesh
+from hexad.train.checks import check_config
+from hexad.train.engine import Engine, placement
+from hexad.train.launch import check_device
+
+from ..pool import Pool
+
+CPU = torch.device("cpu")
+E4M3, E5M2, BF16 = 2.0**-4, 2.0**-3, 2.0**-8  # relative error of one rounding: half the last place
+TOKENS, INPUTS, OUTPUTS = 48, 128, 64
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    """Values of bf16, in float64."""
+    drawn = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return drawn.bfloat16().double()
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the whole tensor, relative."""
+    return float((found.detach().double() - wanted).norm() / wanted.norm())
+
+
+# Products
+
+
+def test_every_element_is_within_the_formats_errors() -> None:
+    x, weight, gradient = normal(48, 128, seed=1), normal(64, 128, seed=2), normal(48, 64, seed=3)
+    forward = fp8.product(x.bfloat16(), weight.bfloat16())
+    backward = fp8.input_gradient(gradient.bfloat16(), weight.bfloat16())
+    for found, left, right, roundings in (
+        (forward, x, weight.t(), 2 * E4M3 + E4M3**2),
+        (backward, gradient, weight, E5M2 + E4M3 + E5M2 * E4M3),
+    ):
+        assert found.dtype == torch.bfloat16
+        exact, most = left @ right, left.abs() @ right.abs()
+        error = (found.double() - exact).abs()
+        assert (error <= roundings * most + BF16 * exact.abs() + 1e-3).all()
+        # Errors of a sum's terms have either sign: together they are a few times smaller than each could be.
+        assert BF16 < off(found, exact) < roundings / 2
+
+
+def test_the_bias_is_added_to_the_sum() -> None:
+    x, weight, bias = normal(16, 32, seed=1), normal(48, 32, seed=2), 100 * normal(48, seed=3)
+    without = fp8.product(x.bfloat16(), weight.bfloat16()).double()
+    found = fp8.product(x.bfloat16(), weight.bfloat16(), bias.bfloat16()).double()
+    torch.testing.assert_close(found, without + bias, rtol=2 * BF16, atol=0.1)
+
+
+@pytest.mark.parametrize("power", [-90, -20, -1, 3, 40, 80])
+def test_results_scale_with_their_operands(power: int) -> None:
+    x, weight = normal(16, 32, seed=1).bfloat16(), normal(48, 32, seed=2).bfloat16()
+    gradient = normal(16, 48, seed=3).bfloat16()
+    factor = 2.0**power
+    assert torch.equal(fp8.product(x * factor, weight), fp8.product(x, weight) * factor)
+    assert torch.equal(fp8.product(x, weight * factor), fp8.product(x, weight) * factor)
+    assert torch.equal(
+        fp8.input_gradient(gradient * factor, weight), fp8.input_gradient(gradient, weight) * factor
+    )
+
+
+def test_a_maximum_of_another_rank_changes_no_rounding() -> None:
+    """Of numbers that the format's exponents reach: why shares may be scaled each by its own maximum."""
+    x, weight = normal(16, 32, seed=1).bfloat16(), normal(32, 32, seed=2).bfloat16()
+    larger = x.clone()
+    larger[-1] *= 64
+    assert torch.equal(fp8.product(larger, weight)[:-1], fp8.product(x, weight)[:-1])
+
+
+def test_zeros_and_extreme_values() -> None:
+    x, weight = normal(16, 32, seed=1).bfloat16(), normal(48, 32, seed=2).bfloat16()
+    zero, largest = torch.zeros_like(x), torch.full_like(x, 2.0**127)
+    assert not fp8.product(zero, weight).any()
+    assert not fp8.product(x, torch.zeros_like(weight)).any()
+    assert not fp8.input_gradient(zero, normal(32, 16, seed=4).bfloat16()).any()
+    assert torch.isfinite(fp8.product(largest, weight / 2**10)).all()
+    assert torch.isfinite(fp8.product(torch.full_like(x, 2.0**-133), weight)).all()
+    one = zero.clone()
+    one[3, 4] = 2.0**127
+    assert torch.isfinite(fp8.product(one, weight / 2**10)).all()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    """Casts alone would turn infinities into the largest number: a diverged run would go on."""
+    x, weight = normal(16, 32, seed=1).bfloat16(), normal(32, 32, seed=2).bfloat16()
+    x[3, 4] = bad
+    assert torch.isnan(fp8.product(x, weight)[3]).all()
+    assert torch.isnan(fp8.product(weight, x)[:, 3]).all()
+    assert torch.isnan(fp8.input_gradient(x, weight)[3]).all()
+
+
+def test_under_plain_autograd() -> None:
+    leaves = [normal(*shape, seed=i).bfloat16() for i, shape in enumerate([(16, 32), (48, 32), (48,)])]
+    x, weight, bias = (leaf.requires_grad_() for leaf in leaves)
+    upstream = normal(16, 48, seed=7).bfloat16()
+    y = fp8.linear(x, weight, bias)
+    y.backward(upstream)
+    assert x.grad is not None and weight.grad is not None and bias.grad is not None
+    assert torch.equal(y, fp8.product(x, weight, bias))
+    assert torch.equal(x.grad, fp8.input_gradient(upstream, weight))
+    assert torch.equal(weight.grad, upstream.t() @ x)
+    assert torch.equal(bias.grad, upstream.sum(0))
+
+
+# Layers
+
+
+def slots_of(layer: nn.Module, queue: ProductQueue) -> dict[str, torch.Tensor]:
+    """Slots for a layer's parameters, for one microbatch; returns where the gradients go."""
+    buffers = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in layer.named_parameters()}
+    for name, parameter in layer.named_parameters():
+        slot = GradientSlot(lambda name=name: buffers[name], 1, lambda: None, queue)  # type: ignore[misc]
+        attach_slot(parameter, slot)
+        slot.begin(1)
+    return buffers
+
+
+def share(kind: str, sequence: bool, deferred: bool) -> dict[str, torch.Tensor]:
+    """One rank's output and gradients of a layer, all in float64, whole where they are not divided."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
+    sequence = sequence and world > 1
+    place = Placement(axis, sequence, torch.bfloat16, CPU, fp8=True)
+    whole = {"weight": normal(OUTPUTS, INPUTS, seed=2), "bias": normal(OUTPUTS, seed=4)}
+    x, upstream = normal(TOKENS, INPUTS, seed=1).bfloat16(), normal(TOKENS, OUTPUTS, seed=3).bfloat16()
+    if kind == "column":
+        layer: nn.Module = ColumnParallelLinear(INPUTS, {"": OUTPUTS}, place, bias=True, std=0.1)
+        x = x.chunk(world)[axis.rank] if sequence else x
+        upstream = upstream.chunk(world, 1)[axis.rank]
+    else:
+        layer = RowParallelLinear(INPUTS, OUTPUTS, place, bias=True, std=0.1)
+        x = x.chunk(world, 1)[axis.rank]
+        upstream = upstream.chunk(world)[axis.rank] if sequence else upstream
+    for declared in declared_parameters(layer):
+        for piece in declared.declaration.pieces:
+            name = piece.name.removeprefix(".")
+            piece.local(declared.parameter.data).copy_(piece.slice_of(whole[name]))
+    queue = ProductQueue()
+    gradients = slots_of(layer, queue)
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    if deferred:
+        with queue.deferring() as products:
+            y.backward(upstream)
+        queue.compute(products)
+    else:
+        y.backward(upstream)
+    assert x.grad is not None and y.dtype == x.grad.dtype == torch.bfloat16
+    return {"y": y.detach().double(), "x": x.grad.double()} | {n: g.double() for n, g in gradients.items()}
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("world", "sequence"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_layer_is_near_float64(kind: str, world: int, sequence: bool, deferred: bool, pool: Pool) -> None:
+    x, weight, upstream = (
+        normal(TOKENS, INPUTS, seed=1),
+        normal(OUTPUTS, INPUTS, seed=2),
+        normal(TOKENS, OUTPUTS, seed=3),
+    )
+    parts = pool.run(world, share, kind, sequence, deferred)
+    column = kind == "column"
+
+    def joined(name: str, dim: int | None) -> torch.Tensor:
+        tensors = [part[name] for part in parts]
+        return tensors[0] if dim is None else torch.cat(tensors, dim)
+
+    tokens = 0 if sequence else None  # where activations between the layers are divided over tokens
+    y = joined("y", 1 if column else tokens)
+    grad_x = joined("x", tokens if column else 1)
+    grad_weight = joined("weight", 0 if column else 1)
+    bias = (
+        sum(part["bias"] for part in parts)
+        if sequence and not column
+        else joined("bias", 0 if column else None)
+    )
+    # Two roundings of e4m3, or one of e5m2 and one of e4m3, halved as their signs differ.
+    assert BF16 < off(y, x @ weight.t() + normal(OUTPUTS, seed=4)) < E4M3
+    assert BF16 < off(grad_x, upstream @ weight) < (E5M2 + E4M3) / 2
+    # These are not multiplied in 8 bits.
+    assert off(grad_weight, upstream.t() @ x) < BF16
+    assert off(bias, upstream.sum(0)) < BF16
+
+
+def test_the_head_is_not_multiplied_in_eight_bits() -> None:
+    place = Placement(Axis("tensor"), False, torch.bfloat16, CPU, fp8=True)
+    head = VocabParallelHead(64, 32, place, tied=None, std=0.1)
+    weight, x = normal(64, 32, seed=1), normal(16, 32, seed=2)
+    head.weight.data.copy_(weight)
+    assert off(head(x.bfloat16()), x @ weight.t()) < BF16
+
+
+# Engines
+
+_MODEL = {
+    "layers": 4,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_hidden": 96,
+    "vocab": 101,
+    "init_std": 0.1,
+}
+_MICRO, _SEQUENCE, _SAMPLES = 2, 16, 8
+
+
+def config_of(dtype: str = "fp8", **groups: dict[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "model": dict(_MODEL),
+        "data": {"sequence": _SEQUENCE},
+        "batch": {"micro": _MICRO, "global": _SAMPLES},
+        "parallel": {"bucket_mb": 0.02},
+        "precision": {"dtype": dtype},
+        "optimizer": {"lr": 0.001},
+        "lr_schedule": {"kind": "constant", "warmup": 0},
+    }
+    for name, group in groups.items():
+        tree.setdefault(name, {}).update(group)
+    return build_config(tree)
+
+
+def losses_of(config: Config, steps: int = 4) -> list[float]:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), CPU))
+    tokens = torch.randint(101, (_SAMPLES, _SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
+    rows = tokens[engine.mesh.data.rank * _MICRO :].split(_MICRO)[:: engine.mesh.data.size]
+    batch = [Microbatch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+    return [engine.train_step(batch).loss for _ in range(steps)]
+
+
+def test_training_stays_near_bf16(pool: Pool) -> None:
+    """A batch seen eight times is soon known by heart: the loss falls to a third, and differences add up."""
+    (narrow,) = pool.run(1, losses_of, config_of(), 8)
+    (wide,) = pool.run(1, losses_of, config_of("bf16"), 8)
+    assert narrow[-1] < narrow[0] / 2
+    assert narrow == pytest.approx(wide, rel=0.05)
+    assert narrow[:3] == pytest.approx(wide[:3], rel=0.01)
+    assert narrow[0] != wide[0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "tolerance"),
+    [
+        ({"memory": {"recompute": "selective"}}, 0.0),
+        ({"memory": {"recompute": "full"}}, 0.0),
+        ({"parallel": {"data": 2}}, 2 * BF16),
+        ({"parallel": {"data": 2, "zero": 2}, "precision": {"reduce": "bf16"}}, 2 * BF16),
+        ({"parallel": {"data": 2, "zero": 3}}, 2 * BF16),
+        ({"parallel": {"pipeline": 2, "schedule": "zb_h1"}}, 2 * BF16),
+        ({"parallel": {"tensor": 2}}, 2 * BF16),
+        ({"parallel": {"tensor": 2, "pipeline": 2, "schedule": "zb_h1"}}, 2 * BF16),
+        ({"parallel": {"tensor": 2, "sequence": False}, "memory": {"recompute": "full"}}, 2 * BF16),
+    ],
+)
+def test_layouts_stay_near_one_process(groups: dict[str, Any], tolerance: float, pool: Pool) -> None:
+    (alone,) = pool.run(1, losses_of, config_of())
+    parallel = groups.get("parallel", {})
+    world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+    found = pool.run(world, losses_of, config_of(**groups))[0]
+    assert found == pytest.approx(alone, rel=tolerance, abs=0)
+
+
+def test_gpt2_with_its_biases(pool: Pool) -> None:
+    model = {"family": "gpt2", "kv_heads": 4, "max_positions": _SEQUENCE}
+    (narrow,) = pool.run(1, losses_of, config_of(model=model))
+    (wide,) = pool.run(1, losses_of, config_of("bf16", model=model))
+    assert narrow == pytest.approx(wide, rel=0.03) and narrow != wide
+
+
+def test_only_fp8_runs_place_layers_so() -> None:
+    for dtype in ("fp64", "fp32", "bf16", "fp16", "fp8"):
+        assert placement(config_of(dtype), Axis("tensor"), CPU).fp8 == (dtype == "fp8")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("groups", "tensor", "text"),
+    [
+        (
+            {"model": {"hidden": 72}},
+            1,
+            "model.hidden: found 72, but precision.dtype fp8 multiplies multiples of 16",
+        ),
+        ({"model": {"head_dim": 10}}, 1, "model.head_dim: found 10 (model.heads 4 x it = 40)"),
+        (
+            {"model": {"head_dim": 4}},
+            2,
+            "model.head_dim: found 4 (model.heads 4 x it / parallel.tensor 2 = 8), but precision.dtype fp8 "
+            "multiplies multiples of 16; change it, or parallel.tensor, or use bf16",
+        ),
+        (
+            {"model": {"head_dim": 4, "kv_heads": 1}},
+            1,
+            "model.kv_heads: found 1 (2 x it x model.head_dim 4 = 8)",
+        ),
+        ({"model": {"ffn_hidden": 48}}, 2, "model.ffn_hidden: found 48 (it / parallel.tensor 2 = 24)"),
+        ({"data": {"sequence": 12}}, 1, "batch.micro: found 2 (it x data.sequence 12 = 24)"),
+    ],
+)
+def test_sizes_that_the_units_do_not_take(groups: dict[str, Any], tensor: int, text: str) -> None:
+    parallel = {"parallel": {"tensor": tensor, "sequence": False}}
+    layout = Layout(world=tensor, tensor=tensor)
+    with pytest.raises(ConfigError) as error:
+        check_config(config_of(**groups, **parallel), layout)
+    assert text in str(error.value)
+    check_config(config_of("bf16", **groups, **parallel), layout)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_device(config_of(), CPU)
+    wanted = "precision.dtype: found fp8, but this device (cpu) has no fp8 matrix units; use bf16"
+    assert str(error.value) == wanted
+    check_device(config_of("bf16"), CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    for capability, good in (
+        ((8, 0), False),
+        ((8, 6), False),
+        ((8, 9), True),
+        ((9, 0), True),
+        ((10, 0), True),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        if good:
+            check_device(config_of(), torch.device("cuda", 0))
+            continue
+        with pytest.raises(ConfigError, match=r"this device \(NVIDIA A100-SXM4-80GB\) has no fp8"):
+            check_device(config_of(), torch.device("cuda", 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match="has no fp8 matrix units"):
+        check_device(config_of(), torch.device("cuda", 0))

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexad.parallel.pipeline import exchange
-from hexad.parallel.pipeline.exchange import Transfer, transfers
 from hexad.parallel.pipeline.executor import Executor, Stage
 from hexad.parallel.pipeline.schedule import Schedule, forward_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.parallel.pipeline.transfers import Transfer, transfers
 from hexad.parallel.slot import ProductQueue
 from hexad.topology.mesh import Axis
 

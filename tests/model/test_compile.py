@@ -9,14 +9,14 @@ from torch._dynamo.utils import counters
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 
 
-def _losses(compile_blocks: bool, family: str) -> list[float]:
+def _losses(compile_blocks: bool, family: str, dtype: str = "fp32") -> list[float]:
     config = load_config(
         {
             "run": {"compile": compile_blocks},
             "model": {"family": family, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 100},
             "data": {"sequence": 32},
             "batch": {"micro": 2, "global": 4},
-            "precision": {"dtype": "fp32"},
+            "precision": {"dtype": dtype},
             "lr_schedule": {"warmup": 1},
         }
     )
@@ -31,7 +31,10 @@ def _losses(compile_blocks: bool, family: str) -> list[float]:
 
 @pytest.mark.slow  # needs a C++ compiler, and half a minute
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_compiled_blocks_give_the_same_losses_without_graph_breaks(family: str) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("fp8", 1e-2)])
+def test_compiled_blocks_give_the_same_losses_without_graph_breaks(
+    family: str, dtype: str, tolerance: float
+) -> None:
     counters.clear()
-    assert _losses(True, family) == pytest.approx(_losses(False, family), rel=1e-5)
+    assert _losses(True, family, dtype) == pytest.approx(_losses(False, family, dtype), rel=tolerance)
     assert not counters["graph_break"]

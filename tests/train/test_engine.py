@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hexad.config import build_config
+from hexad.config import HexadError, build_config
 from hexad.dataset.microbatch import Microbatch
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
@@ -78,3 +78,33 @@ def test_an_engine_leaves_nothing_behind(zero: int) -> None:
     del engine, things
     gc.collect()
     assert [thing() for thing in left] == [None] * len(left)
+
+
+def refusals(zero: int) -> list[str]:
+    """What training and evaluation say where the ranks have different numbers of microbatches."""
+    config = build_config(
+        {
+            "model": {"layers": 2, "hidden": 16, "heads": 2, "ffn_hidden": 24, "vocab": 40},
+            "data": {"sequence": _SEQUENCE},
+            "batch": {"micro": _MICRO, "global": 2 * _MICRO},
+            "parallel": {"zero": zero},
+        }
+    )
+    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, 2), CPU))
+    found = []
+    for step in (engine.train_step, engine.evaluate):
+        try:
+            step(batch(1 + engine.mesh.rank))
+            found.append("")
+        except HexadError as error:
+            found.append(str(error))
+    assert engine.train_step(batch(2)).step == 1
+    return found
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_data_ranks_must_have_as_many_microbatches(zero: int, pool: Pool) -> None:
+    """Or collectives would wait for each other for ever; evaluation has none of them but in stage 3."""
+    for training, evaluation in pool.run(2, refusals, zero):
+        assert "different numbers of microbatches" in training
+        assert bool(evaluation) == (zero == 3)

@@ -210,10 +210,13 @@ class Engine:
         """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing.
 
         Raises:
-            HexadError: no microbatch, or token ids outside the vocabulary.
+            HexadError: no microbatch, or token ids outside the vocabulary; in stage 3, which gathers weights
+                for each microbatch, different numbers of them on the data ranks.
         """
         if not microbatches:
             raise HexadError("evaluate needs at least one microbatch")
+        if self.sharding.stage == 3:
+            _same_number(self._count(microbatches).wait(), self.mesh.data.size)
         executor = self._executor(len(microbatches), training=False)
         if self.config.run.compile:
             self.gatherer.settle()
@@ -344,13 +347,18 @@ class Engine:
 
     def _targets(self, counts: torch.Tensor) -> int:
         """The global number of targets, from :meth:`_count`'s sums."""
-        targets, number, squares = counts.tolist()
-        # Equality in Cauchy-Schwarz: only when every rank has the same number.
-        if number**2 != squares * self.mesh.data.size:
-            raise HexadError("data ranks were given different numbers of microbatches in one step")
+        _same_number(counts, self.mesh.data.size)
+        targets = int(counts[0])
         if targets == 0:
             raise HexadError("no position of the global batch has a target: all labels are -100")
-        return int(targets)
+        return targets
+
+
+def _same_number(counts: torch.Tensor, ranks: int) -> None:
+    _, number, squares = counts.tolist()
+    # Equality in Cauchy-Schwarz: only when every rank has the same number.
+    if number**2 != squares * ranks:
+        raise HexadError("data ranks were given different numbers of microbatches in one step")
 
 
 def _check_documents(documents: tuple[int, ...], sequences: int, length: int) -> None:

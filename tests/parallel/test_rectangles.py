@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ def test_every_element_is_in_one_rectangle(
         whole = torch.full([size + 4 for size in sizes], -1.0, dtype=torch.float64)
         piece = Piece(f"piece{index}", tuple(whole.shape), offset, sizes, start)
         covered = torch.zeros_like(whole)
-        for low, high in zip(bounds, bounds[1:]):
+        for low, high in pairwise(bounds):
             found = list(overlap(piece, shape, low, local[low:high]))
             assert len(found) <= 3
             for smaller, values in found:

@@ -85,7 +85,7 @@ def _use(declared: Any) -> str:
 @pytest.mark.parametrize(("data", "replicas"), [(2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize(("zero", "microbatches"), [(0, 2), (1, 1), (1, 3), (2, 1), (2, 3), (3, 1), (3, 2)])
 def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, dtype: str, pool: Pool) -> None:
-    """Each share moves N - 1 times: reduced per step or microbatch, gathered per step, or per pass in stage 3."""
+    """Each share moves N - 1 times: reduced per step or microbatch, gathered per step or pass."""
     if zero == 0:
         replicas = 1
     config = config_of(microbatches, dtype, data=data, zero=zero, replicas=replicas)
@@ -111,7 +111,7 @@ def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, dtyp
 @pytest.mark.parametrize(("data", "replicas"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bytes_kept(zero: int, data: int, replicas: int, pool: Pool) -> None:
-    """bf16 with bf16 gradients: 16, 4 + 12/N, 2 + 14/N and 14/N bytes per parameter, optimizer state included."""
+    """bf16 with bf16 gradients: 16, 4 + 12/N, 2 + 14/N and 14/N bytes per parameter, with 8/N of moments."""
     if zero == 0:
         replicas = 1
     config = config_of(1, "bf16", data=data, zero=zero, replicas=replicas)

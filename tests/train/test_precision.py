@@ -176,8 +176,8 @@ def losses_of(config: Config) -> list[float]:
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
     [
-        # Two units in the last place of what is stored: products are summed in fp32, so that a loss, a mean of
-        # many such numbers, is off by less than the activations and weights it is made from.
+        # Two units in the last place of what is stored: products are summed in fp32, so that a loss, a mean
+        # of many such numbers, is off by less than the activations and weights it is made from.
         ({"dtype": "bf16"}, 2 * 2**-8),
         ({"dtype": "bf16", "reduce": "bf16"}, 2 * 2**-8),
         ({"dtype": "fp16"}, 2 * 2**-10),

@@ -12,8 +12,8 @@ class LossScaler:
 
     Dynamic scaling follows Megatron-LM and DeepSpeed: ``loss_scale_hysteresis`` overflows without a growth
     in between halve the scale, as does every one that follows, down to ``loss_scale_min``;
-    ``loss_scale_window`` steps in a row without one double it, and forgive earlier overflows. A number as ``loss_scale`` stays as it
-    is. Without fp16 the scale is 1.
+    ``loss_scale_window`` steps in a row without one double it, and forgive earlier overflows. A number as
+    ``loss_scale`` stays as it is. Without fp16 the scale is 1.
 
     Attributes:
         scale: of the next step.

@@ -17,7 +17,8 @@ def padded_vocab(vocab: int, size: int) -> int:
 def loss_rows(tokens: int, hidden: int, columns: int, width: int) -> int:
     """Tokens in one slice of the loss head, so that its logits take no more memory than the hidden states.
 
-    At least 256, in 16-bit formats 1,024 (or all), in slices as even as they can be: the same number in all but the last.
+    At least 256, in 16-bit formats 1,024 (or all), in slices as even as they can be: the same number in all
+    but the last.
 
     Args:
         tokens: of a microbatch.

@@ -9,11 +9,12 @@ from torch._dynamo.utils import counters
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 
 
-def _losses(compile_blocks: bool, family: str, dtype: str = "fp32") -> list[float]:
+def _losses(compile_blocks: bool, family: str, dtype: str = "fp32", dropout: float = 0.0) -> list[float]:
+    model = {"family": family, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 100}
     config = load_config(
         {
             "run": {"compile": compile_blocks},
-            "model": {"family": family, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 100},
+            "model": {**model, "dropout": dropout},
             "data": {"sequence": 32},
             "batch": {"micro": 2, "global": 4},
             "precision": {"dtype": dtype},
@@ -31,10 +32,13 @@ def _losses(compile_blocks: bool, family: str, dtype: str = "fp32") -> list[floa
 
 @pytest.mark.slow  # needs a C++ compiler, and half a minute
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("fp8", 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "tolerance"), [("fp32", 0.0, 1e-5), ("fp32", 0.2, 1e-5), ("fp8", 0.0, 1e-2)]
+)
 def test_compiled_blocks_give_the_same_losses_without_graph_breaks(
-    family: str, dtype: str, tolerance: float
+    family: str, dtype: str, dropout: float, tolerance: float
 ) -> None:
     counters.clear()
-    assert _losses(True, family, dtype) == pytest.approx(_losses(False, family, dtype), rel=tolerance)
+    found, wanted = (_losses(compiled, family, dtype, dropout) for compiled in (True, False))
+    assert found == pytest.approx(wanted, rel=tolerance)
     assert not counters["graph_break"]

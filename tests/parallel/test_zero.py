@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, dtyp
             + gathers[use] * (size * width * (shards - 1) // shards)
             for use, size in sizes
         )
-        scalars = [(data, 8), (data, 3 * 8), (shards, 2 * 4)]  # the loss; counts; the norm
+        scalars = [(data, 8), (data, 3 * 8), (shards, 4)]  # the loss; counts; the norm
         wanted += sum(2 * (size - 1) * nbytes // size for size, nbytes in scalars)
         assert sent == wanted
 
@@ -191,6 +192,77 @@ def test_losses_are_pytorchs(zero: int, kind: str, data: int, pool: Pool) -> Non
     )
     assert len(set(ours)) == 3
     assert ours == pytest.approx(theirs, rel=2e-5)
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def after_an_interruption(config: Config, in_evaluation: bool) -> tuple[list[float], list[float]]:
+    """Losses after a step, or an evaluation, that an exception ended in the middle; and without it."""
+
+    def interrupt(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if in_evaluation else 4):  # a training step's second microbatch, or its backward pass
+            raise _Interrupted
+
+    engine, clean = engine_of(config), engine_of(config)
+    rank, calls = engine.mesh.data.rank, 0
+    layer = engine.stages[0].layers["1"]
+    layer_hooks = [layer.register_forward_hook(interrupt), layer.register_full_backward_pre_hook(interrupt)]
+    with pytest.raises(_Interrupted):
+        (engine.evaluate if in_evaluation else engine.train_step)(batch_of(config, rank, 9))
+    for hook in layer_hooks:
+        hook.remove()
+    weights = {
+        piece.name: torch.full(piece.shape, 0.02) + torch.arange(piece.shape[-1]) / 1e3
+        for bucket in engine.buckets
+        for declared in bucket.members
+        for piece in declared.declaration.pieces
+    }
+    for each in (engine, clean):
+        each.load_weights(weights)
+    found = []
+    for each in (engine, clean):
+        losses = [each.evaluate(batch_of(config, rank))[0]]
+        found.append(losses + [each.train_step(batch_of(config, rank, step)).loss for step in range(2)])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_interrupted_step_leaves_nothing_behind(zero: int, in_evaluation: bool, pool: Pool) -> None:
+    for found, wanted in pool.run(2, after_an_interruption, config_of(2, zero=zero), in_evaluation):
+        assert found == wanted
+
+
+def layers_present(config: Config) -> tuple[int, int]:
+    """Most layers whose matrices are whole or on their way, in evaluation and in training."""
+    from hexad.parallel.data.pool import BufferPool
+
+    engine = engine_of(config)
+    layers = [bucket for bucket in engine.buckets if bucket.members[0].name.startswith("layers.")]
+    take, most = BufferPool.take, 0
+
+    def counting(self: BufferPool, bucket: Any, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal most
+        waiting = engine.gatherer._gathering
+        here = [each for each in layers if each is bucket or each.whole is not None or each in waiting]
+        most = max(most, len([each for each in here if not each.resident]))
+        return take(self, bucket, dtype)
+
+    found = []
+    with mock.patch.object(BufferPool, "take", counting):
+        for step in (engine.evaluate, engine.train_step):
+            most = 0
+            step(batch_of(config, engine.mesh.data.rank))
+            found.append(most)
+    return found[0], found[1]
+
+
+def test_two_layers_are_whole_at_a_time_in_stage_3(pool: Pool) -> None:
+    assert pool.run(2, layers_present, config_of(2, zero=3)) == [(2, 2)] * 2
 
 
 def test_a_bucket_is_a_multiple_of_its_shards() -> None:

@@ -113,12 +113,16 @@ def test_other_precisions_are_not_scaled() -> None:
 # Skipped steps
 
 
-def poisoned(config: Config, value: float) -> tuple[list[bool], bool, list[float], int, float]:
+def poisoned(config: Config, vector: bool, value: float) -> tuple[list[bool], bool, list[float], int, float]:
     """Three steps, in the second of which one rank's gradient is not finite."""
     engine = engine_of(config)
     last = dist.get_rank() == dist.get_world_size() - 1
     skipped, scales, unchanged = [], [], True
-    first = engine.reducer._rounds[-1]
+    first = next(
+        round_
+        for round_ in engine.reducer._rounds
+        if vector == (round_.bucket.members[0].parameter.dim() == 1)
+    )
     complete = first._complete
 
     def poison(round_: Any) -> None:
@@ -138,7 +142,7 @@ def poisoned(config: Config, value: float) -> tuple[list[bool], bool, list[float
     return skipped, unchanged, scales, engine.updates, engine.buckets[-1].master.abs().max().item()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("vector", "value"), [(False, float("inf")), (True, float("nan"))])
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -148,16 +152,17 @@ def poisoned(config: Config, value: float) -> tuple[list[bool], bool, list[float
         {"data": 2, "zero": 3},
         {"data": 2, "zero": 1, "replicas": 2},
         {"tensor": 2},
+        {"tensor": 2, "sequence": False},
         {"pipeline": 2, "schedule": "zb_h1"},
         {"data": 2, "tensor": 2, "pipeline": 2, "zero": 2},
     ],
 )
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
-    parallel: dict[str, Any], value: float, pool: Pool
+    parallel: dict[str, Any], vector: bool, value: float, pool: Pool
 ) -> None:
     config = config_of({"dtype": "fp16", "loss_scale_initial": 256.0, "loss_scale_hysteresis": 1}, **parallel)
     world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
-    for skipped, unchanged, scales, updates, largest in pool.run(world, poisoned, config, value):
+    for skipped, unchanged, scales, updates, largest in pool.run(world, poisoned, config, vector, value):
         assert skipped == [False, True, False]
         assert unchanged
         assert scales == [256.0, 256.0, 128.0]
@@ -259,6 +264,16 @@ def test_a_scale_that_cannot_be_lowered_stops_the_run(make_run: MakeRun) -> None
             "precision.loss_scale: found 2.0 with precision.dtype bf16",
         ),
         ({"dtype": "fp32", "loss_scale_window": 5}, {}, "precision.loss_scale_window: found 5"),
+        (
+            {"dtype": "fp16", "loss_scale": 8.0, "loss_scale_window": 5},
+            {},
+            "with a fixed precision.loss_scale",
+        ),
+        (
+            {"dtype": "fp16", "loss_scale_initial": 8.0, "loss_scale_min": 64.0},
+            {},
+            "precision.loss_scale_min",
+        ),
         ({"dtype": "fp32"}, {"replicas": 2, "data": 2}, "parallel.replicas: found 2 with parallel.zero 0"),
         (
             {"dtype": "fp32"},

@@ -85,6 +85,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+_FREE = ("dropout", "attention_dropout")
+"""Settings of a model that its weights do not depend on."""
+
+
 def check_same_model(path: Path, state: dict[str, Any], config: Config) -> None:
     """Refuse a checkpoint whose model differs from the configuration's.
 
@@ -94,7 +98,7 @@ def check_same_model(path: Path, state: dict[str, Any], config: Config) -> None:
     saved = state["config"].get("model", {})
     wanted = config.model.model_dump(mode="json", by_alias=True)
     for name, value in wanted.items():
-        if name in ("preset", "init_std", "max_positions"):
+        if name in ("preset", "init_std", "max_positions", *_FREE):
             continue
         if name in saved and saved[name] != value:
             raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {saved[name]!r}")
@@ -109,9 +113,9 @@ def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
         silent.add("run.steps")  # otherwise it moves the learning-rate schedule
     return [
         f"{group}.{name}: {saved[group][name]} -> {value}"
-        for group in ("run", "data", "batch", "precision", "optimizer", "lr_schedule")
+        for group in ("run", "model", "data", "batch", "precision", "optimizer", "lr_schedule")
         for name, value in wanted[group].items()
-        if f"{group}.{name}" not in silent
+        if f"{group}.{name}" not in silent and (group != "model" or name in _FREE)
         if name in saved.get(group, {}) and saved[group][name] != value
     ]
 

@@ -12,7 +12,7 @@ has 64 bits of key, so that rows share a pattern with probability 2^-64 rather t
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -90,16 +90,20 @@ class Dropper:
         rate: probability of an element to be dropped; the others are divided by ``1 - rate``.
         layer: global number.
         site: in the layer.
+        words: what keys are mixed with here.
     """
 
     rate: float
     layer: int
     site: Site
+    words: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "words", _words(self.layer, int(self.site)))
 
     def keys(self, rows: torch.Tensor) -> torch.Tensor:
         """This site's keys, of what :func:`row_keys` has for all."""
-        words = torch.tensor(_words(self.layer, int(self.site)), dtype=torch.int32, device=rows.device)
-        return _mix_(rows ^ words.view(2, *(1 for _ in rows.shape[1:])))
+        return torch.stack([_mix_(rows[part] ^ word) for part, word in enumerate(self.words)])
 
     def factors(self, keys: torch.Tensor, first: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """``[..., columns]``: 0 where an element is dropped, else ``1 / (1 - rate)``.

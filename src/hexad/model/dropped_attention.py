@@ -53,8 +53,7 @@ class _Span:
         self.scale = width**-0.5
         self.q = self.grouped(q, kv_heads)
         self.k = k.transpose(0, 1).unsqueeze(1)
-        scores = self.q @ self.k.transpose(2, 3)
-        wide = scores.float() if scores.dtype.itemsize == 2 else scores
+        wide = _wide(self.q) @ _wide(self.k).transpose(2, 3)
         ahead = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu_(1)
         wide.mul_(self.scale).masked_fill_(ahead, -torch.inf)
         self.probabilities = torch.softmax(wide, dim=-1)
@@ -82,6 +81,11 @@ class _Span:
         grad_q = (narrow @ self.k).permute(2, 0, 1, 3).flatten(1, 2)
         grad_k = (narrow.transpose(2, 3) @ self.q).sum(1).transpose(0, 1)
         return grad_q, grad_k, grad_v
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In at least float32: a score may be larger than what fp16 can hold."""
+    return x.float() if x.dtype.itemsize == 2 else x
 
 
 class _DroppedAttention(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -60,15 +61,18 @@ class BucketAdamW:
         """Euclidean norm of the whole model's gradient, as a scalar tensor on the device.
 
         Parameters divided over the tensor axis are summed over it; those that several ranks hold count once.
+        Those too are summed over it, in parts, so that all ranks see the same bits, and a NaN of any.
         """
         squares = torch.zeros(2, dtype=self._wide, device=self.buckets[0].gradient.device)
         for bucket in self.buckets:
             if not bucket.kind.copy:
                 norm = torch.linalg.vector_norm(bucket.gradient, dtype=self._wide)
                 squares[0 if bucket.kind.sharded else 1] += norm.square()
-        squares = all_reduce(squares, self.axes.shards)
-        of_stages = all_reduce(squares[:1], self.axes.tensor) + squares[1]
-        return all_reduce(of_stages, self.axes.pipeline)[0].sqrt()
+        squares[1] /= self.axes.tensor.size
+        total = squares.sum(0, keepdim=True)
+        for axis in (self.axes.shards, self.axes.tensor, self.axes.pipeline):
+            total = all_reduce(total, axis)
+        return total[0].sqrt()
 
     @torch.no_grad()
     def step(self, lr: float, scale: float, publish: Callable[[Bucket], None]) -> float:
@@ -82,8 +86,8 @@ class BucketAdamW:
         A norm that is not finite leaves everything unchanged.
         """
         norm = self.gradient_norm() / scale
-        found = float(norm)  # the step's only wait for the device
-        if not torch.isfinite(norm):
+        found = float(norm)  # waits for the device, once for all parameters
+        if not math.isfinite(found):
             return found
         clip = self.settings.clip
         factor = (clip / norm if clip and found > clip else torch.ones_like(norm)) / scale

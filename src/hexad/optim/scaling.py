@@ -47,7 +47,7 @@ class LossScaler:
                 self.scale = max(self.scale / 2, settings.loss_scale_min)
             return
         self._clean += 1
-        if self._clean == settings.loss_scale_window:
+        if self._clean >= settings.loss_scale_window:
             self._clean = 0
             self._patience = settings.loss_scale_hysteresis
             self.scale *= 2

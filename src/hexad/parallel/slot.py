@@ -191,7 +191,8 @@ def weight_gradient(
     if slot is None:
         return output_gradient.t() @ inputs
     if slot.queue.pending is not None:
-        slot.queue.pending.append(Product(slot, output_gradient, inputs, gather))
+        # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
+        slot.queue.pending.append(Product(slot, output_gradient, inputs.detach(), gather))
     else:
         slot.add_product(output_gradient, inputs)
     return None

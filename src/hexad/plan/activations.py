@@ -141,11 +141,25 @@ class Stage:
         )
 
     def forward_peak(self) -> int:
-        """Bytes above what is kept, at the most, while ``F`` runs."""
+        """Bytes above what is kept, at the most, while the layers' ``F`` runs."""
         s = self.sizes
         # In 8 bits: the last product's operand and weight, which has passed through a scaled copy in 16.
         copies = s.inner // 2 + 3 * self.weight(s.inner, s.whole) if self.eight else 0
-        return max(s.gathered + max(s.inner, copies), self._loss() if self.last else 0)
+        return s.gathered + max(s.inner, copies)
+
+    def norm(self) -> int:
+        """What a norm over the residual stream needs in backward, its result included."""
+        stream, widening = self.sizes.stream, self.sizes.widening
+        if self.gpt2 or self.config.run.device != "cpu":
+            return stream  # one kernel
+        # By hand: the input, its product with the gradient, the gradient and the result in the wide format.
+        return (4 if widening > 1 else 2) * widening * stream
+
+    def product(self, inputs: int, outputs: int) -> int:
+        """A weight's gradient, between activations of these bytes, before it is added in another format."""
+        precision = self.config.precision
+        same = self.sizes.widening == 1 or precision.reduce == "bf16"
+        return 0 if same else self.weight(inputs, outputs) * WIDTHS[precision.dtype]
 
     def weight(self, inputs: int, outputs: int) -> int:
         """Numbers in the weight between activations of these bytes."""
@@ -160,120 +174,25 @@ class Stage:
         weight = self.weight(inputs, gradient)
         return gradient // 2 + max(3 * weight, 2 * weight + inputs)
 
-    def _loss(self) -> int:
-        """The head: the normalised states, and one slice of logits with all that is made of it."""
+    def loss(self) -> tuple[int, int]:
+        """Bytes above what is kept for the head's slices of logits, with all that is made of them: at the
+        most, and when the weight's gradient is complete."""
         config, s = self.config, self.sizes
         tokens, hidden = config.batch.micro * config.data.sequence, config.model.hidden
         columns = padded_vocab(int(config.model.vocab), self.tensor) // self.tensor
         byte = WIDTHS[config.precision.dtype]
         rows = loss_rows(tokens, hidden, columns, byte)
-        logits, states = rows * columns * byte, rows * hidden * byte
-        # Logits, or both their wide gradient and the narrow one; in 16 bits the weight's gradient is made
-        # before it is added in the wide format.
-        if s.widening == 1:
-            slice_ = logits
-        else:
-            slice_ = max(logits * (1 + s.widening), logits + columns * hidden * byte)
-        # One slice is there and another arrives; a third's gradient is summed, from parts as large as itself.
-        moving = (min(2, -(-tokens // rows)) + 2) * states if s.gathered else 0
-        return s.stream + slice_ + moving
-
-    def backward_peak(self, split: bool) -> int:
-        """Bytes above what is kept, at the most, while ``B`` or ``BW`` runs: the worst of the layers, each of
-        which has given up its own activations when the next begins."""
-        layers = ["none"] * (self.layers - self.again) + [self.kind] * self.again
-        held = peak = 0
-        # The head's gradient has become the layers', and the final norm has given up its input.
-        freed = 2 * self.sizes.stream if self.last else 0
-        for recompute in layers:  # last layer first
-            kept = sum(self.block(recompute).values())
-            peak = max(peak, _Backward(self, recompute, split).peak - freed + held)
-            freed += kept
-            held += sum(self.products().values()) // self.layers if split else 0
-        return peak + self.sizes.stream
-
-
-class _Backward:
-    """Walks one layer's backward pass; ``live`` is relative to what the layer has kept."""
-
-    def __init__(self, stage: Stage, recompute: str, split: bool) -> None:
-        self.live = self.peak = 0
-        self._split = split
-        s, gpt2 = stage.sizes, stage.gpt2
-        model = stage.config.model
-        if recompute == "full":
-            again = stage.block("none")
-            self.hold(sum(again.values()) - s.stream)
-        made = 1 if recompute == "selective" else 0
-        narrow = WIDTHS[stage.config.precision.dtype] if s.widening > 1 else 0
-        qkv, inner = s.q + 2 * s.k, s.inner * (1 if gpt2 else 2)
-        hidden = model.hidden
-        tokens = stage.config.batch.micro * stage.config.data.sequence
-        # The feed-forward layer: down, activation, inner.
-        self.hold(s.gathered + made * s.inner)
-        self.briefly(stage.eight_bits(s.whole, s.inner))
-        self.hold(s.inner)
-        self.briefly(s.inner // tokens * hidden * (narrow and 1))
-        self.used(s.gathered, s.inner)
-        self.hold(inner)
-        self.briefly(0 if gpt2 else s.inner)
-        self.free(inner, s.inner)
-        self._column(s, made, inner // tokens * hidden * (narrow and 1), stage.eight_bits(inner, s.whole))
-        self.used(inner)
-        self._norm(s)
-        # Attention: out, softmax, rotation, qkv.
-        self.hold(s.gathered)
-        self.briefly(stage.eight_bits(s.whole, s.q))
-        self.hold(s.q)
-        self.used(s.gathered)
-        self.hold(made * (0 if gpt2 else s.q + s.k))
-        self.hold(qkv)
-        self.used(s.q)
-        self.free(s.q, s.heads)
-        self.hold(s.q + s.k)
-        self.free(s.q + s.k)
-        if not gpt2:
-            self.hold(s.q + s.k)
-            self.free(s.q + s.k, s.q + s.k)
-        self.hold(qkv)
-        self.free(s.q + 2 * s.k, qkv)
-        self._column(s, made, qkv // tokens * hidden * (narrow and 1), stage.eight_bits(qkv, s.whole))
-        self.used(qkv)
-        self._norm(s)
-
-    def _column(self, s: Sizes, made: int, product: int, copies: int) -> None:
-        """A column-parallel layer: its input gathered, the input's gradient, and the weight's in 16 bits."""
-        gathered = 0 if self._split else s.gathered  # not before W
-        self.hold(made * s.stream + gathered)
-        self.briefly(copies)
-        self.hold(s.whole)
-        if s.gathered:
-            self.hold(s.gathered + s.stream)
-        self.briefly(product)
-        self.used(s.stream)
-        self.free(gathered, s.gathered * 2)
-
-    def _norm(self, s: Sizes) -> None:
-        """The norm's products, in the wide format, and the sum with the residual branch."""
-        self.hold(2 * s.stream * s.widening + (s.stream * s.widening if s.widening > 1 else 0))
-        self.free(2 * s.stream * s.widening + (s.stream * s.widening if s.widening > 1 else 0))
-        self.hold(s.stream)
-        self.free(s.stream, s.stream, s.statistic)
-
-    def hold(self, size: int) -> None:
-        """Allocate."""
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-    def briefly(self, size: int) -> None:
-        """Allocate and give up."""
-        self.peak = max(self.peak, self.live + size)
-
-    def used(self, *sizes: int) -> None:
-        """Give up operands of a weight's gradient, unless that is put off."""
-        if not self._split:
-            self.free(*sizes)
-
-    def free(self, *sizes: int) -> None:
-        """Give up."""
-        self.live -= sum(sizes)
+        slices = -(-tokens // rows)
+        logits = rows * columns * byte
+        # A gathered slice, and the gradient of one with the parts of other ranks that are added to it.
+        states = rows * hidden * byte if s.gathered else 0
+        # In 16 bits logits exist in both formats; the weight's gradient is made before it is added in the
+        # wide one, and later.
+        wide = logits * (1 + s.widening) if s.widening > 1 else logits
+        product = 0 if s.widening == 1 or config.precision.reduce == "bf16" else columns * hidden * byte
+        most = 0
+        for index in range(slices):
+            here = states * (2 if index + 1 < slices else 1)  # the next one arrives
+            before = 2 * states if index else 0
+            most = max(most, wide + here + before, logits + product + here + 2 * states)
+        return s.stream + most, s.stream + logits + 3 * states

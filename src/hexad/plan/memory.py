@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from hexad.config import Config
@@ -11,10 +12,10 @@ from hexad.config.schema import ModelSettings
 from hexad.parallel.pipeline.schedule import Schedule
 from hexad.topology.layout import Layout
 
-from .activations import WIDTHS, Kept, Stage
-from .parameters import PlannedBucket, Unit, plan_buckets, stage_units
-
-_IN_FLIGHT = 2  # reductions under way, as hexad.parallel.data.reducer has them
+from .activations import WIDTHS, Stage
+from .division import Division
+from .parameters import Unit, plan_buckets, stage_units
+from .step import Peak, Step
 
 
 @dataclass(frozen=True)
@@ -100,24 +101,29 @@ def predict(
     offload = config.memory.offload == "optimizer"
     host = moments + shared * wide if offload else 0
     absent = sum(b.size // shards * byte for b in buckets if not b.resident) if offload else 0
-    # On a CPU a reduction receives into a buffer as large as the bucket.
-    parts = config.run.device == "cpu" and zero >= 1 and shards > 1
-    largest = max((bucket.size for bucket in buckets), default=0) * gradient if parts else 0
-    kept, transient, action = _peak(schedule, pipeline, stages, largest, zero)
-    heads = 0
-    if zero >= 2 and shards > 1 and final in stages:
-        # Forward passes in a row each leave a gradient of the head, whose bucket is the first to be complete.
-        heads = (min(_forwards(schedule, pipeline), 1 + _IN_FLIGHT) - 1) * buckets[0].size * gradient
+    together = config.model.tied_embeddings and schedule.placement[0] == schedule.placement[final]
+    cpu = config.run.device == "cpu"
+    widths = byte, gradient
+    division = Division(units, buckets, zero, shards, schedule.microbatches, widths, cpu, together)
+    peak = Step(schedule, pipeline, stages, units, division).peak
+    # The optimizer takes one bucket's gradients after the other in the format of its moments, each while it
+    # still has those before.
+    shares = [
+        bucket.size // shards * wide for bucket in sorted(buckets, key=lambda bucket: min(bucket.places))
+    ]
+    update = max(map(sum, pairwise([0, *shares]))) if gradient < wide else 0
+    if update > peak.total:
+        peak = Peak(Counter(), update, "update")
     return MemoryPlan(
         rank=rank,
         parameters=resident * byte + absent,
         gradients=gradient * (whole if zero < 2 else shared),
         master=0 if offload else separate * wide,
         optimizer=0 if offload else moments,
-        activations={kind: size for kind, size in kept.items() if size},
-        buffers=transient + heads + _communication(buckets, zero, shards, gradient, byte),
+        activations={kind: size for kind, size in peak.kept.items() if size},
+        buffers=peak.transient + division.pooled,
         host=host,
-        action=action,
+        action=peak.action,
     )
 
 
@@ -153,72 +159,3 @@ def with_positions(config: Config) -> ModelSettings:
     if config.model.max_positions != "auto":
         return config.model
     return config.model.model_copy(update={"max_positions": config.data.sequence})
-
-
-def _communication(buckets: list[PlannedBucket], zero: int, shards: int, gradient: int, byte: int) -> int:
-    """Buffers that buckets take turns with in stages 2 and 3, never given back.
-
-    A gradient's buffer is in use until its reduction, of which ``_IN_FLIGHT`` may be under way, is over, also
-    while the next microbatch begins; in stage 3 a unit's weights and the next one's are there.
-    """
-    if zero < 2:
-        return 0
-    window = 1 + (_IN_FLIGHT if shards > 1 else 0)
-    total = 0
-    for layout, bucket in {bucket.layout: bucket for bucket in buckets}.items():
-        same = [other.layout == layout for other in (*buckets, *buckets[: window - 1])]
-        total += bucket.size * gradient * max(sum(same[i : i + window]) for i in range(len(same)))
-        if not bucket.resident:
-            total += bucket.size * byte * max(sum(same[i : i + 2]) for i in range(len(same)))
-    return total
-
-
-def _peak(
-    schedule: Schedule, pipeline: int, stages: dict[int, Stage], parts: int, zero: int
-) -> tuple[Kept, int, str]:
-    """(kept by kind, transient bytes, action) where their sum is largest, walking the rank's actions.
-
-    ``parts`` is what a reduction of gradients receives into. From stage 2 on some are under way from the
-    first microbatch's backward pass on, and the head's in ``F``; in stage 1 only in the last backward pass.
-    """
-    held: Kept = Counter()
-    best: tuple[Kept, int, str] = (Counter(), 0, "")
-    # What was sent may still be on its way, and what comes next may be there already.
-    streams = 2 * len(stages) if schedule.pipeline > 1 else 0
-    moving = streams * next(iter(stages.values())).sizes.stream
-    arriving = 0
-    for action in schedule.ranks[pipeline]:
-        stage = stages[action.stage]
-        if action.kind == "F":
-            held.update(stage.kept())
-            transient = stage.forward_peak()
-            if stage.last and zero >= 2 and not arriving:
-                transient += parts * min(_forwards(schedule, pipeline), _IN_FLIGHT)
-        elif action.kind == "W":
-            transient = stage.sizes.gathered
-        else:
-            transient = stage.backward_peak(split=action.kind == "B") + (parts if zero == 1 else 0)
-        transient += moving + arriving
-        if sum(held.values()) + transient > sum(best[0].values()) + best[1]:
-            best = (Counter(held), transient, str(action))
-        if action.kind in ("BW", "W") and zero >= 2:
-            arriving = parts
-        if action.kind in ("B", "BW"):
-            held.subtract(stage.kept())
-        if action.kind == "B":
-            held.update(stage.products())
-        if action.kind == "W":
-            held.subtract(stage.products())
-    return best
-
-
-def _forwards(schedule: Schedule, pipeline: int) -> int:
-    """Most forward passes of the last stage that this rank makes in a row."""
-    longest = current = 0
-    for action in schedule.ranks[pipeline]:
-        if action.kind != "F":
-            current = 0
-        elif action.stage == schedule.stages - 1:
-            current += 1
-            longest = max(longest, current)
-    return longest

@@ -42,6 +42,14 @@ class Unit:
     block: bool = False
 
 
+class Place(NamedTuple):
+    """Of a parameter: positions of its stage on the rank, of its unit in the stage, and in the unit."""
+
+    stage: int
+    unit: int
+    parameter: int
+
+
 @dataclass(frozen=True)
 class PlannedBucket:
     """The size of a bucket.
@@ -50,11 +58,13 @@ class PlannedBucket:
         members: elements of its parameters.
         size: in elements, padded.
         resident: always whole on the rank.
+        places: where its parameters are.
     """
 
     members: tuple[int, ...]
     size: int
     resident: bool
+    places: tuple[Place, ...]
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -140,18 +150,20 @@ def plan_buckets(
         shards: data ranks that share the state.
     """
     buckets = []
-    for units in reversed(stages):
-        runs: dict[tuple[Kind, bool, int], list[int]] = {}
-        for place, unit in enumerate(units):
-            for elements, matrix, kind in unit.parameters:
-                apart = place if matrix and (zero == 3 or not unit.block) else -1
-                runs.setdefault((kind, matrix, apart), []).append(elements)
+    for stage, units in reversed(list(enumerate(stages))):
+        runs: dict[tuple[Kind, bool, int], list[tuple[int, Place]]] = {}
+        for number, unit in enumerate(units):
+            for index, (elements, matrix, kind) in enumerate(unit.parameters):
+                apart = number if matrix and (zero == 3 or not unit.block) else -1
+                member = elements, Place(stage, number, index)
+                runs.setdefault((kind, matrix, apart), []).append(member)
         for (_, matrix, _), members in reversed(runs.items()):
             absent = zero == 3 and matrix
             limit = float("inf") if absent else bucket_bytes / gradient
             for part in _cut(members[::-1], limit):
-                size = _aligned(sum(map(_aligned, part)), _ALIGNMENT * shards)
-                buckets.append(PlannedBucket(tuple(part), size, not absent))
+                sizes, places = zip(*part)
+                size = _aligned(sum(map(_aligned, sizes)), _ALIGNMENT * shards)
+                buckets.append(PlannedBucket(sizes, size, not absent, places))
     return buckets
 
 
@@ -159,11 +171,14 @@ def _aligned(elements: int, multiple: int = _ALIGNMENT) -> int:
     return -(-elements // multiple) * multiple
 
 
-def _cut(members: Sequence[int], limit: float) -> Iterator[list[int]]:
-    run: list[int] = []
-    for elements in members:
-        if run and sum(map(_aligned, run)) + _aligned(elements) > limit:
+def _cut(members: Sequence[tuple[int, Place]], limit: float) -> Iterator[list[tuple[int, Place]]]:
+    run: list[tuple[int, Place]] = []
+    size = 0
+    for member in members:
+        elements = _aligned(member[0])
+        if run and size + elements > limit:
             yield run
-            run = []
-        run.append(elements)
+            run, size = [], 0
+        run.append(member)
+        size += elements
     yield run

@@ -88,11 +88,15 @@ class Mesh:
     def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
         """An axis as two: runs of ``size`` neighbouring places, and the places across those runs.
 
-        Their traffic counts as the whole axis's. Every rank of the default process group calls this together.
+        Their traffic counts as the whole axis's. Runs have a process group of their own even where there is
+        only one, so that what is moved inside them does not queue with what goes over the axis. Every rank of
+        the default process group calls this together.
         """
         alone = Axis(axis.name, (self.rank,))
-        if size in (1, axis.size):
-            return (alone, axis) if size == 1 else (axis, alone)
+        if size == 1:
+            return alone, axis
+        if size == axis.size:
+            return self._part(axis, axis.ranks), alone
         run, place = divmod(axis.rank, size)
         return (
             self._part(axis, axis.ranks[run * size : (run + 1) * size]),

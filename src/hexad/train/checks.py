@@ -30,6 +30,13 @@ def check_config(config: Config, layout: Layout) -> PipelinePlan:
     for problem in _problems(config, layout):
         raise problem
     plan = pipeline_plan(config, layout)
+    layers, largest = config.memory.recompute_layers, max(map(len, plan.layers))
+    if layers != "all" and layers > largest:
+        raise ConfigError(
+            "memory.recompute_layers",
+            f"found {layers}, but no stage has more than {largest} of the model's {config.model.layers} "
+            "layers; use all or a smaller number",
+        )
     if config.run.compile and plan.schedule.split_backward:
         raise ConfigError(
             "run.compile",
@@ -151,11 +158,6 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
             "memory.recompute_layers",
             f"found {layers} with memory.recompute none; remove it, or set recompute: selective or full",
         )
-    if layers > config.model.layers:
-        yield ConfigError(
-            "memory.recompute_layers",
-            f"found {layers}, more than model.layers {config.model.layers}; use all or a smaller number",
-        )
 
 
 def _schedule(config: Config) -> Iterator[ConfigError]:
@@ -195,16 +197,26 @@ def _precision(config: Config) -> Iterator[ConfigError]:
             "precision.reduce",
             f"found bf16 with precision.dtype {settings.dtype}; it needs dtype bf16 or fp8, or use fp32",
         )
-    if settings.dtype == "fp16":
-        return
+    scaled, dynamic = settings.dtype == "fp16", settings.loss_scale == "dynamic"
     fields = type(settings).model_fields
     for name in (name for name in fields if name.startswith("loss_scale")):
         found = getattr(settings, name)
-        if found != fields[name].default:
+        if found != fields[name].default and not scaled:
             yield ConfigError(
                 f"precision.{name}",
                 f"found {found} with precision.dtype {settings.dtype}; only fp16 scales its loss: remove it",
             )
+        if found != fields[name].default and name != "loss_scale" and not dynamic:
+            yield ConfigError(
+                f"precision.{name}",
+                f"found {found} with a fixed precision.loss_scale of {settings.loss_scale}; remove one",
+            )
+    if settings.loss_scale_initial < settings.loss_scale_min:
+        yield ConfigError(
+            "precision.loss_scale_initial",
+            f"found {settings.loss_scale_initial}, less than precision.loss_scale_min "
+            f"{settings.loss_scale_min}",
+        )
 
 
 def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:

@@ -262,6 +262,7 @@ class Engine:
         Raises:
             KeyError: a tensor is missing. ValueError: one has another shape.
         """
+        self.gatherer.settle()
         for bucket in self.buckets:
             for piece, values in bucket.pieces(bucket.master):
                 values.copy_(piece.slice_of(tensors[piece.name]))
@@ -269,7 +270,6 @@ class Engine:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        self.gatherer.settle()
         for bucket in self.buckets:
             self.gatherer.publish(bucket)
         self.gatherer.settle()

@@ -60,6 +60,7 @@ class ParameterGatherer:
 
     def publish(self, bucket: Bucket) -> None:
         """Hand the bucket's new master values to all ranks that need them."""
+        self._renew(bucket)
         bucket.publish()
         if bucket.resident and self._shards.size > 1:
             self._gathering[bucket] = all_gather_async(bucket.source, self._shards, out=bucket.whole)
@@ -67,7 +68,13 @@ class ParameterGatherer:
     def settle(self) -> None:
         """Wait for everything that is being gathered."""
         for bucket in list(self._gathering):
-            self._arrive(bucket)
+            self._renew(bucket)
+
+    def _renew(self, bucket: Bucket) -> None:
+        """Forget values that are there, or on their way, but not for good."""
+        self._arrive(bucket)
+        if not bucket.resident and bucket.whole is not None:
+            self._pool.give(bucket, bucket.detach())
 
     def _start(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
@@ -95,6 +102,12 @@ class ParameterGatherer:
             if bucket.whole is not None:
                 self._pool.give(bucket, bucket.detach())
 
+    def _return(self, unit: _Unit) -> None:
+        """Backward reaches a layer: the one after it is done, the one before it is next."""
+        if unit.after is not None:
+            self._release(unit.after)
+        self._fetch(unit, unit.before)
+
     def _entering(self, unit: _Unit) -> Any:
         def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
             self._fetch(unit, unit.after)
@@ -108,7 +121,7 @@ class ParameterGatherer:
         def leave(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
             self._release(unit)
             if unit.block and output.requires_grad:
-                output.register_hook(lambda _: self._fetch(unit, unit.before))
+                output.register_hook(lambda _: self._return(unit))
 
         return leave
 

@@ -21,7 +21,10 @@ class BufferPool:
     def take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """A buffer for ``bucket``, with whatever values its parameters' elements had last."""
         free = self._free.get((dtype, *bucket.layout))
-        return free.pop() if free else torch.zeros(bucket.size, dtype=dtype, device=self._device)
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):  # a buffer made while evaluating is used in training too
+            return torch.zeros(bucket.size, dtype=dtype, device=self._device)
 
     def give(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         """Give back what :meth:`take` returned for a bucket of the same layout."""

@@ -60,7 +60,17 @@ class GradientReducer:
         self._rounds = [_Round(bucket, self._complete, self._gradients, queue) for bucket in buckets]
 
     def begin(self, microbatches: int) -> None:
-        """Start a step in which every parameter will be contributed to by this many microbatches."""
+        """Start a step in which every parameter will be contributed to by this many microbatches.
+
+        What an interrupted step has left behind is thrown away.
+        """
+        while self._scattering:
+            self._retire()
+        self._wait()
+        for round_ in self._rounds:
+            if self._sharding.stage >= 2 and round_.bucket.gradients is not None:
+                self._pool.give(round_.bucket, round_.bucket.gradients)
+                round_.bucket.gradients = None
         kept = self._sharding.stage < 2
         for round_ in self._rounds:
             round_.left, round_.first = 1 if kept else microbatches, True
@@ -75,14 +85,17 @@ class GradientReducer:
                 self._complete(round_)
         while self._scattering:
             self._retire()
-        for pending in self._summing:
-            pending.wait()
-        self._summing.clear()
+        self._wait()
         # Last, so that those who share a parameter end with the same bits, whatever the order in which their
         # data ranks were added up.
         for round_ in self._rounds:
             for axis in self._partial(round_.bucket):
                 all_reduce(round_.bucket.gradient, axis)
+
+    def _wait(self) -> None:
+        for pending in self._summing:
+            pending.wait()
+        self._summing.clear()
 
     def _partial(self, bucket: Bucket) -> list[Axis]:
         """The axes besides data over which the bucket's gradients must be summed."""
@@ -106,7 +119,8 @@ class GradientReducer:
         if self._sharding.stage >= 2:
             bucket.gradients = None
             round_.buffers.append(gradients)
-            round_.begin(1)
+            if round_.left:
+                round_.begin(1)
         round_.first = False
         while len(self._scattering) > (_IN_FLIGHT if shards.size > 1 else 0):
             self._retire()

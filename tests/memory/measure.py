@@ -21,7 +21,7 @@ class Found:
     """Of one rank.
 
     Attributes:
-        state: bytes alive between steps.
+        state: bytes alive between steps, but for buffers that wait in the pool.
         peak: most bytes alive in a step.
         plan: what was predicted.
     """
@@ -47,6 +47,11 @@ def config_of(**groups: dict[str, Any]) -> Config:
     return build_config(tree)
 
 
+def _pooled(engine: Any) -> int:
+    free = engine.reducer._pool._free.values()
+    return sum(buffer.nbytes for buffers in free for buffer in buffers)
+
+
 def measure(config: Config, world: int) -> Found:
     """Run two steps on this rank and watch the second."""
     from hexad.topology.mesh import Mesh
@@ -61,7 +66,7 @@ def measure(config: Config, world: int) -> Found:
     with Live() as live:
         engine = Engine(config, mesh)
         engine.train_step(batch)
-        state = live.restart()
+        state = live.restart() - _pooled(engine)
         engine.train_step(batch)
     rank = torch.distributed.get_rank() if world > 1 else 0
     return Found(state, live.peak, predict(config, layout, plan.schedule, plan.layers, rank))

@@ -1,0 +1,94 @@
+"""Layouts whose measured peak is compared with the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Groups = dict[str, dict[str, Any]]
+
+# tensor, pipeline, data | more of parallel | memory | precision | model. "seq": sequence parallel (else off),
+# z: zero, r: replicas; schedules by name, "interleaved" with two stages per rank.
+_TABLE = """
+1 1 1 |                 | none              | fp32        | llama
+1 1 1 |                 | selective         | bf16        | gpt2
+1 1 1 |                 | full              | fp16        | llama
+1 1 1 |                 | selective offload | bf16        | qwen3
+2 1 1 | seq             | none              | fp32        | llama
+2 1 1 | seq             | selective         | bf16        | gpt2
+2 1 1 |                 | full              | bf16 reduce | tied
+2 1 1 |                 | none              | fp32        | qwen3
+2 1 1 | seq             | full              | fp16        | gpt2
+1 1 2 | z0              | selective         | fp32        | llama
+1 1 2 | z1              | none              | bf16        | tied
+1 1 2 | z1              | full              | fp32        | gpt2
+1 1 2 | z1              | selective offload | bf16 reduce | llama
+1 1 2 | z2              | none              | fp32        | llama
+1 1 2 | z2              | selective         | bf16 reduce | gpt2
+1 1 2 | z2              | full offload      | fp16        | llama
+1 1 2 | z3              | full              | bf16        | gpt2
+1 1 2 | z3              | none              | fp32        | tied
+1 1 2 | z3              | selective         | bf16 reduce | qwen3
+1 1 2 | z3              | none offload      | bf16        | llama
+1 1 4 | z3 r2           | selective         | fp32        | gpt2
+1 1 4 | z1 r2           | none              | fp32        | llama
+1 1 4 | z2 r2           | full              | fp32        | qwen3
+1 1 4 | z3 r2           | selective         | bf16        | llama
+1 1 4 | z3              | full              | fp32        | gpt2
+2 1 2 | z3 seq          | none              | fp32        | llama
+2 1 2 | z2              | full              | bf16 reduce | gpt2
+2 1 2 | z1 seq          | selective         | fp32        | tied
+1 2 1 | gpipe           | none              | fp32        | llama
+1 2 1 | 1f1b            | selective         | bf16        | gpt2
+1 2 1 | interleaved     | none              | fp32        | llama
+1 2 1 | zb_h1           | full              | bf16 reduce | tied
+1 2 1 | zb_v            | none              | fp32        | gpt2
+1 2 1 | 1f1b            | none offload      | fp16        | llama
+1 4 1 | 1f1b            | none              | fp32        | llama
+1 4 1 | zb_h1           | selective         | fp32        | gpt2
+2 2 1 | seq 1f1b        | none              | bf16        | gpt2
+2 2 1 | seq zb_v        | selective         | fp32        | tied
+2 2 1 | seq zb_h1       | none              | fp32        | llama
+2 2 1 | interleaved     | full              | fp32        | gpt2
+1 2 2 | z1 gpipe        | none              | bf16        | llama
+1 2 2 | z2 1f1b         | selective         | fp32        | gpt2
+1 2 2 | z3 1f1b         | none              | fp32        | llama
+1 2 2 | z3 gpipe        | full              | bf16        | tied
+1 2 2 | z3 zb_h1        | none              | fp32        | gpt2
+1 2 2 | z3 zb_v         | none              | fp32        | tied
+1 2 2 | z2 zb_v         | full              | bf16 reduce | llama
+1 2 2 | z3 interleaved  | selective         | fp32        | llama
+"""
+_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"family": "gpt2", "kv_heads": 8},
+    "qwen3": {"family": "qwen3"},
+    "tied": {"tied_embeddings": True},
+}
+
+
+def _parsed(line: str) -> tuple[int, Groups]:
+    degrees, parallel, memory, precision, model = (part.split() for part in line.split("|"))
+    tensor, pipeline, data = map(int, degrees)
+    settings: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "data": data, "sequence": False}
+    for word in parallel:
+        if word == "seq":
+            settings["sequence"] = True
+        elif word[0] in "zr" and word[1:].isdigit():
+            settings["zero" if word[0] == "z" else "replicas"] = int(word[1:])
+        else:
+            settings["schedule"] = word
+    if settings.get("schedule") == "interleaved":
+        settings["virtual_stages"] = 2
+    formats = {"dtype": precision[0]} | ({"reduce": "bf16"} if len(precision) > 1 else {})
+    groups: Groups = {
+        "parallel": settings,
+        "memory": {"recompute": memory[0], "offload": "optimizer" if len(memory) > 1 else "none"},
+        "precision": formats,
+        "model": _MODELS[model[0]],
+    }
+    if precision[0] != "fp32":  # which a CPU multiplies many times faster
+        groups["batch"] = {"micro": 2, "global": 8}
+    return tensor * pipeline * data, groups
+
+
+LAYOUTS = {" ".join(line.split()): _parsed(line) for line in _TABLE.strip().splitlines()}

@@ -174,8 +174,14 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
 
 
 def losses_of(config: Config) -> list[float]:
+    return traces_of(config)[0]
+
+
+def traces_of(config: Config) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms."""
     engine = engine_of(config)
-    return [engine.train_step(batch_of(engine)).loss for _ in range(4)]
+    results = [engine.train_step(batch_of(engine)) for _ in range(4)]
+    return [result.loss for result in results], [result.grad_norm for result in results]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,7 @@ def losses_of(config: Config) -> list[float]:
     ],
 )
 def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: float, pool: Pool) -> None:
-    (alone,) = pool.run(1, losses_of, config_of(precision))
+    ((alone, norms),) = pool.run(1, traces_of, config_of(precision))
     assert alone[-1] < alone[0] - 0.05
     for parallel in (
         {"data": 2},
@@ -202,8 +208,9 @@ def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: flo
         {"data": 2, "pipeline": 2, "zero": 3, "schedule": "zb_h1"},
     ):
         world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
-        (found, *_) = pool.run(world, losses_of, config_of(precision, **parallel))
+        ((found, found_norms), *_) = pool.run(world, traces_of, config_of(precision, **parallel))
         assert found == pytest.approx(alone, rel=tolerance), parallel
+        assert found_norms == pytest.approx(norms, rel=16 * tolerance), parallel
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

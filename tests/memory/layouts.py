@@ -87,7 +87,7 @@ def _parsed(line: str) -> tuple[int, Groups]:
         "model": _MODELS[model[0]],
     }
     if precision[0] != "fp32":  # which a CPU multiplies many times faster
-        groups["batch"] = {"micro": 2, "global": 8}
+        groups["batch"] = {"micro": 2, "global": (8 if pipeline > 1 else 4) * data}
     return tensor * pipeline * data, groups
 
 

@@ -101,7 +101,7 @@ def predict(
     offload = config.memory.offload == "optimizer"
     host = moments + shared * wide if offload else 0
     absent = sum(b.size // shards * byte for b in buckets if not b.resident) if offload else 0
-    together = config.model.tied_embeddings and schedule.placement[0] == schedule.placement[final]
+    together = config.model.tied_embeddings and {0, final} <= set(numbers)
     cpu = config.run.device == "cpu"
     widths = byte, gradient
     division = Division(units, buckets, zero, shards, schedule.microbatches, widths, cpu, together)

@@ -37,11 +37,11 @@ def memory_json(plan: MemoryPlan, ranks: Sequence[MemoryPlan]) -> dict[str, Any]
 
 
 def memory_text(plan: MemoryPlan) -> RenderableType:
-    """One rank's table."""
+    """One rank's table, below a line that says of when."""
+    from rich.console import Group
     from rich.table import Table
 
-    title = f"rank {plan.rank}, at its peak: {plan.action}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)  # a title of its own would be broken to the columns' width
     table.add_column("", style="default")
     table.add_column("MiB", justify="right")
     table.add_column("%", justify="right")
@@ -51,7 +51,7 @@ def memory_text(plan: MemoryPlan) -> RenderableType:
     table.add_row("total", f"{plan.total / _MIB:,.1f}", "", style="bold")
     if plan.host:
         table.add_row("in the host's memory", f"{plan.host / _MIB:,.1f}", "")
-    return table
+    return Group(f"rank {plan.rank}, at its peak: {plan.action}", table)
 
 
 def memory_figure(ranks: Sequence[MemoryPlan]) -> Figure:

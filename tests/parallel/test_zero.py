@@ -265,6 +265,25 @@ def test_two_layers_are_whole_at_a_time_in_stage_3(pool: Pool) -> None:
     assert pool.run(2, layers_present, config_of(2, zero=3)) == [(2, 2)] * 2
 
 
+def waited_for(config: Config) -> tuple[int, list[int]]:
+    """Buckets, and how many of them are still to be waited for when the layers of the next step begin."""
+    engine = engine_of(config)
+    assert engine.sharding.shards.group is not engine.mesh.data.group  # or counts would queue behind them
+    batch, left = batch_of(config, engine.mesh.data.rank)[:1], []
+    for layer in engine.stages[0].layers.values():
+        layer.register_forward_hook(lambda *_: left.append(len(engine.gatherer._gathering)))
+    engine.train_step(batch)
+    left.clear()
+    engine.train_step(batch)
+    return len(engine.buckets), left
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_step_begins_before_all_parameters_are_gathered(zero: int, pool: Pool) -> None:
+    for buckets, left in pool.run(2, waited_for, config_of(1, zero=zero)):
+        assert buckets > left[0] > left[1] > left[2] > 0  # the head's is still to come
+
+
 def test_a_bucket_is_a_multiple_of_its_shards() -> None:
     assert [aligned(n) for n in (1, 32, 33)] == [32, 32, 64]
     assert aligned(33, 3 * 32) == 96

@@ -162,7 +162,7 @@ def test_the_peak_is_predicted_in_many_layouts(layout: str, pool: Pool) -> None:
     _check(*LAYOUTS[layout], pool)
 
 
-@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("shards", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_state_is_so_many_bytes_per_parameter(zero: int, shards: int, pool: Pool) -> None:
     """With bf16 gradients; in stage 3, whose 16-bit copies exist while they are gathered only, with fp32."""

@@ -383,6 +383,7 @@ class References:
     def __init__(self, pool: worker_pool.Pool) -> None:
         self._pool = pool
         self._traces: dict[tuple[str, int], Trace] = {}
+        self._errors: dict[str, float] = {}
 
     def of(self, case: Case) -> Trace:
         """The trace of the case's model and samples on one process."""
@@ -390,6 +391,13 @@ class References:
         if key not in self._traces:
             self._traces[key] = run(self._pool, Case(case.variant, samples=case.samples))
         return self._traces[key]
+
+    def error_of_whole(self, case: Case) -> float:
+        """The largest error of the case as it is, computed once."""
+        key = str(case)
+        if key not in self._errors:
+            self._errors[key] = max(errors(run(self._pool, case), self.of(case)).values())
+        return self._errors[key]
 
 
 def errors(trace: Trace, reference: Trace) -> dict[str, float]:

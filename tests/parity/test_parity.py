@@ -56,7 +56,7 @@ def test_a_random_sample(pool: Pool, references: References) -> None:
     """Other cases every time; HEXAD_SEED repeats those of a failure."""
     seed = int(os.environ.get("HEXAD_SEED", time.time()))
     generator = random.Random(seed)
-    for case in generator.sample(EVERY_PIPELINE, 3) + generator.sample(EVERY_STATE, 3):
+    for case in generator.sample(EVERY_PIPELINE, 2) + generator.sample(EVERY_STATE, 2):
         case = replace(case, samples=generator.randint(1, 6) * case.variant.micro * case.data)
         found = errors(run(pool, case), references.of(case))
         assert max(found.values()) < TOLERANCE, f"HEXAD_SEED={seed}: {name_of(case)}: {found}"
@@ -65,7 +65,7 @@ def test_a_random_sample(pool: Pool, references: References) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_grid_notices_broken_code(name: str, pool: Pool, references: References) -> None:
     case = MUTATIONS[name].case
-    assert max(errors(run(pool, case), references.of(case)).values()) < TOLERANCE
+    assert references.error_of_whole(case) < TOLERANCE
     try:
         found = errors(run(pool, case, name), references.of(case))
     except AssertionError:
@@ -73,12 +73,12 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
     assert max(found.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {found}"
 
 
-@pytest.mark.parametrize("layout", [(1, 1, True), (2, 1, True), (1, 2, False), (2, 2, True), (1, 1, True, 2)])
+@pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("index", range(len(VARIANTS)))
-def test_bf16_stays_near_float64(
-    index: int, layout: tuple[int, int, bool], pool: Pool, references: References
-) -> None:
+def test_bf16_stays_near_float64(index: int, turn: int, pool: Pool, references: References) -> None:
     """A bf16 number is off by 2^-9 of itself at most; losses are means over many such numbers."""
+    layouts = ((1, 1, True), (2, 1, True), (1, 2, False), (2, 2, True), (1, 1, True, 2))
+    layout = layouts[(2 * index + turn) % len(layouts)]  # variants take turns
     variant = replace(VARIANTS[index], overrides={"precision": {"dtype": "bf16"}})
     losses, wanted = run(pool, Case(variant, *layout)).losses, references.of(Case(VARIANTS[index])).losses
     assert losses != wanted

@@ -142,24 +142,22 @@ def poisoned(config: Config, vector: bool, value: float) -> tuple[list[bool], bo
     return skipped, unchanged, scales, engine.updates, engine.buckets[-1].master.abs().max().item()
 
 
-@pytest.mark.parametrize(("vector", "value"), [(False, float("inf")), (True, float("nan"))])
+@pytest.mark.parametrize("vector", [False, True])
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"data": 2},
         {"data": 3, "zero": 1},
-        {"data": 2, "zero": 2},
         {"data": 2, "zero": 3},
         {"data": 2, "zero": 1, "replicas": 2},
-        {"tensor": 2},
         {"tensor": 2, "sequence": False},
         {"pipeline": 2, "schedule": "zb_h1"},
         {"data": 2, "tensor": 2, "pipeline": 2, "zero": 2},
     ],
 )
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
-    parallel: dict[str, Any], vector: bool, value: float, pool: Pool
+    parallel: dict[str, Any], vector: bool, pool: Pool
 ) -> None:
+    value = float("nan") if vector else float("inf")
     config = config_of({"dtype": "fp16", "loss_scale_initial": 256.0, "loss_scale_hysteresis": 1}, **parallel)
     world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     for skipped, unchanged, scales, updates, largest in pool.run(world, poisoned, config, vector, value):
@@ -200,10 +198,8 @@ def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: flo
     ((alone, norms),) = pool.run(1, traces_of, config_of(precision))
     assert alone[-1] < alone[0] - 0.05
     for parallel in (
-        {"data": 2},
         {"data": 3, "zero": 1},
         {"data": 2, "zero": 2},
-        {"data": 2, "zero": 3},
         {"tensor": 2},
         {"data": 2, "pipeline": 2, "zero": 3, "schedule": "zb_h1"},
     ):
@@ -223,12 +219,11 @@ def test_sixteen_bits_stay_near_fp32(dtype: str, pool: Pool) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_offloaded_state_gives_the_same_losses(zero: int, pool: Pool) -> None:
-    for precision in ({"dtype": "fp32"}, {"dtype": "bf16"}):
-        config = config_of(precision, data=2, zero=zero)
-        offloaded = config.model_copy(
-            update={"memory": config.memory.model_copy(update={"offload": "optimizer"})}
-        )
-        assert pool.run(2, losses_of, offloaded) == pool.run(2, losses_of, config)
+    config = config_of({"dtype": "bf16" if zero % 2 else "fp32"}, data=2, zero=zero)
+    offloaded = config.model_copy(
+        update={"memory": config.memory.model_copy(update={"offload": "optimizer"})}
+    )
+    assert pool.run(2, losses_of, offloaded) == pool.run(2, losses_of, config)
 
 
 # A whole run

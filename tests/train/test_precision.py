@@ -152,6 +152,9 @@ def poisoned(config: Config, vector: bool, value: float) -> tuple[list[bool], bo
         {"tensor": 2, "sequence": False},
         {"pipeline": 2, "schedule": "zb_h1"},
         {"data": 2, "tensor": 2, "pipeline": 2, "zero": 2},
+        pytest.param({"data": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "zero": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
@@ -198,8 +201,10 @@ def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: flo
     ((alone, norms),) = pool.run(1, traces_of, config_of(precision))
     assert alone[-1] < alone[0] - 0.05
     for parallel in (
+        {"data": 2},
         {"data": 3, "zero": 1},
         {"data": 2, "zero": 2},
+        {"data": 2, "zero": 3},
         {"tensor": 2},
         {"data": 2, "pipeline": 2, "zero": 3, "schedule": "zb_h1"},
     ):

@@ -15,7 +15,16 @@ class HexadError(Exception):
 
 
 class AgreedError(HexadError):
-    """A mistake that every rank of the world has been told of, so that one of them need say it."""
+    """A mistake that every rank of the world has been told of, so that one of them need say it.
+
+    Args:
+        message: what all of them say.
+        kind: of the error that the rank met which found it.
+    """
+
+    def __init__(self, message: str, kind: type[HexadError] = HexadError) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class ConfigError(HexadError):

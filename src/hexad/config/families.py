@@ -7,13 +7,15 @@ from typing import Any
 from .errors import ConfigError, did_you_mean
 from .presets import PRESETS
 from .schema import ModelSettings
+from .sources import with_source
 
 
 def complete_model(model: ModelSettings) -> ModelSettings:
-    """Fill in the preset, then the family's defaults; keys the user gave win.
+    """Fill in the preset, the settings of the weights to load, then the family's defaults; keys the user gave
+    win.
 
     Raises:
-        ConfigError: an unknown preset.
+        ConfigError: an unknown preset, or weights that cannot be used with these settings.
     """
     given: dict[str, Any] = {name: getattr(model, name) for name in model.model_fields_set}
     if model.preset is not None:
@@ -21,6 +23,8 @@ def complete_model(model: ModelSettings) -> ModelSettings:
             hint = did_you_mean(model.preset, PRESETS) or f"; known: {', '.join(sorted(PRESETS))}"
             raise ConfigError("model.preset", f"unknown preset '{model.preset}'{hint}")
         given = {**PRESETS[model.preset], **given}
+    if model.load is not None:
+        given = with_source(model.load, given)
     model = ModelSettings.model_validate(given)
     gpt2 = model.family == "gpt2"
     defaults = {

@@ -98,6 +98,12 @@ def build_config(tree: Mapping[str, Any]) -> Config:
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise _readable(error) from None
+    if config.model.load is not None and config.checkpoint.load is not None:
+        raise ConfigError(
+            "model.load",
+            f"found {config.model.load!r} beside checkpoint.load {config.checkpoint.load!r}, which brings weights "
+            "too; remove one of the two",
+        )
     model = complete_model(config.model)
     check_used(config.model, model, config.data.sequence)
     return config.model_copy(update={"model": model})

@@ -71,6 +71,9 @@ class ModelSettings(Settings):
     preset: str | None = None
     """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys given
     beside it win."""
+    load: str | None = None
+    """Weights to begin with where ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, or a run or
+    checkpoint of Hexad. Only the weights are taken; the settings that follow are filled in from there."""
     family: Family = "llama"
     """Architecture family; it also sets the defaults of the variant switches below."""
     layers: Positive = 4
@@ -278,6 +281,38 @@ class CheckpointSettings(Settings):
     without one. ``never``: start anew, refused where the directory already holds a run's checkpoints."""
     load: str | None = None
     """Checkpoint to start from (weights, optimizer and data position) when ``run.dir`` has none."""
+    verify: bool = True
+    """Check every value's checksum while loading. Sizes, and the manifest's own checksum, always are."""
+    damaged: Literal["stop", "previous"] = "stop"
+    """What to do where the newest checkpoint of ``run.dir`` is damaged: ``stop``, or set it aside under
+    another name and go on from the ``previous`` one."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """What to do where a checkpoint cannot be written (full disk, missing permission): ``stop``, or say so
+    and ``continue`` until the next one. The last one of a run must succeed."""
+
+
+class FaultSettings(Settings):
+    """What happens when something goes wrong."""
+
+    restarts: Count = 0
+    """How often ranks that ``hexad train`` has started itself are started again after one of them died or hung;
+    the run then goes on from its newest checkpoint. Under torchrun its own ``--max-restarts`` counts."""
+    idle_ranks: bool = False
+    """Whether ranks may stand idle where the world does not fit the layout: the largest data degree that does
+    is used, and the ranks left over wait for the next restart. Otherwise such a world is refused."""
+    not_finite: Literal["stop", "skip", "roll_back"] = "stop"
+    """After a step whose gradient is not finite: ``stop`` the run, ``skip`` the update, or ``roll_back`` to the
+    newest checkpoint and leave out the data read since. In fp16 runs the loss scale is lowered first."""
+    spike: Annotated[Number, Field(gt=1, allow_inf_nan=False)] | None = None
+    """A loss above this many times the median of the last ``spike_window`` losses is a spike; null looks for
+    none. Losses of steps that were not made do not count; without a full window nothing is a spike."""
+    spike_window: Positive = 50
+    """Losses whose median a loss is compared with."""
+    on_spike: Literal["stop", "skip", "roll_back"] = "skip"
+    """What to do about a spike: as for ``not_finite``. The update of such a step is never made."""
+    most: Positive = 10
+    """Faults in a row that are skipped or rolled back; one more stops the run. A row ends with an update beyond
+    the step that failed last."""
 
 
 class LogSettings(Settings):
@@ -315,6 +350,7 @@ class Config(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     lr_schedule: LrScheduleSettings = LrScheduleSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    faults: FaultSettings = FaultSettings()
     log: LogSettings = LogSettings()
     validate_: Annotated[ValidateSettings, Field(alias="validate")] = ValidateSettings()
 

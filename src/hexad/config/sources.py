@@ -1,0 +1,97 @@
+"""``model.load``: the model settings of whoever trained the weights. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from .errors import ConfigError, HexadError, blaming
+from .hugging_face import CONFIG_FILE, model_settings, read_config
+from .schema import ModelSettings
+
+HUGGING_FACE = "hf:"
+"""What ``model.load`` begins with where it names a Hugging Face directory."""
+
+FREE = ("dropout", "attention_dropout", "init_std")
+"""Settings that the weights do not depend on."""
+
+_NOT_WEIGHTS = ("preset", "load", *FREE)
+_ROTARY_ONLY = ("rope_theta", "rope_scaling")
+
+
+def hugging_face_directory(load: str) -> Path | None:
+    """The directory of ``hf:DIR``; None for a run or checkpoint of ours."""
+    return Path(load.removeprefix(HUGGING_FACE)) if load.startswith(HUGGING_FACE) else None
+
+
+def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """``given`` model settings, completed from those of the weights that ``model.load`` names.
+
+    A resolved configuration, which gives all of them, is good without the source: a run goes on from its own
+    checkpoints after what it once began with is gone.
+
+    Raises:
+        ConfigError: the source cannot be read or is not supported, or a setting is given another value.
+    """
+    given = {name: value for name, value in given.items() if value != "auto"}
+    if not _place(load).exists() and _complete(given):
+        return given
+    with blaming("model.load"):
+        source = _settings(load)
+    for name in source.model_fields_set - set(FREE):
+        if name in given and given[name] != (wanted := getattr(source, name)):
+            found = _plain(given[name])
+            raise ConfigError(
+                f"model.{name}",
+                f"found {found!r}, but {load} (model.load) has {_plain(wanted)!r}; remove one of the two",
+            )
+    return {**{name: getattr(source, name) for name in source.model_fields_set}, **given}
+
+
+def _place(load: str) -> Path:
+    return hugging_face_directory(load) or Path(load)
+
+
+def _complete(given: Mapping[str, Any]) -> bool:
+    """Whether nothing is left to fill in."""
+    unused = _ROTARY_ONLY if given.get("family") == "gpt2" else ("max_positions",)
+    return all(name in given for name in ModelSettings.model_fields if name not in (*_NOT_WEIGHTS, *unused))
+
+
+def _settings(load: str) -> ModelSettings:
+    directory = hugging_face_directory(load)
+    if directory is not None:
+        tree, path = model_settings(read_config(directory), directory / CONFIG_FILE), directory / CONFIG_FILE
+    else:
+        path = Path(load) / "config.yaml"
+        tree = _saved(path)
+    try:
+        return ModelSettings.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(map(str, first["loc"]))
+        raise HexadError(f"{path}: {name}: found {first['input']!r}: {first['msg']}") from None
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """The model settings of a run or checkpoint, both of which have a resolved ``config.yaml``."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        unused = _ROTARY_ONLY if tree["family"] == "gpt2" else ("max_positions",)
+        return {name: value for name, value in tree.items() if name not in ("preset", "load", *unused)}
+    except FileNotFoundError:
+        raise HexadError(
+            f"{path.parent}: neither a run nor a checkpoint: {path.name} is missing "
+            f"(a Hugging Face model is given as {HUGGING_FACE}{path.parent})"
+        ) from None
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
+        raise HexadError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A setting's value as it stands in YAML."""
+    return value.model_dump() if hasattr(value, "model_dump") else value

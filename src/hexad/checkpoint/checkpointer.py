@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import checkpoint as dcp
 
-from hexad.comm import CommError, gather_objects
-from hexad.config import AgreedError, Config, HexadError, blaming, dump_config
+from hexad.comm import agreed, collect_objects, gather_objects
+from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.mesh import Axis, Mesh
 
-from .chunks import Chunk, load_chunks, save_chunks
-from .directory import (
-    CheckpointDirectory,
-    check_same_model,
-    find_checkpoint,
-    read_state,
-    write_durably,
-)
+from .chunks import Chunk, to_write
+from .directory import CheckpointDirectory, check_same_model, find_checkpoint
+from .manifest import Manifest
+from .reader import Checkpoint
+from .writer import Share, write_manifest, write_share
+
+log = logging.getLogger("hexad")
+T = TypeVar("T")
 
 _LONGEST_SAVE = 1800.0
 """Seconds that ranks wait for each other's files, where run.timeout is less: a save moves the whole state."""
@@ -51,7 +54,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
         self._saving: Future[None] | None = None
 
-    def save(self, chunks: Sequence[Chunk], progress: Mapping[str, Any], reason: str = "schedule") -> None:
+    def save(self, chunks: Iterable[Chunk], progress: Mapping[str, Any], reason: str = "schedule") -> None:
         """Save the state. Returns once the values are copied (or, synchronously, on disk).
 
         Args:
@@ -60,23 +63,31 @@ class Checkpointer:
             reason: why it is saved.
 
         Raises:
-            AgreedError: this save failed, or the previous one that ran in the background.
+            AgreedError: this save failed, or the previous one that ran in the background, and
+                ``checkpoint.on_failure`` says to stop.
             CommError: so did a peer.
         """
         self.wait()
+        mine = list(to_write(chunks))
         if self.config.checkpoint.asynchronous:
-            copies = [
-                Chunk(c.name, c.shape, c.offset, c.tensor.detach().to("cpu", copy=True)) for c in chunks
-            ]
-            self._saving = self._writer.submit(self._write, copies, progress, reason)
+            self._saving = self._writer.submit(self._write, _copied(mine), dict(progress), reason)
         else:
-            self._write(chunks, progress, reason)
+            self._settle(lambda: self._write(mine, progress, reason), final=False)
 
-    def wait(self) -> None:
-        """Wait for a save under way and raise its error, if any."""
+    def wait(self, final: bool = False) -> None:
+        """Wait for a save under way. If it failed: raise its error, or tell it and go on, as
+        ``checkpoint.on_failure`` says; ``final``: nothing is left to go on with, so raise in any case."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            saving.result()
+            self._settle(saving.result, final)
+
+    def _settle(self, save: Callable[[], None], final: bool) -> None:
+        try:
+            save()
+        except AgreedError as error:
+            if final or self.config.checkpoint.on_failure == "stop":
+                raise
+            log.warning("%s; going on, as checkpoint.on_failure says", error)
 
     def failed(self) -> bool:
         """Whether the save in the background has failed on this rank, as far as it knows; does not wait."""
@@ -85,26 +96,42 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish the save under way."""
-        self.wait()
+        self.wait(final=True)
         self._writer.shutdown()
 
-    def inspect(self, path: Path) -> dict[str, Any]:
-        """The ``state.json`` of a checkpoint of this configuration's model.
+    def load(self, path: Path, chunks: Sequence[Chunk]) -> Manifest:
+        """Fill ``chunks`` from a checkpoint of this configuration's model, all ranks together; optimizer
+        state stays as it is where the checkpoint has weights only. Returns what it says of itself.
 
         Raises:
-            HexadError: damaged, or of another model.
+            AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, or of
+                another format.
         """
-        state = read_state(path)
-        check_same_model(path, state, self.config)
-        return state
 
-    def load(self, path: Path, chunks: Sequence[Chunk]) -> None:
-        """Fill ``chunks`` from a checkpoint, all ranks together.
+        def fill() -> Manifest:
+            with Checkpoint(path, self.config.checkpoint.verify) as checkpoint:
+                manifest = checkpoint.manifest
+                check_same_model(path, manifest.config, self.config)
+                wanted = chunks
+                if manifest.weights_only:
+                    wanted = [chunk for chunk in chunks if chunk.name.startswith("model.")]
+                checkpoint.fill(wanted)
+                return manifest
+
+        return agreed(fill, self._axis)
+
+    def set_aside(self, path: Path, damage: AgreedError) -> None:
+        """Rename a damaged checkpoint of this run, so that the one before is the newest; all ranks together.
 
         Raises:
-            HexadError: a tensor is missing or does not fit, or the files are damaged.
+            AgreedError: ``damage``, if ``checkpoint.damaged`` does not allow it, or there is none before; or
+                it cannot be renamed.
         """
-        load_chunks(path, chunks, self._axis.group)
+        earlier = [other for _, other in self.directory.complete() if other != path]
+        if self.config.checkpoint.damaged == "stop" or not earlier or path.parent != self.directory.path:
+            raise damage
+        aside = self._on_first(lambda: self.directory.set_aside(path))
+        log.warning("%s; set aside as %s, going on from the one before", damage, aside.name)
 
     def find(self) -> Path | None:
         """The checkpoint to start from according to ``checkpoint.resume`` and ``checkpoint.load``, or None.
@@ -130,49 +157,76 @@ class Checkpointer:
             return find_checkpoint(load)
 
     def _write(self, chunks: Sequence[Chunk], progress: Mapping[str, Any], reason: str) -> None:
+        """Write and commit, all ranks together; fails on all ranks if it does on one."""
         step = progress["step"]
+        partial = self._on_first(lambda: self.directory.begin(step), step)
+        share: Share | Exception | None
         try:
-            self._write_all(chunks, progress, reason)
-        except (OSError, dcp.CheckpointException) as error:
-            causes = getattr(error, "failures", {}).values()
-            why = next((failure[0] for failure in causes), error)
-            raise AgreedError(
-                f"checkpoint of step {step}: cannot be written to {self.directory.path}: {why}; "
-                "earlier checkpoints are whole"
-            ) from error
-        except RuntimeError as error:  # a collective's: what fails on one rank comes as the exceptions above
-            raise CommError(f"checkpoint of step {step}: {error}") from error
-
-    def _write_all(self, chunks: Sequence[Chunk], progress: Mapping[str, Any], reason: str) -> None:
-        step = progress["step"]
-        partial = self._on_first(lambda: self.directory.begin(step))
-        save_chunks(partial, chunks, self._axis.group)
+            share = write_share(partial, self.mesh.rank, chunks)
+        except Exception as error:  # every rank must hear of it, whatever it is
+            share = error
+        shares = collect_objects(share, self._axis)
 
         def commit() -> None:
-            write_durably(partial / "config.yaml", dump_config(self.config))
-            state = {
-                "format": 1,
-                **progress,
-                "reason": reason,
-                "saved_at": time.time(),
-                "world": self.mesh.layout.world,
-                "torch": str(torch.__version__),
-                "config": self.config.model_dump(mode="json", by_alias=True),
-            }
-            self.directory.commit(partial, step, state)
+            assert shares is not None
+            try:
+                failed = next((found for found in shares if isinstance(found, Exception)), None)
+                if failed is not None:
+                    raise failed
+                write_manifest(partial, filter(None, shares), self.config, progress, self._origin(reason))
+                self.directory.commit(partial, step)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)  # a full disk must not stay full of it
+                raise
             self.directory.retain(self.config.checkpoint.keep)
 
-        self._on_first(commit)
+        self._on_first(commit, step)
 
-    def _on_first(self, action: Callable[[], Any]) -> Any:
-        """Do something on rank 0 only; every rank gets its result, or fails with it."""
-        outcome: tuple[bool, Any] = (True, None)
+    def _origin(self, reason: str) -> dict[str, Any]:
+        layout, parallel = self.mesh.layout, self.config.parallel
+        return {
+            "world": layout.world,
+            "layout": {
+                **layout.degrees,
+                "zero": parallel.zero,
+                "replicas": parallel.replicas,
+                "schedule": parallel.schedule,
+                "virtual_stages": parallel.virtual_stages,
+            },
+            "reason": reason,
+            "saved_at": time.time(),
+            "hexad": version("hexad"),
+            "torch": str(torch.__version__),
+        }
+
+    def _on_first(self, action: Callable[[], T], step: int | None = None) -> T:
+        """Do something on rank 0 only; every rank gets its result, or the same error."""
+        outcome: T | Exception | None = None
         if self.mesh.rank == 0:
             try:
-                outcome = (True, action())
-            except OSError as error:
-                outcome = (False, error)
-        good, value = gather_objects(outcome, self._axis)[0]
-        if not good:
-            raise value
-        return value
+                outcome = action()
+            except Exception as error:
+                outcome = error
+        found = gather_objects(outcome, self._axis)[0]
+        if isinstance(found, OSError):
+            what = f"checkpoint of step {step}" if step is not None else "checkpoint"
+            raise AgreedError(
+                f"{what}: cannot be written to {self.directory.path}: {found}; earlier checkpoints are whole"
+            ) from found
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def _copied(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks with copies of their values in the host's memory: pinned, and all on their way at once,
+    where they come from a GPU."""
+    copies = []
+    for chunk in chunks:
+        values = chunk.tensor.detach()
+        gpu = values.device.type == "cuda"
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=gpu)
+        copies.append(replace(chunk, tensor=copy.copy_(values, non_blocking=gpu)))
+    if any(chunk.tensor.is_cuda for chunk in chunks):
+        torch.cuda.current_stream().synchronize()
+    return copies

@@ -6,17 +6,14 @@ such a name is complete. ``checkpoints/latest`` names the newest.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, HexadError
 
-_NAME = re.compile(r"step-(\d{8,})")
-STATE_FILE = "state.json"
+from .manifest import MANIFEST_FILE, STEP_NAME, DamagedCheckpoint, read_manifest, size_problem
 
 
 class CheckpointDirectory:
@@ -29,8 +26,9 @@ class CheckpointDirectory:
         """(step, path) of every complete checkpoint, oldest first."""
         if not self.path.is_dir():
             return []
-        found = [(int(m[1]), p) for p in self.path.iterdir() if (m := _NAME.fullmatch(p.name))]
-        return sorted(found)
+        # One that is being replaced counts less than its successor.
+        found = [(int(m[1]), not m[2], p) for p in self.path.iterdir() if (m := STEP_NAME.fullmatch(p.name))]
+        return [(step, path) for step, _, path in sorted(found)]
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -45,60 +43,70 @@ class CheckpointDirectory:
         partial.mkdir(parents=True)
         return partial
 
-    def commit(self, partial: Path, step: int, state: dict[str, Any]) -> Path:
+    def commit(self, partial: Path, step: int) -> Path:
         """Make a fully written checkpoint visible, by one rename, and let ``latest`` name it."""
-        write_durably(partial / STATE_FILE, json.dumps(state, indent=1) + "\n")
-        _sync_directory(partial)
         final = self.path / f"step-{step:08d}"
+        replaced = final.with_name(f"{final.name}.replaced")
         if final.exists():  # saved again after going back to an earlier step
-            _remove(final)
-        os.rename(partial, final)
-        _sync_directory(self.path)
+            if replaced.exists():
+                _remove(replaced)
+            os.rename(final, replaced)
+        make_visible(partial, final)
+        if replaced.exists():
+            _remove(replaced)
         temporary = self.path / ".latest.partial"
         write_durably(temporary, final.name + "\n")
         os.replace(temporary, self.path / "latest")
-        _sync_directory(self.path)
+        sync_directory(self.path)
         return final
 
     def retain(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints."""
-        for _, path in self.complete()[:-keep]:
+        """Remove all but the newest ``keep`` checkpoints, of those that are whole as far as their manifest
+        and sizes tell: a damaged one does not count, and stays for its owner to look at."""
+        whole = [path for _, path in self.complete() if _looks_whole(path)]
+        for path in whole[:-keep]:
             _remove(path)
 
+    def set_aside(self, checkpoint: Path) -> Path:
+        """Give a damaged checkpoint a name under which nobody looks for one; returns its new path."""
+        number, aside = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
+        while aside.exists():
+            number += 1
+            aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{number}")
+        os.rename(checkpoint, aside)
+        sync_directory(self.path)
+        return aside
 
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The ``state.json`` of a checkpoint.
 
-    Raises:
-        HexadError: no checkpoint there, or a damaged file.
-    """
+def make_visible(partial: Path, final: Path) -> None:
+    """Rename a directory whose files are on disk, so that it is there as a whole or not at all."""
+    sync_directory(partial)
+    os.rename(partial, final)
+    sync_directory(final.parent)
+
+
+def _looks_whole(checkpoint: Path) -> bool:
     try:
-        state = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise HexadError(f"{checkpoint}: not a checkpoint: {STATE_FILE} is missing") from None
-    except (OSError, ValueError) as error:
-        raise HexadError(f"{checkpoint / STATE_FILE}: cannot be read: {error}") from None
-    wanted = {"step": int, "samples": int, "world": int, "config": dict}
-    for name, kind in wanted.items():
-        if not isinstance(state, dict) or not isinstance(state.get(name), kind):
-            raise HexadError(f"{checkpoint / STATE_FILE}: damaged: {name} is missing or malformed")
-    return state
+        files = read_manifest(checkpoint).files
+    except DamagedCheckpoint:
+        return False
+    return not any(size_problem(checkpoint, name, record) for name, record in files.items())
 
 
 _FREE = ("dropout", "attention_dropout")
 """Settings of a model that its weights do not depend on."""
 
 
-def check_same_model(path: Path, state: dict[str, Any], config: Config) -> None:
+def check_same_model(path: Path, saved_config: dict[str, Any], config: Config) -> None:
     """Refuse a checkpoint whose model differs from the configuration's.
 
     Raises:
         HexadError: naming the first setting that differs.
     """
-    saved = state["config"].get("model", {})
+    saved = saved_config.get("model", {})
     wanted = config.model.model_dump(mode="json", by_alias=True)
     for name, value in wanted.items():
-        if name in ("preset", "init_std", "max_positions", *_FREE):
+        if name in ("preset", "load", "init_std", "max_positions", *_FREE):
             continue
         if name in saved and saved[name] != value:
             raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {saved[name]!r}")
@@ -127,7 +135,7 @@ def find_checkpoint(path: str | Path) -> Path:
         HexadError: neither.
     """
     given = Path(path)
-    if (given / STATE_FILE).is_file():
+    if (given / MANIFEST_FILE).is_file() or (STEP_NAME.fullmatch(given.name) and given.is_dir()):
         return given
     newest = CheckpointDirectory(given).newest()
     if newest is None:
@@ -142,15 +150,16 @@ def _remove(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, content: str | bytes) -> None:
     """Write and flush to disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(path, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Flush a directory's names to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

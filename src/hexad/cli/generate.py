@@ -60,15 +60,16 @@ def generate(source: str, nproc: int, **options: Any) -> int:
 
 
 def _config(request: dict[str, Any]) -> Config:
-    from hexad.checkpoint.directory import check_same_model, read_state
+    from hexad.checkpoint.directory import check_same_model
+    from hexad.checkpoint.manifest import read_manifest
     from hexad.config import build_config
     from hexad.config.load import apply_override
     from hexad.topology.layout import Layout
     from hexad.train.checks import check_config
 
     path = Path(request["checkpoint"])
-    state = read_state(path)
-    tree = deepcopy(state["config"])
+    saved = read_manifest(path).config
+    tree = deepcopy(saved)
     tree["parallel"] = {"sequence": False}
     tree["batch"] = {"micro": 1, "global": 1}
     if tree.get("precision", {}).get("dtype") == "fp8":
@@ -82,7 +83,7 @@ def _config(request: dict[str, Any]) -> Config:
     if config.precision.dtype == "fp8":
         raise ConfigError("precision.dtype", "found fp8, which generation does not multiply in; use bf16")
     config = _with_ranks(config, "tensor" in tree["parallel"], request["nproc"])
-    check_same_model(path, state, config)
+    check_same_model(path, saved, config)
     check_config(config, Layout.from_settings(config.parallel, request["nproc"]))
     return config
 

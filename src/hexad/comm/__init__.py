@@ -1,5 +1,6 @@
 """Collectives and point-to-point messages over axes: all of training's go through here."""
 
+from .agreement import agreed
 from .collectives import (
     CommError,
     Pending,
@@ -8,6 +9,7 @@ from .collectives import (
     all_reduce,
     all_reduce_async,
     broadcast,
+    collect_objects,
     gather_objects,
     receive_async,
     reduce_scatter,
@@ -19,11 +21,13 @@ from .volume import sent_bytes
 __all__ = [
     "CommError",
     "Pending",
+    "agreed",
     "all_gather",
     "all_gather_async",
     "all_reduce",
     "all_reduce_async",
     "broadcast",
+    "collect_objects",
     "gather_objects",
     "receive_async",
     "reduce_scatter",

@@ -6,13 +6,14 @@ as contiguous memory and corrupts it in silence.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hexad.topology.mesh import Axis
+from hexad.topology.mesh import Axis, Call, Trace
 
 from .volume import sent_bytes
 
@@ -39,22 +40,26 @@ class Pending:
         self,
         result: torch.Tensor,
         work: Any = None,
-        what: str = "",
+        call: Call | None = None,
+        trace: Trace | None = None,
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._result = result
         self._work = work
-        self._what = what
+        self._call = call
+        self._trace = trace
         self._finish = finish
 
     def wait(self) -> torch.Tensor:
         """Block until the result may be used (on a GPU: until the stream may use it)."""
         if self._work is not None:
             work, self._work = self._work, None
+            call, trace = self._call, self._trace
+            assert call is not None and trace is not None
             try:
-                work.wait()
+                trace.wait(call, work.wait)
             except RuntimeError as error:
-                raise CommError(f"{self._what} failed: {error}") from error
+                raise CommError(f"{call.what} failed: {error}") from error
             if self._finish is not None:
                 self._result = self._finish(self._result)
         return self._result
@@ -76,12 +81,13 @@ def _start(
             )
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes)
     axis.calls[operation] += 1
-    what = f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})"
+    made = Call(f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})", nbytes, time.time())
+    axis.trace.changes += 1
     try:
         with torch.profiler.record_function(f"hexad.{axis.name}.{operation}"):
-            return Pending(result, call(), what, finish)
+            return Pending(result, call(), made, axis.trace, finish)
     except RuntimeError as error:
-        raise CommError(f"{what} failed: {error}") from error
+        raise CommError(f"{made.what} failed: {error}") from error
 
 
 def _compact(ranks: tuple[int, ...]) -> str:
@@ -212,9 +218,11 @@ def _start_p2p(
         raise ValueError(f"{operation} over axis {axis.name}: the tensor is not contiguous")
     axis.calls[operation] += 1
     what = f"{operation} over axis {axis.name} with rank {axis.ranks[peer]}"
+    made = Call(what, tensor.nbytes, time.time())
+    axis.trace.changes += 1
     try:
         with torch.profiler.record_function(f"hexad.{axis.name}.{operation}"):
-            return Pending(tensor, call(), what)
+            return Pending(tensor, call(), made, axis.trace)
     except RuntimeError as error:
         raise CommError(f"{what} failed: {error}") from error
 
@@ -224,8 +232,22 @@ def gather_objects(value: object, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [value]
     result: list[Any] = [None] * axis.size
-    try:
-        dist.all_gather_object(result, value, group=axis.group)
-    except RuntimeError as error:
-        raise CommError(f"agreement over axis {axis.name} failed: {error}") from error
+    _wait_for(axis, lambda: dist.all_gather_object(result, value, group=axis.group))
     return result
+
+
+def collect_objects(value: object, axis: Axis) -> list[Any] | None:
+    """Every rank's picklable ``value``, in rank order, on the axis's first rank; None on the others."""
+    if axis.size == 1:
+        return [value]
+    result: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    _wait_for(axis, lambda: dist.gather_object(value, result, dst=axis.ranks[0], group=axis.group))
+    return result
+
+
+def _wait_for(axis: Axis, call: Callable[[], None]) -> None:
+    made = Call(f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})", 0, time.time())
+    try:
+        axis.trace.wait(made, call)
+    except RuntimeError as error:
+        raise CommError(f"{made.what} failed: {error}") from error

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
-from hexad.checkpoint.chunks import Chunk, load_chunks
-from hexad.comm import all_gather, broadcast, receive_async, send_async
+from hexad.checkpoint.chunks import Chunk
+from hexad.checkpoint.reader import Checkpoint
+from hexad.comm import agreed, all_gather, broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.model.transformer import DTYPES, Transformer, build_stages
 from hexad.parallel.sharding import Placement, declared_parameters
@@ -62,7 +63,12 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh, layers: Sequence[ra
             local = piece.local(declared.parameter.data)
             if local.numel():
                 chunks.append(Chunk(f"model.{piece.name}", piece.shape, piece.offset, local))
-    load_chunks(checkpoint, chunks, mesh.world.group)
+
+    def fill() -> None:
+        with Checkpoint(checkpoint) as opened:
+            opened.fill(chunks)
+
+    agreed(fill, mesh.world)
     return model.to(dtype).eval()
 
 

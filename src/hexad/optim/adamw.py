@@ -11,7 +11,6 @@ import torch
 from hexad.comm import all_reduce
 from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data import Bucket
-from hexad.parallel.sharding import Piece
 from hexad.topology.mesh import Axis
 
 _STATE = ("exp_avg", "exp_avg_sq")
@@ -137,9 +136,8 @@ class BucketAdamW:
         for bucket, adamw in zip(self.buckets, self._updates):
             adamw.state[bucket.master]["step"].fill_(count)
 
-    def pieces(self) -> Iterator[tuple[str, Piece, torch.Tensor]]:
-        """(state name, piece, local values) of all the optimizer keeps per parameter on this rank."""
-        for bucket, adamw in zip(self.buckets, self._updates):
-            for name in _STATE:
-                for piece, values in bucket.pieces(adamw.state[bucket.master][name]):
-                    yield name, piece, values
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in a checkpoint, values like the master's) of all that is kept of a bucket's parameters."""
+        adamw = self._updates[self.buckets.index(bucket)]
+        for name in _STATE:
+            yield f"optimizer.{name}", adamw.state[bucket.master][name]

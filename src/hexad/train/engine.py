@@ -231,12 +231,21 @@ class Engine:
     def chunks(self) -> list[Chunk]:
         """This rank's share of the state: master weights and optimizer state, as views."""
         self.gatherer.settle()  # who overwrites them must not be overwritten by what is still under way
-        weights = (("model", *entry) for bucket in self.buckets for entry in bucket.pieces(bucket.master))
-        state = ((f"optimizer.{name}", piece, values) for name, piece, values in self.optimizer.pieces())
         return [
-            Chunk(f"{kind}.{piece.name}", piece.shape, piece.offset, values)
-            for kind, piece, values in (*weights, *state)
+            Chunk(f"{kind}.{piece.name}", piece.shape, piece.offset, values, self._holder(bucket))
+            for bucket in self.buckets
+            for kind, tensor in (("model", bucket.master), *self.optimizer.state(bucket))
+            for piece, values in bucket.pieces(tensor)
         ]
+
+    def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
+        """This rank's number among those that hold the same rectangles of a bucket, and how many they are."""
+        if bucket.kind.copy:
+            return None  # the stage with the embedding writes it
+        replicas, tensor = self.sharding.replicas, self.mesh.tensor
+        if bucket.kind.sharded:
+            return replicas.rank, replicas.size
+        return replicas.rank * tensor.size + tensor.rank, replicas.size * tensor.size
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps beside :meth:`chunks`, in JSON's types."""

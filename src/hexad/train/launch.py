@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hexad.comm import CommError, gather_objects
+from hexad.comm import CommError, agreed, gather_objects
 from hexad.config import AgreedError, Config, ConfigError, HexadError
 from hexad.topology.cluster import device_name, has_fp8
 from hexad.topology.layout import Layout
@@ -40,16 +40,7 @@ class Run:
         Raises:
             AgreedError: the first rank's error, on every rank alike.
         """
-        error, result = None, None
-        try:
-            result = action()
-        except HexadError as caught:
-            error = str(caught)
-        errors = gather_objects(error, self.mesh.world)
-        for rank, text in enumerate(errors):
-            if text is not None:
-                raise AgreedError(text if None not in errors else f"rank {rank}: {text}")
-        return result  # type: ignore[return-value]
+        return agreed(action, self.mesh.world)
 
     def identical(self, what: str, value: object) -> None:
         """See that all ranks have the same value.

@@ -14,6 +14,7 @@ import torch
 
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
+from hexad.checkpoint.manifest import DamagedCheckpoint
 from hexad.comm import CommError
 from hexad.config import AgreedError, Config, ConfigError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
@@ -196,11 +197,17 @@ class Trainer:
             parameters = parameter_count(self.engine.config.model, self.config.data.sequence)
             log.info("starting anew: %s parameters", f"{parameters:,}")
             return
-        state = run.agreed(lambda: self.checkpointer.inspect(path))
-        self.checkpointer.load(path, self.engine.chunks())
-        self.engine.restored(state)
-        log.info("going on from %s: step %d, %d samples", path, state["step"], state["samples"])
-        for change in changed_settings(state["config"], self.config):
+        try:
+            manifest = self.checkpointer.load(path, self.engine.chunks())
+        except AgreedError as error:
+            if not issubclass(error.kind, DamagedCheckpoint):
+                raise
+            self.checkpointer.set_aside(path, error)
+            self._resume(run)
+            return
+        self.engine.restored(manifest.progress)
+        log.info("going on from %s: step %d, %d samples", path, manifest.step, manifest.samples)
+        for change in changed_settings(manifest.config, self.config):
             log.info("changed since: %s", change)
 
 

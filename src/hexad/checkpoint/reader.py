@@ -1,0 +1,174 @@
+"""Reading a checkpoint: any rectangle of any tensor, no more than it takes, and nothing that was damaged."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import xxhash
+
+from hexad.config import HexadError
+
+from .chunks import Chunk, intersection
+from .manifest import Manifest, Stored, damaged, read_manifest, size_problem
+from .tensor_file import rows_per_block
+
+
+class Checkpoint:
+    """A checkpoint opened for reading. Used as a context manager, which closes its files.
+
+    Args:
+        path: of the checkpoint.
+        verify: check the values' checksums while reading; sizes are always checked.
+
+    Attributes:
+        manifest: what it holds.
+
+    Raises:
+        DamagedCheckpoint: its manifest is damaged.
+    """
+
+    def __init__(self, path: Path, verify: bool = True) -> None:
+        self.path = path
+        self.verify = verify
+        self.manifest: Manifest = read_manifest(path)
+        self._open = ExitStack()
+        self._files: dict[str, int] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, chunks: Iterable[Chunk]) -> None:
+        """Overwrite the tensors of ``chunks``, reading only what they hold. Floats may be widened.
+
+        Raises:
+            HexadError: a tensor is missing, or has another shape or a format that does not fit.
+            DamagedCheckpoint: so is the file.
+        """
+        for chunk in chunks:
+            self._check(chunk)
+            if not chunk.tensor.numel():
+                continue
+            found = 0
+            for stored in self.manifest.tensors[chunk.name].stored:
+                common = intersection(chunk.offset, chunk.tensor.shape, stored.offset, stored.sizes)
+                if common is not None:
+                    self._read(chunk, stored, *common)
+                    found += math.prod(common[1])
+            if found != chunk.tensor.numel():
+                raise damaged(self.path, f"tensor {chunk.name} is not whole")
+
+    def read(
+        self, name: str, offset: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A rectangle of a tensor (by default all of it), in the format it is stored in.
+
+        Raises:
+            HexadError: as for :meth:`fill`.
+        """
+        tensor = self.manifest.tensors.get(name)
+        if tensor is None:
+            raise HexadError(f"checkpoint {self.path}: tensor {name} is missing")
+        out = torch.empty(tuple(tensor.shape if sizes is None else sizes), dtype=_dtype(tensor.dtype))
+        begin = tuple(offset) if offset is not None else (0,) * len(tensor.shape)
+        self.fill([Chunk(name, tensor.shape, begin, out)])
+        return out
+
+    def _check(self, chunk: Chunk) -> None:
+        tensor = self.manifest.tensors.get(chunk.name)
+        if tensor is None:
+            raise HexadError(f"checkpoint {self.path}: tensor {chunk.name} is missing")
+        if tensor.shape != chunk.shape:
+            raise HexadError(
+                f"checkpoint {self.path}: tensor {chunk.name} has shape {tensor.shape}, "
+                f"the model wants {chunk.shape}"
+            )
+        if torch.promote_types(_dtype(tensor.dtype), chunk.tensor.dtype) != chunk.tensor.dtype:
+            raise HexadError(
+                f"precision.dtype: checkpoint {self.path} keeps {chunk.name} in {tensor.dtype}, which does "
+                f"not fit into this run's {str(chunk.tensor.dtype).removeprefix('torch.')}; set the dtype it "
+                "was trained with"
+            )
+
+    def _read(self, chunk: Chunk, stored: Stored, offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """Copy the rectangle that a chunk and a stored one have in common, block by block."""
+        dtype = _dtype(self.manifest.tensors[chunk.name].dtype)
+        width = math.prod(stored.sizes[1:])
+        step = rows_per_block(stored.sizes, dtype.itemsize)
+        target = chunk.tensor.detach()
+        for dim in range(1, len(sizes)):
+            target = target.narrow(dim, offset[dim] - chunk.offset[dim], sizes[dim])
+        low = offset[0] - stored.offset[0]
+        high = low + sizes[0]
+        for block in range(low // step, -(-high // step)):
+            first, last = block * step, min((block + 1) * step, stored.sizes[0])
+            begin, end = max(low, first), min(high, last)
+            to = target.narrow(0, begin - low + offset[0] - chunk.offset[0], end - begin)
+            place = stored.begin + first * width * dtype.itemsize
+            # Straight to where the values belong, if the whole block belongs there as it stands.
+            whole = (begin, end) == (first, last) and sizes[1:] == stored.sizes[1:]
+            if whole and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
+                self._block(stored.file, stored.block + block, place, to.flatten().view(torch.uint8))
+                continue
+            count = (last - first) * width * dtype.itemsize
+            if self._buffer.numel() < count:
+                self._buffer = torch.empty(count, dtype=torch.uint8)
+            data = self._buffer[:count]
+            self._block(stored.file, stored.block + block, place, data)
+            rows = data.view(dtype).view(last - first, *stored.sizes[1:])[begin - first : end - first]
+            for dim in range(1, len(sizes)):
+                rows = rows.narrow(dim, offset[dim] - stored.offset[dim], sizes[dim])
+            to.copy_(rows)
+
+    def _block(self, file: str, number: int, begin: int, out: torch.Tensor) -> None:
+        """Read a block of a file to ``out``, bytes on the CPU, and check it."""
+        descriptor = self._file(file)
+        view = memoryview(out.numpy())  # type: ignore[arg-type]
+        try:
+            done = 0
+            while done < len(view):
+                count = os.preadv(descriptor, [view[done:]], begin + done)
+                if not count:
+                    raise damaged(self.path, f"{file} ends early")
+                done += count
+        except OSError as error:
+            raise damaged(self.path, f"{file}: {error.strerror}") from None
+        digests = self.manifest.files[file].blocks
+        if self.verify and xxhash.xxh3_64_digest(view) != digests[8 * number : 8 * number + 8]:
+            raise damaged(
+                self.path,
+                f"{file}: bytes {begin} to {begin + len(view)} do not match their checksum",
+            )
+
+    def _file(self, name: str) -> int:
+        """The descriptor of a file, whose size and header are checked when it is opened."""
+        if name not in self._files:
+            record = self.manifest.files[name]
+            problem = size_problem(self.path, name, record)
+            if problem is not None:
+                raise damaged(self.path, problem)
+            try:
+                self._files[name] = os.open(self.path / name, os.O_RDONLY)
+            except OSError as error:
+                raise damaged(self.path, f"{name}: {error.strerror}") from None
+            self._open.callback(os.close, self._files[name])
+            self._block(name, 0, 0, torch.empty(record.header, dtype=torch.uint8))
+        return self._files[name]
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise HexadError(f"checkpoint: found tensors of format {name!r}, which this torch does not know")
+    return dtype

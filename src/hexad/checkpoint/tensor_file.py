@@ -1,0 +1,143 @@
+"""safetensors files written from front to back, with checksums on the way.
+
+The `safetensors <https://github.com/huggingface/safetensors>`_ package reads any of them; its writer wants
+all tensors in memory at once, and neither end notices a flipped bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import xxhash
+
+from .manifest import FileRecord
+
+BLOCK_BYTES = 2**20
+"""Values are checked in blocks of whole rows of about this size: a reader reads whole ones."""
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+}
+"""What safetensors calls the formats that checkpoints hold."""
+
+
+def rows_per_block(sizes: Sequence[int], itemsize: int) -> int:
+    """How many rows (of dim 0) of a stored rectangle are checked together."""
+    return max(1, BLOCK_BYTES // max(1, math.prod(sizes[1:]) * itemsize))
+
+
+def block_count(sizes: Sequence[int], itemsize: int) -> int:
+    """Blocks of a stored rectangle."""
+    return -(-(sizes[0] if sizes else 1) // rows_per_block(sizes, itemsize))
+
+
+class TensorFileWriter:
+    """Writes one safetensors file. Used as a context manager, or closed by hand.
+
+    Args:
+        path: of the file, which must not exist.
+        tensors: (name, dtype, shape) of everything that will be written, in that order.
+        metadata: texts for the header.
+
+    Raises:
+        OSError: the file cannot be made; so do :meth:`write` and :meth:`close` for a full disk.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        header = _header(tensors, metadata or {})
+        self.header = len(header)
+        self._expected = (size for _, dtype, shape in tensors for size in _block_sizes(shape, dtype.itemsize))
+        self._whole = xxhash.xxh3_128()
+        self._blocks: list[bytes] = []
+        self._block = xxhash.xxh3_64()
+        self._missing = 0
+        self._size = 0
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
+        try:
+            self._missing = self.header
+            self._take(memoryview(header))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(self, values: torch.Tensor) -> None:
+        """Write the next values, in the order declared; a tensor may come in any number of calls."""
+        flat = values.detach().contiguous().to("cpu").flatten()
+        self._take(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+
+    def close(self) -> FileRecord:
+        """Flush to the disk itself. Returns what a manifest says of the file.
+
+        Raises:
+            ValueError: fewer values were written than declared.
+        """
+        with self._file:
+            if self._missing or next(self._expected, None) is not None:
+                raise ValueError("fewer values than the header declares")
+            os.fsync(self._file.fileno())
+        return FileRecord(self._size, self._whole.hexdigest(), self.header, b"".join(self._blocks))
+
+    def _take(self, data: memoryview) -> None:
+        """Hash and write, block by block: what was just hashed is still in the processor's cache."""
+        while data.nbytes:
+            if not self._missing:
+                self._missing = next(self._expected)
+            part, data = data[: self._missing], data[self._missing :]
+            self._block.update(part)
+            self._whole.update(part)
+            self._size += part.nbytes
+            self._missing -= part.nbytes
+            while part.nbytes:
+                part = part[self._file.write(part) :]
+            if not self._missing:
+                self._blocks.append(self._block.digest())
+                self._block.reset()
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _block_sizes(shape: Sequence[int], itemsize: int) -> Iterator[int]:
+    """Bytes of each block of a tensor."""
+    rows, width = (shape[0] if shape else 1), math.prod(shape[1:]) * itemsize
+    step = rows_per_block(shape, itemsize)
+    for row in range(0, rows, step):
+        if width:
+            yield min(step, rows - row) * width
+
+
+def _header(
+    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
+    """Length and JSON, as the format asks for: padded with spaces, so that values begin on 8 bytes."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    begin = 0
+    for name, dtype, shape in tensors:
+        end = begin + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

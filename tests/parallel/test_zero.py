@@ -17,6 +17,7 @@ from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
+from ..weights import WholeTensors
 
 _MICRO, _SEQUENCE = 2, 8
 _MODEL = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 64, "vocab": 200}
@@ -222,7 +223,7 @@ def after_an_interruption(config: Config, in_evaluation: bool) -> tuple[list[flo
         for piece in declared.declaration.pieces
     }
     for each in (engine, clean):
-        each.load_weights(weights)
+        each.load_weights(WholeTensors(weights))
     found = []
     for each in (engine, clean):
         losses = [each.evaluate(batch_of(config, rank))[0]]

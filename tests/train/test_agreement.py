@@ -14,6 +14,7 @@ from hexad.train.environment import Environment
 from hexad.train.launch import Run
 
 from ..pool import Pool
+from ..weights import WholeTensors
 
 
 def _compare(values: list[object], what: str) -> str:
@@ -78,7 +79,7 @@ def test_loaded_weights_survive_a_step_in_bf16() -> None:
         for bucket in engine.buckets
         for piece, _ in bucket.pieces(bucket.master)
     }
-    engine.load_weights(tensors)
+    engine.load_weights(WholeTensors(tensors))
     tokens = torch.arange(8)[None]
     engine.train_step([Microbatch(tokens, tokens)])
     for bucket in engine.buckets:
@@ -86,8 +87,8 @@ def test_loaded_weights_survive_a_step_in_bf16() -> None:
             assert torch.allclose(values, torch.tensor(0.3), atol=1e-6), piece.name
         for piece, values in bucket.pieces(bucket.share(bucket.whole)):
             assert torch.equal(values, torch.full_like(values, 0.3)), piece.name
-    with pytest.raises(ValueError, match="expected"):
-        engine.load_weights({name: tensor[:1] for name, tensor in tensors.items()})
+    with pytest.raises(AgreedError, match="expected"):
+        engine.load_weights(WholeTensors({name: tensor[:1] for name, tensor in tensors.items()}))
     with pytest.raises(HexadError, match=r"Microbatch.documents: found \(0, 3\)"):
         engine.train_step([Microbatch(tokens, tokens, (0, 3))])
 

@@ -226,7 +226,7 @@ def _gpt2(keys: _Keys) -> dict[str, Any]:
         raise keys.problem(
             "embd_pdrop",
             keys.found("embd_pdrop"),
-            f"expected that of resid_pdrop, {keys.number('resid_pdrop')}: one rate, model.dropout, is for both",
+            f"expected that of resid_pdrop, {keys.number('resid_pdrop')}: model.dropout is for both",
         )
     return {
         "layers": keys.count("n_layer"),
@@ -286,12 +286,13 @@ def _no_window(keys: _Keys, layers: int) -> None:
         )
 
 
-_LLAMA3 = {
+LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_positions",
 }
+"""Llama 3's scaling of rotary frequencies: their keys -> the settings of ``model.rope_scaling``."""
 
 
 def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
@@ -307,7 +308,7 @@ def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
     theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
         raise keys.problem("rope_theta", theta, "expected a number above 0")
-    known = {"rope_type", "type", "rope_theta", *(_LLAMA3 if kind == "llama3" else ())}
+    known = {"rope_type", "type", "rope_theta", *(LLAMA3 if kind == "llama3" else ())}
     for key, value in rope.items():
         if key not in known and not (key == "partial_rotary_factor" and value in (None, 1.0)):
             raise keys.problem(f"{name}.{key}", value, f"which is not supported with rope_type {kind}")
@@ -317,7 +318,7 @@ def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
     if raw.get("original_max_position_embeddings") is not None:  # which transformers prefers
         rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     scaling = {}
-    for theirs, ours in _LLAMA3.items():
+    for theirs, ours in LLAMA3.items():
         found = rope.get(theirs)
         if isinstance(found, bool) or not isinstance(found, (int, float)) or found <= 0:
             raise keys.problem(f"{name}.{theirs}", found, "expected a number above 0")

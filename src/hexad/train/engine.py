@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hexad.checkpoint.chunks import Chunk
-from hexad.comm import Pending, all_reduce, all_reduce_async
+from hexad.checkpoint.hugging_face import WeightSource
+from hexad.comm import Pending, agreed, all_reduce, all_reduce_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.config.schema import ModelSettings, PrecisionSettings
 from hexad.dataset.microbatch import Microbatch
@@ -265,16 +266,15 @@ class Engine:
         self._publish()
 
     @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Set the weights (their masters, in 16-bit runs) from whole global tensors, given by name.
+    def load_weights(self, source: WeightSource) -> None:
+        """Set the weights (their masters, in 16-bit runs), all ranks together: each reads what it holds.
+        Optimizer state and progress stay as they are.
 
         Raises:
-            KeyError: a tensor is missing. ValueError: one has another shape.
+            AgreedError: what the source raised on any rank.
         """
-        self.gatherer.settle()
-        for bucket in self.buckets:
-            for piece, values in bucket.pieces(bucket.master):
-                values.copy_(piece.slice_of(tensors[piece.name]))
+        weights = [chunk for chunk in self.chunks() if chunk.name.startswith("model.")]
+        agreed(lambda: source.fill(weights), self.mesh.world)
         self._publish()
 
     @torch.no_grad()

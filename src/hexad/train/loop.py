@@ -14,6 +14,7 @@ import torch
 
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
+from hexad.checkpoint.hugging_face import open_weights
 from hexad.checkpoint.manifest import DamagedCheckpoint
 from hexad.comm import CommError
 from hexad.config import AgreedError, Config, ConfigError, blaming, dump_config
@@ -195,7 +196,11 @@ class Trainer:
         run.identical("the newest checkpoint", str(path))
         if path is None:
             parameters = parameter_count(self.engine.config.model, self.config.data.sequence)
-            log.info("starting anew: %s parameters", f"{parameters:,}")
+            load = self.config.model.load
+            if load is not None:
+                self._load_weights(run)
+            with_weights = f" with the weights of {load}" if load is not None else ""
+            log.info("starting anew%s: %s parameters", with_weights, f"{parameters:,}")
             return
         try:
             manifest = self.checkpointer.load(path, self.engine.chunks())
@@ -209,6 +214,13 @@ class Trainer:
         log.info("going on from %s: step %d, %d samples", path, manifest.step, manifest.samples)
         for change in changed_settings(manifest.config, self.config):
             log.info("changed since: %s", change)
+
+    def _load_weights(self, run: Run) -> None:
+        """Begin with the weights that ``model.load`` names."""
+        with ExitStack() as stack, blaming("model.load"):
+            source, identity = run.agreed(lambda: stack.enter_context(open_weights(self.config)))
+            run.identical("what model.load names", identity)
+            self.engine.load_weights(source)
 
 
 def _not_finite(metrics: Metrics, scaler: LossScaler) -> str:

@@ -1,0 +1,273 @@
+"""Weights in Hugging Face files under our names: any rectangle of any tensor, read in slices.
+
+The files stay where they are: a rank that begins with them (``model.load: hf:DIR``) reads what it holds, and
+so does the import, one slice after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from hexad.config import Config, HexadError
+from hexad.config.schema import ModelSettings
+from hexad.config.sources import hugging_face_directory
+from hexad.model.families import HuggingFaceTensor, base_prefix, hugging_face_tensors, is_buffer
+
+from .chunks import Chunk
+from .directory import check_same_model, find_checkpoint
+from .reader import Checkpoint
+
+SLICE_BYTES = 64 * 2**20
+"""Values held at a time while a model is read or written."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Formats of weights, in safetensors' words."""
+
+
+class WeightSource(Protocol):
+    """Where weights come from; each rank asks for what it holds."""
+
+    def fill(self, chunks: Iterable[Chunk]) -> None:
+        """Overwrite the tensors of chunks named ``model.<global name>``.
+
+        Raises:
+            HexadError: a tensor is missing, damaged, or does not fit.
+        """
+        ...
+
+
+class HuggingFaceModel:
+    """The weights of a Hugging Face directory. Used as a context manager, which closes its files.
+
+    Args:
+        directory: with ``model.safetensors``, or shards of it and their index.
+        model: resolved settings; the files must hold exactly its tensors.
+
+    Attributes:
+        tensors: our global name -> where it stands.
+        dtypes: our global name -> the format it is stored in.
+        files: (name, bytes) of the weights' files.
+
+    Raises:
+        HexadError: files that are missing or cannot be read; a tensor that is missing, unexpected, or of
+            another shape or format.
+    """
+
+    def __init__(self, directory: Path, model: ModelSettings) -> None:
+        self.directory = directory
+        self.tensors = hugging_face_tensors(model)
+        self.files: list[tuple[str, int]] = []
+        self._open = ExitStack()
+        try:
+            self._slices = self._opened()
+            self._names = self._located(model)
+            self.dtypes = {ours: self._checked(ours, place) for ours, place in self.tensors.items()}
+            self._tied = model.tied_embeddings and HEAD in self._slices
+            if self._tied:
+                self._checked(HEAD, HuggingFaceTensor(HEAD, self.tensors["embedding.weight"].shape))
+        except BaseException:
+            self._open.close()
+            raise
+
+    def fill(self, chunks: Iterable[Chunk]) -> None:
+        """Overwrite the tensors of ``chunks``, reading only what they hold. Floats may be widened.
+
+        Raises:
+            HexadError: the model has no such tensor, its shape or format does not fit, or it cannot be read.
+        """
+        for chunk in chunks:
+            name = chunk.name.removeprefix("model.")
+            place = self.tensors.get(name)
+            if place is None or place.shape != chunk.shape:
+                found = "it is missing" if place is None else f"its shape is {place.shape}"
+                raise HexadError(f"{self.directory}: {name} of shape {chunk.shape}: {found}")
+            dtype = self.dtypes[name]
+            if torch.promote_types(dtype, chunk.tensor.dtype) != chunk.tensor.dtype:
+                raise HexadError(
+                    f"precision.dtype: {self.directory} keeps {self._names[name]} in {_word(dtype)}, which "
+                    f"does not fit into this run's {_word(chunk.tensor.dtype)} master weights; use "
+                    f"{'fp64' if dtype == torch.float64 else 'fp32'}"
+                )
+            for offset, part in in_slices(chunk.offset, chunk.tensor.detach()):
+                part.copy_(self.read(name, offset, tuple(part.shape)))
+
+    def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A rectangle of one of our tensors, in the format it is stored in.
+
+        Raises:
+            HexadError: it cannot be read, or a head that is tied has other values than the embedding.
+        """
+        place = self.tensors[name]
+        values = self._slice(self._names[name], place.place(offset, sizes))
+        if self._tied and name == "embedding.weight":
+            head = self._slice(HEAD, place.place(offset, sizes))
+            # As bytes: NaN is not equal to itself.
+            if head.dtype != values.dtype or not torch.equal(_bytes(head), _bytes(values)):
+                raise HexadError(
+                    f"{self.directory}: {HEAD} and {self._names[name]} differ, but config.json says "
+                    "tie_word_embeddings; set it to false there, or remove the tensor that is not meant"
+                )
+        return values.t() if place.transposed else values
+
+    def _slice(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        try:
+            values: torch.Tensor = self._slices[name][place]
+        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            raise HexadError(f"{self.directory}: {name}: cannot be read: {_one_line(error)}") from None
+        return values
+
+    def _opened(self) -> dict[str, Any]:
+        """Their name -> the tensor's slices, of all files."""
+        slices: dict[str, Any] = {}
+        named = _weight_files(self.directory)
+        for file in sorted(set(named.values())) or [SINGLE_FILE]:
+            path = self.directory / file
+            try:
+                self.files.append((file, path.stat().st_size))
+                opened = self._open.enter_context(safe_open(path, framework="pt"))
+                slices.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+            except FileNotFoundError:
+                raise HexadError(f"{path}: missing, but {INDEX_FILE} names it") from None
+            except (SafetensorError, OSError) as error:
+                raise HexadError(f"{path}: cannot be read: {_one_line(error)}") from None
+        for name, file in named.items():
+            if name not in slices:
+                raise HexadError(f"{self.directory / file}: {name} is missing, but {INDEX_FILE} names it")
+        return slices
+
+    def _located(self, model: ModelSettings) -> dict[str, str]:
+        """Our name -> theirs, with or without the prefix of a model that was saved with its head.
+
+        Raises:
+            HexadError: one is missing, or there is one that the model does not have.
+        """
+        base = base_prefix(model)
+        names, used = {}, {HEAD} if model.tied_embeddings else set()
+        for ours, place in self.tensors.items():
+            short = place.name.removeprefix(base)
+            name = place.name if place.name in self._slices else short
+            if name not in self._slices:
+                raise HexadError(f"{self.directory}: tensor {place.name} (model.{ours}) is missing")
+            names[ours] = name
+            used.add(name)
+        for name in self._slices:
+            if name not in used and not is_buffer(model, name):
+                raise HexadError(
+                    f"{self.directory}: found tensor {name}, which a {model.family} model with the settings "
+                    "of config.json does not have"
+                )
+        return names
+
+    def _checked(self, ours: str, place: HuggingFaceTensor) -> torch.dtype:
+        """The format of a tensor, whose shape and format are those of weights."""
+        name = self._names.get(ours, ours)
+        found, dtype = self._slices[name], DTYPES.get(self._slices[name].get_dtype())
+        if tuple(found.get_shape()) != place.stored_shape:
+            raise HexadError(
+                f"{self.directory}: tensor {name} has shape {tuple(found.get_shape())}, "
+                f"the model wants {place.stored_shape}"
+            )
+        if dtype is None:
+            raise HexadError(
+                f"{self.directory}: tensor {name} is {found.get_dtype()}, which is not supported; "
+                f"supported: {', '.join(DTYPES)}"
+            )
+        return dtype
+
+    def __enter__(self) -> HuggingFaceModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slices.clear()
+        self._open.close()
+
+
+@contextmanager
+def open_weights(config: Config) -> Iterator[tuple[WeightSource, str]]:
+    """What ``model.load`` names, opened, and a text that tells it from another: all hosts must have
+    the same.
+
+    Raises:
+        HexadError: it is not there, damaged, not supported, or of another model.
+    """
+    load = config.model.load
+    assert load is not None
+    directory = hugging_face_directory(load)
+    if directory is not None:
+        with HuggingFaceModel(directory, config.model) as model:
+            yield model, _identity(model.files)
+        return
+    path = find_checkpoint(load)
+    with Checkpoint(path, config.checkpoint.verify) as checkpoint:
+        check_same_model(path, checkpoint.manifest.config, config)
+        files = sorted(checkpoint.manifest.files.items())
+        yield checkpoint, _identity([(name, record.checksum) for name, record in files])
+
+
+def in_slices(offset: Sequence[int], tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """(offset, view) of a rectangle's parts of at most :data:`SLICE_BYTES` each, or one row."""
+    if not tensor.numel():
+        return
+    rows = max(1, SLICE_BYTES // max(1, math.prod(tensor.shape[1:]) * tensor.element_size()))
+    for row in range(0, tensor.shape[0], rows):
+        part = tensor.narrow(0, row, min(rows, tensor.shape[0] - row))
+        yield (offset[0] + row, *offset[1:]), part
+
+
+def _weight_files(directory: Path) -> dict[str, str]:
+    """Their name -> its file, as the index says; empty where one file has all.
+
+    Raises:
+        HexadError: there are no weights in safetensors files, or the index is not one.
+    """
+    if (directory / SINGLE_FILE).is_file():
+        return {}
+    path = directory / INDEX_FILE
+    if not path.is_file():
+        others = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pth"))
+        instead = ""
+        if others:
+            instead = (
+                f"; {others[0].name} holds pickled objects, which are not read: load it with transformers' "
+                "from_pretrained and save_pretrained the result"
+            )
+        raise HexadError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there{instead}")
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not named or not all(isinstance(file, str) and Path(file).name == file for file in named.values()):
+            raise ValueError("weight_map does not give each tensor a file of the directory")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HexadError(f"{path}: not an index of tensors: {_one_line(error)}") from None
+    return dict(named)
+
+
+def _identity(files: Sequence[tuple[str, int | str]]) -> str:
+    return f"{len(files)} files ({xxhash.xxh3_64_hexdigest(repr(files).encode())})"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

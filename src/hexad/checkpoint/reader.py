@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +19,32 @@ from hexad.config import HexadError
 from .chunks import Chunk, intersection
 from .manifest import Manifest, Stored, damaged, read_manifest, size_problem
 from .tensor_file import rows_per_block
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rectangle (of the global tensor) that a chunk and a stored one have in common."""
+
+    chunk: Chunk
+    stored: Stored
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def rows(self) -> tuple[int, int]:
+        """Its first row and the one after its last, among the stored rectangle's."""
+        low = self.offset[0] - self.stored.offset[0]
+        return low, low + self.sizes[0]
+
+    def span(self) -> tuple[int, int]:
+        """The bytes of the file in which these rows stand."""
+        row = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
+        low, high = self.rows()
+        return self.stored.begin + low * row, self.stored.begin + high * row
+
+    def place(self) -> tuple[str, int]:
+        """The order of the disk: file, and where in it."""
+        return self.stored.file, self.span()[0]
 
 
 class Checkpoint:
@@ -48,18 +76,26 @@ class Checkpoint:
             HexadError: a tensor is missing, or has another shape or a format that does not fit.
             DamagedCheckpoint: so is the file.
         """
-        for chunk in chunks:
-            self._check(chunk)
-            if not chunk.tensor.numel():
-                continue
-            found = 0
-            for stored in self.manifest.tensors[chunk.name].stored:
-                common = intersection(chunk.offset, chunk.tensor.shape, stored.offset, stored.sizes)
-                if common is not None:
-                    self._read(chunk, stored, *common)
-                    found += math.prod(common[1])
-            if found != chunk.tensor.numel():
-                raise damaged(self.path, f"tensor {chunk.name} is not whole")
+        parts = sorted((part for chunk in chunks for part in self._parts(chunk)), key=_Part.place)
+        for part, after in zip_longest(parts, parts[1:]):
+            if after is not None:
+                self._announce(after)
+            self._read(part)
+
+    def _parts(self, chunk: Chunk) -> Iterator[_Part]:
+        """What of the stored rectangles makes up a chunk."""
+        self._check(chunk)
+        if not chunk.tensor.numel():
+            return
+        found, tensor = 0, self.manifest.tensors[chunk.name]
+        dtype = _dtype(tensor.dtype)
+        for stored in tensor.stored:
+            common = intersection(chunk.offset, chunk.tensor.shape, stored.offset, stored.sizes)
+            if common is not None:
+                found += math.prod(common[1])
+                yield _Part(chunk, stored, *common, dtype)
+        if found != chunk.tensor.numel():
+            raise damaged(self.path, f"tensor {chunk.name} is not whole")
 
     def read(
         self, name: str, offset: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -93,23 +129,27 @@ class Checkpoint:
                 "was trained with"
             )
 
-    def _read(self, chunk: Chunk, stored: Stored, offset: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    def _announce(self, part: _Part) -> None:
+        """Let the system fetch from the disk what will be read next."""
+        begin, end = part.span()
+        os.posix_fadvise(self._file(part.stored.file), begin, end - begin, os.POSIX_FADV_WILLNEED)
+
+    def _read(self, part: _Part) -> None:
         """Copy the rectangle that a chunk and a stored one have in common, block by block."""
-        dtype = _dtype(self.manifest.tensors[chunk.name].dtype)
+        chunk, stored, dtype = part.chunk, part.stored, part.dtype
         width = math.prod(stored.sizes[1:])
         step = rows_per_block(stored.sizes, dtype.itemsize)
         target = chunk.tensor.detach()
-        for dim in range(1, len(sizes)):
-            target = target.narrow(dim, offset[dim] - chunk.offset[dim], sizes[dim])
-        low = offset[0] - stored.offset[0]
-        high = low + sizes[0]
+        for dim in range(1, len(part.sizes)):
+            target = target.narrow(dim, part.offset[dim] - chunk.offset[dim], part.sizes[dim])
+        low, high = part.rows()
         for block in range(low // step, -(-high // step)):
             first, last = block * step, min((block + 1) * step, stored.sizes[0])
             begin, end = max(low, first), min(high, last)
-            to = target.narrow(0, begin - low + offset[0] - chunk.offset[0], end - begin)
+            to = target.narrow(0, stored.offset[0] + begin - chunk.offset[0], end - begin)
             place = stored.begin + first * width * dtype.itemsize
             # Straight to where the values belong, if the whole block belongs there as it stands.
-            whole = (begin, end) == (first, last) and sizes[1:] == stored.sizes[1:]
+            whole = (begin, end) == (first, last) and part.sizes[1:] == stored.sizes[1:]
             if whole and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
                 self._block(stored.file, stored.block + block, place, to.flatten().view(torch.uint8))
                 continue
@@ -119,8 +159,8 @@ class Checkpoint:
             data = self._buffer[:count]
             self._block(stored.file, stored.block + block, place, data)
             rows = data.view(dtype).view(last - first, *stored.sizes[1:])[begin - first : end - first]
-            for dim in range(1, len(sizes)):
-                rows = rows.narrow(dim, offset[dim] - stored.offset[dim], sizes[dim])
+            for dim in range(1, len(part.sizes)):
+                rows = rows.narrow(dim, part.offset[dim] - stored.offset[dim], part.sizes[dim])
             to.copy_(rows)
 
     def _block(self, file: str, number: int, begin: int, out: torch.Tensor) -> None:

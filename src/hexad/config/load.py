@@ -101,8 +101,8 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     if config.model.load is not None and config.checkpoint.load is not None:
         raise ConfigError(
             "model.load",
-            f"found {config.model.load!r} beside checkpoint.load {config.checkpoint.load!r}, which brings weights "
-            "too; remove one of the two",
+            f"found {config.model.load!r} beside checkpoint.load {config.checkpoint.load!r}, which brings "
+            "weights too; remove one of the two",
         )
     model = complete_model(config.model)
     check_used(config.model, model, config.data.sequence)

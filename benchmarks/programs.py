@@ -59,7 +59,7 @@ def hexad_engine(parallel: dict[str, Any], world: int, dtype: str) -> tuple[Any,
     from peers.plain_torch import GLOBAL, MICRO, Shape, random_tokens, reference_weights
 
     from hexad import Engine, Layout, Mesh, Microbatch, load_config
-    from hexad.model.families import hugging_face_tensors
+    from hexad.checkpoint.families import hugging_face_tensors
 
     shape = Shape()
     config = load_config(

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 
+from hexad.checkpoint.families import hugging_face_tensors
 from hexad.config import build_config
 from hexad.model.dropout import Draws, Dropper, Site, row_keys
 from hexad.model.dropped_attention import dropped_attention
-from hexad.model.families import hugging_face_tensors
 from hexad.model.transformer import Transformer
 from hexad.parallel.sharding import Placement, declared_parameters, load_global
 from hexad.topology.layout import Layout

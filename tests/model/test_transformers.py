@@ -15,9 +15,9 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from hexad.checkpoint.families import hugging_face_tensors
 from hexad.config import Config, build_config
 from hexad.dataset.microbatch import Microbatch
-from hexad.model.families import hugging_face_tensors
 from hexad.model.transformer import Transformer
 from hexad.parallel.sharding import Placement, declared_parameters, load_global
 from hexad.topology.layout import Layout

@@ -21,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from hexad.config import Config, HexadError
 from hexad.config.schema import ModelSettings
 from hexad.config.sources import hugging_face_directory
-from hexad.model.families import HuggingFaceTensor, base_prefix, hugging_face_tensors, is_buffer
 
 from .chunks import Chunk
 from .directory import check_same_model, find_checkpoint
+from .families import HuggingFaceTensor, base_prefix, hugging_face_tensors, is_buffer
 from .reader import Checkpoint
 
 SLICE_BYTES = 64 * 2**20

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from hexad.checkpoint.manifest import read_manifest
 from hexad.cli.main import run
 
 from ..pool import Pool
@@ -95,9 +96,9 @@ class RunFile:
         return folder / (folder / "latest").read_text().strip()
 
     def state(self) -> dict[str, Any]:
-        """``state.json`` of the newest checkpoint."""
-        state: dict[str, Any] = json.loads((self.newest / "state.json").read_text())
-        return state
+        """What the newest checkpoint says of its progress and where it comes from."""
+        manifest = read_manifest(self.newest)
+        return manifest.origin | manifest.progress
 
 
 def write_run(directory: Path, prefix: str, /, **groups: dict[str, Any]) -> RunFile:

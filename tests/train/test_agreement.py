@@ -44,12 +44,14 @@ def test_a_difference_is_named_alike_on_all_ranks(pool: Pool) -> None:
 def _own_directories(parent: str) -> str:
     from contextlib import ExitStack
 
+    from hexad.config.schema import RunSettings
     from hexad.train.rundir import open_run_directory
 
     mesh = Mesh.create(Layout(world=2), torch.device("cpu"))
     try:
         with ExitStack() as stack:
-            open_run_directory(f"{parent}/{mesh.rank}", Run(mesh, Environment()), stack)
+            settings = RunSettings(dir=f"{parent}/{mesh.rank}")
+            open_run_directory(settings, Run(mesh, Environment()), stack)
     except AgreedError as error:
         return str(error)
     return ""

@@ -25,11 +25,12 @@ def degrees(layout: Layout) -> dict[str, int]:
     return {name: layout.degrees[name] for name in names if layout.degrees[name] > 1}
 
 
-def start_local(command: str, arguments: list[str], ranks: int) -> int:
-    """Run a command of :mod:`hexad.cli.worker` on local ranks; returns the exit status."""
+def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 0) -> int:
+    """Run a command of :mod:`hexad.cli.worker` on local ranks, started again up to ``restarts`` times if they
+    fail; returns the exit status."""
     from hexad.train.local import run_local
 
     from .main import fail
 
-    outcome = run_local([command, *arguments], ranks)
+    outcome = run_local([command, *arguments], ranks, restarts)
     return fail(outcome.message, status=outcome.status) if outcome.message else outcome.status

@@ -6,8 +6,8 @@ import click
 
 from hexad.config import Config, ConfigError, blaming, dump_config, load_config
 from hexad.topology.layout import Layout
-from hexad.train.checks import check_config, smallest_world
-from hexad.train.environment import environment
+from hexad.train.checks import check_config, smallest_world, working_layout
+from hexad.train.environment import environment, hold_back_notice
 
 from .options import degrees, json_option, overrides_argument, print_json, start_local
 
@@ -27,6 +27,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
     """
+    hold_back_notice()
     config = load_config(path, overrides)
     joined = environment().joined
     if joined and nproc is not None:
@@ -36,22 +37,23 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
         return work(lambda: train_here([path, *overrides]))
     ranks = environment().world if joined else nproc or smallest_world(config)
-    layout = Layout.from_settings(config.parallel, ranks)
+    layout = working_layout(config, ranks)
     check_config(config, layout)
     _check_data(config)
     if dry_run:
         _print_plan(config, layout, as_json)
         return 0
-    return start(ranks, [path, *overrides])
+    return start(ranks, [path, *overrides], config.faults.restarts)
 
 
-def start(ranks: int, arguments: list[str]) -> int:
-    """Train on local ranks: one in this process, several through torchrun. Returns the exit status."""
-    if ranks == 1:
+def start(ranks: int, arguments: list[str], restarts: int = 0) -> int:
+    """Train on local ranks: one in this process; several, or one that may be started again, through torchrun.
+    Returns the exit status."""
+    if ranks == 1 and not restarts:
         from .worker import work
 
         return work(lambda: train_here(arguments))
-    return start_local("train", arguments, ranks)
+    return start_local("train", arguments, ranks, restarts)
 
 
 def train_here(arguments: list[str]) -> None:

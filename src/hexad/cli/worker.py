@@ -10,6 +10,11 @@ import time
 import traceback
 from collections.abc import Callable
 
+from hexad.train.environment import hold_back_notice
+
+if __name__ == "__main__":
+    hold_back_notice()  # the imports below take seconds
+
 import torch.distributed as dist
 
 from hexad.comm import CommError
@@ -36,8 +41,12 @@ def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
     return 0, "", True
 
 
-def _end_with(parent: int) -> None:
+def end_with_parent() -> None:
     """End this rank when the command that started it is gone: kill -9 leaves it no chance to say so."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="hexad-parent").start()
+
+
+def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -45,6 +54,8 @@ def _end_with(parent: int) -> None:
 
 def work(action: Callable[[], None]) -> int:
     """Do this rank's work where nobody collects messages; what all ranks have to say is printed by one."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     status, message, same = attempt(action)
     if status and (speaks() or not same):
         fail(message, status=status)
@@ -65,7 +76,7 @@ def main() -> None:
     """Entry point of a rank that ``hexad`` itself has started: the message goes to torchrun's error file,
     from which the parent process prints one line."""
     command, *arguments = sys.argv[1:]
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="hexad-parent").start()
+    end_with_parent()
     if command == "train":
         from .train import train_here
 

@@ -72,8 +72,8 @@ class ModelSettings(Settings):
     """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys given
     beside it win."""
     load: str | None = None
-    """Weights to begin with where ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, or a run or
-    checkpoint of Hexad. Only the weights are taken; the settings that follow are filled in from there."""
+    """Weights to begin with where ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, or a run
+    or checkpoint of Hexad. Only the weights are taken; the settings that follow are filled in from there."""
     family: Family = "llama"
     """Architecture family; it also sets the defaults of the variant switches below."""
     layers: Positive = 4
@@ -295,14 +295,14 @@ class FaultSettings(Settings):
     """What happens when something goes wrong."""
 
     restarts: Count = 0
-    """How often ranks that ``hexad train`` has started itself are started again after one of them died or hung;
-    the run then goes on from its newest checkpoint. Under torchrun its own ``--max-restarts`` counts."""
+    """How often ranks that ``hexad train`` has started itself are started again after one of them died or
+    hung; the run goes on from its newest checkpoint. Under torchrun its own ``--max-restarts`` counts."""
     idle_ranks: bool = False
-    """Whether ranks may stand idle where the world does not fit the layout: the largest data degree that does
+    """Whether ranks may stand by where the world does not fit the layout: the largest data degree that does
     is used, and the ranks left over wait for the next restart. Otherwise such a world is refused."""
     not_finite: Literal["stop", "skip", "roll_back"] = "stop"
-    """After a step whose gradient is not finite: ``stop`` the run, ``skip`` the update, or ``roll_back`` to the
-    newest checkpoint and leave out the data read since. In fp16 runs the loss scale is lowered first."""
+    """After a step whose gradient is not finite: ``stop`` the run, ``skip`` the update, or ``roll_back`` to
+    the newest checkpoint and leave out the data read since. In fp16 runs the loss scale is lowered first."""
     spike: Annotated[Number, Field(gt=1, allow_inf_nan=False)] | None = None
     """A loss above this many times the median of the last ``spike_window`` losses is a spike; null looks for
     none. Losses of steps that were not made do not count; without a full window nothing is a spike."""
@@ -311,8 +311,8 @@ class FaultSettings(Settings):
     on_spike: Literal["stop", "skip", "roll_back"] = "skip"
     """What to do about a spike: as for ``not_finite``. The update of such a step is never made."""
     most: Positive = 10
-    """Faults in a row that are skipped or rolled back; one more stops the run. A row ends with an update beyond
-    the step that failed last."""
+    """Faults in a row that are skipped or rolled back; one more stops the run. A row ends with an update
+    beyond the step that failed last."""
 
 
 class LogSettings(Settings):

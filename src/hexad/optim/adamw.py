@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hexad.comm import all_reduce
+from hexad.comm import Pending, all_reduce
 from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data import Bucket
 from hexad.topology.mesh import Axis
@@ -74,19 +74,22 @@ class BucketAdamW:
         return total[0].sqrt()
 
     @torch.no_grad()
-    def step(self, lr: float, scale: float, publish: Callable[[Bucket], None]) -> float:
+    def step(
+        self, lr: float, scale: float, publish: Callable[[Bucket], None], veto: Pending | None = None
+    ) -> float:
         """Clip to ``optimizer.clip`` and update at learning rate ``lr``; returns the norm before clipping.
 
         Args:
             lr: learning rate.
             scale: what the gradients are multiplied by (loss scaling).
             publish: called with each bucket after its update, in the order of the forward pass.
+            veto: anything but 0 forbids the update; the same on all ranks.
 
-        A norm that is not finite leaves everything unchanged.
+        A norm that is not finite, or a veto, leaves everything unchanged.
         """
         norm = self.gradient_norm() / scale
         found = float(norm)  # waits for the device, once for all parameters
-        if not math.isfinite(found):
+        if not math.isfinite(found) or (veto is not None and bool(veto.wait())):
             return found
         clip = self.settings.clip
         factor = (clip / norm if clip and found > clip else torch.ones_like(norm)) / scale

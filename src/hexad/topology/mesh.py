@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,38 @@ if TYPE_CHECKING:
     from .layout import Layout
 
 TRAINING_AXES = ("tensor", "context", "pipeline", "data", "expert")
+
+
+class Call(NamedTuple):
+    """A collective or message: in words, its bytes, and when it was started (seconds since the epoch)."""
+
+    what: str
+    nbytes: int
+    since: float
+
+
+@dataclass(eq=False)
+class Trace:
+    """What this rank's collectives are at, for a thread that watches them (filled by :mod:`hexad.comm`).
+
+    Attributes:
+        step: the step being made.
+        waiting: the call that is being waited for.
+        finished: the call that was last waited for.
+        changes: grows with every call that is started or finished.
+    """
+
+    step: int = 0
+    waiting: Call | None = None
+    finished: Call | None = None
+    changes: int = 0
+
+    def wait(self, call: Call, action: Callable[[], object]) -> None:
+        """Wait for a call by ``action``; one that fails stays the one that is waited for."""
+        self.waiting = call
+        action()
+        self.waiting, self.finished = None, call
+        self.changes += 1
 
 
 @dataclass(eq=False)
@@ -27,6 +60,7 @@ class Axis:
         group: the process group; None where the axis has size 1.
         sent: bytes this rank has sent, by operation (filled by :mod:`hexad.comm`).
         calls: number of collectives, by operation.
+        trace: of all axes of a mesh.
     """
 
     name: str
@@ -35,6 +69,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     sent: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
+    trace: Trace = field(default_factory=Trace)
 
     @property
     def size(self) -> int:
@@ -83,7 +118,7 @@ class Mesh:
         )
         if len(mine) == 1:
             return Axis(axis.name, mine)
-        return Axis(axis.name, mine, mine.index(self.rank), group, axis.sent, axis.calls)
+        return Axis(axis.name, mine, mine.index(self.rank), group, axis.sent, axis.calls, axis.trace)
 
     def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
         """An axis as two: runs of ``size`` neighbouring places, and the places across those runs.
@@ -110,7 +145,7 @@ class Mesh:
             use_local_synchronization=True,
             group_desc=f"part of {axis.name}",
         )
-        return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls)
+        return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls, axis.trace)
 
     @classmethod
     def create(cls, layout: Layout, device: torch.device, timeout: float = 600.0) -> Mesh:
@@ -122,7 +157,8 @@ class Mesh:
         limit = timedelta(seconds=timeout)
         rank = dist.get_rank() if layout.world > 1 else 0
         everyone = dist.group.WORLD if layout.world > 1 else None
-        axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone)}
+        trace = Trace()
+        axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone, trace=trace)}
         for name in TRAINING_AXES:
             ranks = tuple(layout.group(rank, name))
             group = None
@@ -134,8 +170,13 @@ class Mesh:
                     use_local_synchronization=True,
                     group_desc=name,
                 )
-            axes[name] = Axis(name, ranks, ranks.index(rank), group)
+            axes[name] = Axis(name, ranks, ranks.index(rank), group, trace=trace)
         return cls(layout, rank, device, axes, limit)
+
+    @property
+    def trace(self) -> Trace:
+        """What this rank's collectives are at."""
+        return self.world.trace
 
     def training_axes(self) -> list[Axis]:
         """The axes whose traffic a step is charged for."""

@@ -21,6 +21,27 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
+def working_layout(config: Config, world: int) -> Layout:
+    """The layout of a world of ``world`` ranks, or with ``faults.idle_ranks`` of as many of them as fit.
+
+    The first ranks work; those from ``layout.world`` on stand by.
+
+    Raises:
+        ConfigError: degrees that do not fit the world.
+    """
+    parallel = config.parallel
+    model = parallel.tensor * parallel.context * parallel.pipeline
+    if not config.faults.idle_ranks or world < model:
+        return Layout.from_settings(parallel, world)
+    if parallel.data != "auto":
+        return Layout.from_settings(parallel, min(world, model * parallel.data))
+    for data in range(world // model, 0, -1):
+        experts = data * model % (parallel.expert_tensor * parallel.expert * parallel.pipeline)
+        if config.batch.global_ % (config.batch.micro * data) == data % parallel.replicas == experts == 0:
+            return Layout.from_settings(parallel, data * model)
+    return Layout.from_settings(parallel, world // model * model)
+
+
 def check_config(config: Config, layout: Layout) -> PipelinePlan:
     """Refuse what is unsupported or does not fit the layout; returns the pipeline's stages and schedule.
 
@@ -55,6 +76,7 @@ def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _schedule(config)
     yield from _sharding(config, int(layout.data))
     yield from _precision(config)
+    yield from _faults(config)
     if config.precision.dtype == "fp8":
         yield from _fp8(config, layout.tensor)
 
@@ -217,6 +239,17 @@ def _precision(config: Config) -> Iterator[ConfigError]:
             f"found {settings.loss_scale_initial}, less than precision.loss_scale_min "
             f"{settings.loss_scale_min}",
         )
+
+
+def _faults(config: Config) -> Iterator[ConfigError]:
+    settings = config.faults
+    if settings.spike is None:
+        for name in ("spike_window", "on_spike"):
+            found = getattr(settings, name)
+            if found != type(settings).model_fields[name].default:
+                yield ConfigError(
+                    f"faults.{name}", f"found {found} with faults.spike null; set faults.spike, or remove it"
+                )
 
 
 def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:

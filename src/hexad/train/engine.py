@@ -38,6 +38,7 @@ from hexad.parallel.slot import ProductQueue
 from hexad.topology.mesh import Axis, Mesh
 
 from .checks import check_config
+from .faults import Fault, FaultGuard
 from .pipeline import training_schedule
 
 
@@ -51,8 +52,10 @@ class StepResult:
         grad_norm: global gradient norm before clipping.
         lr: learning rate applied.
         targets: target tokens in the global batch.
-        skipped: the gradient was not finite and nothing was updated.
+        skipped: the gradient was not finite, or the loss a spike, and nothing was updated.
         loss_scale: what the loss was multiplied by in the backward pass.
+        fault: why it was skipped; None where only the loss scale was too large.
+        limit: the largest loss that would have been no spike; None without a limit.
     """
 
     step: int
@@ -62,6 +65,8 @@ class StepResult:
     targets: int
     skipped: bool
     loss_scale: float
+    fault: Fault | None = None
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class Engine:
         updates: those of them that were not skipped.
         samples: sequences consumed so far.
         scaler: of the loss.
+        guard: of the losses that count.
 
     Raises:
         ConfigError: settings that do not fit each other or the mesh.
@@ -147,6 +153,7 @@ class Engine:
         axes = NormAxes(mesh.tensor, self.sharding.shards, mesh.pipeline)
         self.optimizer = BucketAdamW(self.buckets, config.optimizer, axes)
         self.scaler = LossScaler(config.precision)
+        self.guard = FaultGuard(config.faults)
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Task]] = {}
         if config.run.compile:
@@ -177,6 +184,7 @@ class Engine:
             HexadError: no microbatch, no target token, different numbers of microbatches, or token ids
                 outside the vocabulary.
         """
+        self.mesh.trace.step = self.step + 1
         counting = self._count(microbatches)
         executor = self._executor(len(microbatches), training=True)
         if self.config.run.compile:
@@ -197,15 +205,26 @@ class Engine:
         loss = all_reduce_async(loss.wait(), self.mesh.pipeline)
         schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
         lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
-        norm = self.optimizer.step(lr, scale, self.gatherer.publish)
-        skipped = not math.isfinite(norm)
-        self.scaler.update(skipped)
+        limit = self.guard.limit
+        veto = None if limit is None else self._veto(loss, limit * targets)
+        norm = self.optimizer.step(lr, scale, self.gatherer.publish, veto)
+        finite = math.isfinite(norm)
+        spike = finite and veto is not None and bool(veto.wait())
+        self.scaler.update(not finite)
         self.step += 1
-        self.updates += not skipped
+        self.updates += finite and not spike
         sequences = sum(microbatch.tokens.shape[0] for microbatch in placed)
         self.samples += sequences * self.mesh.data.size
         mean = float(loss.wait()) / targets
-        return StepResult(self.step, mean, norm, lr, targets, skipped, scale)
+        fault: Fault | None = "spike" if spike else None
+        if not finite and self.scaler.exhausted:
+            fault = "not_finite"
+        self.guard.record(self.step, mean, finite and not spike, fault)
+        return StepResult(self.step, mean, norm, lr, targets, not finite or spike, scale, fault, limit)
+
+    def _veto(self, loss: Pending, limit: float) -> Pending:
+        """Start asking whether any rank finds the sum of the losses above a limit."""
+        return all_reduce_async((loss.wait() > limit).to(torch.int32), self.mesh.world, "max")
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing.
@@ -255,6 +274,7 @@ class Engine:
             "updates": self.updates,
             "samples": self.samples,
             "loss_scale": self.scaler.state(),
+            "faults": self.guard.state(),
         }
 
     def restored(self, progress: Mapping[str, Any]) -> None:
@@ -262,8 +282,15 @@ class Engine:
         self.step, self.samples = progress["step"], progress["samples"]
         self.updates = progress.get("updates", self.step)
         self.scaler.restore(progress.get("loss_scale", {}))
+        self.guard.restore(progress.get("faults", {}))
         self.optimizer.set_updates(self.updates)
         self._publish()
+
+    def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:
+        """As :meth:`restored`, but with the data from ``samples`` on; faults since then still count."""
+        row = self.guard.row
+        self.restored(progress)
+        self.guard.row, self.samples = row, samples
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:

@@ -1,13 +1,22 @@
-"""This process's place among those started together, read from the launcher's variables. No torch."""
+"""This process among those started together: its place, from the launcher's variables. No torch."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hexad.config import HexadError
+
+HELD_BACK = signal.SIGUSR1
+
+
+def hold_back_notice() -> None:
+    """Keep the notice of pre-emption, which would end this process, until the run can heed it. Processes
+    started from here do likewise."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {HELD_BACK})
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,7 @@ class Environment:
         rank, world: among all processes.
         local_rank, local_world: among those of this host.
         launcher: ``torchrun``, ``slurm`` or ``none``.
+        restart, restarts: how often torchrun has started these processes again, and will at most.
     """
 
     rank: int = 0
@@ -25,6 +35,8 @@ class Environment:
     local_rank: int = 0
     local_world: int = 1
     launcher: str = "none"
+    restart: int = 0
+    restarts: int = 0
 
     @property
     def joined(self) -> bool:
@@ -48,7 +60,8 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
     if "TORCHELASTIC_RUN_ID" in variables or ("RANK" in variables and "WORLD_SIZE" in variables):
         local, local_world = number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1")
-        here = Environment(number("RANK"), number("WORLD_SIZE"), local, local_world, "torchrun")
+        again = number("TORCHELASTIC_RESTART_COUNT", "0"), number("TORCHELASTIC_MAX_RESTARTS", "0")
+        here = Environment(number("RANK"), number("WORLD_SIZE"), local, local_world, "torchrun", *again)
     elif "SLURM_PROCID" in variables and not _batch_script(variables) and number("SLURM_NTASKS", "1") > 1:
         per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "1")
         local_world = tasks_of_node(per_node, number("SLURM_NODEID", "0"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +17,12 @@ import torch.distributed as dist
 from hexad.comm import CommError, agreed, gather_objects
 from hexad.config import AgreedError, Config, ConfigError, HexadError
 from hexad.topology.cluster import device_name, has_fp8
-from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
-from .checks import check_config
-from .environment import Environment, environment, first_host
+from .checks import check_config, working_layout
+from .environment import Environment, environment
+from .idle import dismiss
+from .rendezvous import meet
 
 T = TypeVar("T")
 
@@ -105,18 +105,23 @@ def launch(config: Config) -> Iterator[Run]:
 
     Raises:
         ConfigError: settings that do not fit the world, before any process group is made.
-        HexadError: the rendezvous failed (a port in use, an unreachable host).
+        HexadError: the rendezvous failed (a port in use, an unreachable host), or the layout has no work for
+            this rank (``faults.idle_ranks``; see :func:`hexad.train.idle.stand_by`).
     """
     here = environment()
-    layout = Layout.from_settings(config.parallel, here.world)
+    layout = working_layout(config, here.world)
     check_config(config, layout)
+    if here.rank >= layout.world:
+        raise HexadError(f"rank {here.rank}: only the first {layout.world} of {here.world} ranks have work")
     device = pick_device(config.run.device, here)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world))
+    store = None
     if here.world > 1:
-        _join(here, device, config.run.timeout)
+        store = _join(here, layout.world, device, config.run.timeout)
+    idle = here.world - layout.world if here.rank == 0 else 0
     try:
         run = Run(Mesh.create(layout, device, config.run.timeout), here)
         # Hosts may have different devices: agreed, not each for itself.
@@ -132,15 +137,19 @@ def launch(config: Config) -> Iterator[Run]:
         # Peers are gone. An orderly end would wait for collectives that they will never join; the process
         # ends at once instead (see hexad.cli.worker).
         raise
-    except BaseException:
-        _leave(here, device, orderly=False)
+    except BaseException as error:
+        if store is not None and idle and isinstance(error, HexadError):
+            dismiss(store, idle, str(error))
+        _leave(device, orderly=False)
         raise
-    _leave(here, device, orderly=True)
+    if store is not None and idle:
+        dismiss(store, idle, "")
+    _leave(device, orderly=True)
 
 
-def _leave(here: Environment, device: torch.device, *, orderly: bool) -> None:
+def _leave(device: torch.device, *, orderly: bool) -> None:
     """Leave the world. After an error NCCL's orderly end would wait for peers that may never answer."""
-    if here.world == 1:
+    if not dist.is_initialized():
         return
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if not orderly and device.type == "cuda" and abort is not None:
@@ -149,30 +158,19 @@ def _leave(here: Environment, device: torch.device, *, orderly: bool) -> None:
         dist.destroy_process_group()
 
 
-def _join(here: Environment, device: torch.device, timeout: float) -> None:
-    address = os.environ.get("MASTER_ADDR") or _slurm_first_host()
-    port = os.environ.get("MASTER_PORT", "29500")
-    os.environ.update(MASTER_ADDR=address, MASTER_PORT=port)
-    try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            rank=here.rank,
-            world_size=here.world,
-            timeout=timedelta(seconds=timeout),
-            device_id=device if device.type == "cuda" else None,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        text = str(error)
-        if "EADDRINUSE" in text or "address already in use" in text.lower():
-            raise HexadError(
-                f"port {port} of {address} is in use; set another with torchrun --master-port or MASTER_PORT"
-            ) from error
-        raise HexadError(f"no rendezvous at {address}:{port} within {timeout:.0f} s: {text}") from error
-
-
-def _slurm_first_host() -> str:
-    """The first host of a SLURM job, or this host."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if nodes:
-        return first_host(nodes)
-    return socket.gethostname() if "SLURM_PROCID" in os.environ else "localhost"
+def _join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:
+    """Make the default process group of the first ``members`` ranks; returns the store of all ranks."""
+    store = meet(here, members, timeout)
+    if members > 1:
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=here.rank,
+                world_size=members,
+                timeout=timedelta(seconds=timeout),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise HexadError(f"no rendezvous within {timeout:.0f} s: {error}") from error
+    return store

@@ -1,4 +1,4 @@
-"""Starting local ranks through torchrun's elastic agent, and saying in one line how they ended."""
+"""Starting local ranks through torchrun's elastic agent, again where they fail, and saying how they ended."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic import rendezvous
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -23,7 +26,11 @@ from torch.distributed.elastic.rendezvous import registry
 
 from hexad.config import USER_ERROR
 
+from .environment import HELD_BACK
 from .stop import POLITE_SIGNALS
+
+_GRACE = 5.0
+"""Seconds in which ranks that have lost a peer may end by themselves. torch would give them 30."""
 
 
 @dataclass(frozen=True)
@@ -40,38 +47,136 @@ class LocalOutcome:
 
 
 class _Agent(LocalElasticAgent):
-    """Hands a polite signal on to the ranks and keeps waiting for them, however long their save takes.
+    """Hands a polite signal on to the ranks and keeps waiting for them, however long their save takes; when
+    one has failed, ends the others soon.
 
-    torch's agent would give them 30 seconds, and forget how they ended.
+    torch's agent would give them 30 seconds in both cases, and forget how they ended.
     """
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
         super().__init__(spec=spec, logs_specs=logs)
         self.asked: signal.Signals | None = None
+        self.hung: set[int] = set()
+        self.ended_by_us: set[int] = set()
+
+    @property
+    def restarts(self) -> int:
+        """Restarts made so far."""
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.hung, self.ended_by_us = set(), set()
         processes = super()._start_workers(worker_group)
-
-        def hand_on(number: int, frame: FrameType | None) -> None:
-            self.asked = signal.Signals(number)
-            for process in processes.values():
-                try:
-                    # Always SIGTERM: a rank that is still importing then ends without a traceback.
-                    os.kill(process, signal.SIGTERM)
-                except ProcessLookupError:
-                    continue
-
         # After super(): torch sets handlers of its own when it starts the processes.
         for number in POLITE_SIGNALS:
-            signal.signal(number, hand_on)
+            signal.signal(number, self._hand_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {HELD_BACK})
+        if self.asked:  # while no rank was there to hear of it
+            self._hand_on(self.asked, None)
         return processes
 
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number)
+        # Ctrl-C as SIGTERM: a rank that is still importing then ends without a traceback.
+        handed = signal.SIGTERM if number == signal.SIGINT else number
+        for process in self._processes().values():
+            with suppress(ProcessLookupError):
+                os.kill(process, handed)
 
-def run_local(arguments: Sequence[str], ranks: int) -> LocalOutcome:
+    def _processes(self) -> dict[int, int]:
+        return self._pcontext.pids() if self._pcontext is not None else {}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        processes = self._processes()
+        ended = {rank: _exit_status(process) for rank, process in processes.items()}
+        if any(ended.values()):
+            self._end({rank: processes[rank] for rank, status in ended.items() if status is None})
+        result = super()._monitor_workers(worker_group)
+        if result.state != WorkerState.FAILED:
+            return result
+        # A mistake is met again however often the ranks are started; and who asked to stop means it.
+        if self.asked or any(failure.exitcode == USER_ERROR for failure in result.failures.values()):
+            self._worker_group.spec.max_restarts = self.restarts
+            self._remaining_restarts = 0
+        if self._remaining_restarts:
+            what, maximum = self.failure(result), worker_group.spec.max_restarts
+            line = f"hexad: {what.message}; restart {self.restarts + 1} of {maximum}"
+            print(line, file=sys.stderr, flush=True)
+        return result
+
+    def _end(self, processes: Mapping[int, int]) -> None:
+        """End the ranks that one has failed. A stopped one is let go on, so that it can write its stacks."""
+        self.hung = {rank for rank, process in processes.items() if _stopped(process)}
+        self.ended_by_us = set(processes)
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            for process in processes.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process, number)
+        end = time.monotonic() + _GRACE
+        left = dict(processes)
+        while left and time.monotonic() < end:
+            time.sleep(0.02)
+            left = {rank: process for rank, process in left.items() if _exit_status(process) is None}
+        self.hung |= set(left)
+        for process in left.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)
+
+    def failure(self, result: RunResult) -> LocalOutcome:
+        """A user's error beats a killed rank beats a crash beats a rank that merely lost a peer."""
+        failures: dict[int, ProcessFailure] = result.failures
+        texts = {rank: _message(failure) for rank, failure in failures.items()}
+        for rank, failure in failures.items():
+            if failure.exitcode == USER_ERROR and texts[rank]:
+                return LocalOutcome(USER_ERROR, texts[rank])
+
+        def order(rank: int) -> tuple[bool, bool, bool, float]:
+            failure = failures[rank]
+            ours = rank in self.ended_by_us
+            return ours, failure.exitcode >= 0, "CommError" in texts[rank], failure.timestamp
+
+        rank = min(failures, key=order)
+        message = f"rank {rank} (process {failures[rank].pid}) {_how(failures[rank].exitcode, texts[rank])}"
+        if self.hung:
+            names = f"rank{'s' * (len(self.hung) > 1)} {', '.join(map(str, sorted(self.hung)))}"
+            message += f"; {names} hung"
+        logs = "*" if self.hung else rank
+        return LocalOutcome(1, f"{message}; all ranks were stopped (log-rank{logs}.txt in run.dir)")
+
+
+def _how(status: int, text: str) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"failed with exit status {status}" + (f": {text}" if text else "")
+
+
+def _exit_status(process: int) -> int | None:
+    """Of a child that has ended (a signal's number for one that was killed), 0 if it was already asked for;
+    None while it runs. It can still be waited for afterwards."""
+    try:
+        found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    return None if found is None else found.si_status
+
+
+def _stopped(process: int) -> bool:
+    """Whether a process has been stopped (SIGSTOP); False where that cannot be told."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalOutcome:
     """Run ``python -m hexad.cli.worker ARGUMENTS`` on ``ranks`` local ranks and wait for all of them.
 
-    When one rank ends badly the others are stopped at once. SIGTERM and SIGINT are handed on to the ranks.
+    When one rank ends badly the others are stopped, and all are started again, up to ``restarts`` times.
+    SIGTERM, SIGINT and SIGUSR1 are handed on to the ranks.
     """
+    # In a store that outlives them, restarted ranks would find the addresses of dead ones (pytorch issue
+    # 135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # It would announce every signal it sends; the one line of LocalOutcome says what matters.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -92,12 +197,12 @@ def run_local(arguments: Sequence[str], ranks: int) -> LocalOutcome:
             rdzv_handler=handler,
             entrypoint=sys.executable,
             args=("-m", "hexad.cli.worker", *arguments),
-            max_restarts=0,
+            max_restarts=restarts,
             local_addr="localhost",  # not the host's full name, which may not resolve on a laptop
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=scratch))
         try:
-            return _outcome(agent.run(), agent.asked)
+            return _outcome(agent.run(), agent)
         except SignalException as error:  # SIGHUP, SIGQUIT, or before the ranks were started
             name = signal.Signals(error.sigval).name
             return LocalOutcome(128 + error.sigval, f"stopped by {name} without saving")
@@ -107,37 +212,17 @@ def run_local(arguments: Sequence[str], ranks: int) -> LocalOutcome:
                 signal.signal(number, action)
 
 
-def _outcome(result: RunResult, asked: signal.Signals | None) -> LocalOutcome:
+def _outcome(result: RunResult, agent: _Agent) -> LocalOutcome:
     if not result.is_failed():
         return LocalOutcome(0)
-    failures = result.failures
     # Ranks that had not begun to listen, or were told twice.
-    if asked and any(failure.exitcode == -signal.SIGTERM for failure in failures.values()):
+    asked = agent.asked
+    if asked and any(failure.exitcode in (-signal.SIGTERM, -asked) for failure in result.failures.values()):
         return LocalOutcome(128 + asked, f"stopped by {asked.name} without saving")
-    return _failure(failures)
-
-
-def _failure(failures: dict[int, ProcessFailure]) -> LocalOutcome:
-    """A user's error beats a killed rank beats a crash beats a rank that merely lost a peer."""
-    texts = {rank: _message(failure) for rank, failure in failures.items()}
-    for rank, failure in failures.items():
-        if failure.exitcode == USER_ERROR and texts[rank]:
-            return LocalOutcome(USER_ERROR, texts[rank])
-
-    def order(rank: int) -> tuple[bool, bool, float]:
-        return failures[rank].exitcode >= 0, "CommError" in texts[rank], failures[rank].timestamp
-
-    rank = min(failures, key=order)
-    failure = failures[rank]
-    if failure.exitcode < 0:
-        how = f"was killed by {signal.Signals(-failure.exitcode).name}"
-    else:
-        how = f"failed with exit status {failure.exitcode}"
-        how += f": {texts[rank]}" if texts[rank] else ""
-    return LocalOutcome(
-        1,
-        f"rank {rank} (process {failure.pid}) {how}; all ranks were stopped (log-rank{rank}.txt in run.dir)",
-    )
+    found = agent.failure(result)
+    if found.status == USER_ERROR or not agent.restarts:
+        return found
+    return LocalOutcome(found.status, f"{found.message}, after {agent.restarts} restarts (faults.restarts)")
 
 
 def _message(failure: ProcessFailure) -> str:

@@ -16,19 +16,21 @@ from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
 from hexad.checkpoint.hugging_face import open_weights
 from hexad.checkpoint.manifest import DamagedCheckpoint
-from hexad.comm import CommError
+from hexad.comm import CommError, gather_objects
 from hexad.config import AgreedError, Config, ConfigError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.sidecar import fingerprint
 from hexad.dataset.tokenizer import Tokenizer, load_tokenizer
 from hexad.model.counts import flops_per_token, parameter_count
 from hexad.model.transformer import DTYPES
-from hexad.optim.scaling import LossScaler
 from hexad.parallel.pipeline.simulate import TIMELINE
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
+from .checks import working_layout
 from .engine import Engine, StepResult, with_positions
+from .environment import environment
+from .idle import stand_by
 from .launch import Run, launch
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
@@ -52,10 +54,29 @@ def train(config: Config) -> Outcome:
     Raises:
         HexadError: anything the user can mend; the same on every rank.
     """
+    here = environment()
+    members = working_layout(config, here.world).world
+    if here.rank >= members:
+        stand_by(config, here, members)
+        return Outcome(0, None)
     with launch(config) as run, ExitStack() as stack:
-        open_run_directory(config.run.dir, run, stack)
+        open_run_directory(config.run, run, stack)
+        if members < here.world:
+            log.info(
+                "%d of %d ranks work, %d stand by (faults.idle_ranks)",
+                members,
+                here.world,
+                here.world - members,
+            )
+        # Hosts count their own: one that merely joined again has made no restart.
+        restart = max(gather_objects(here.restart, run.mesh.world))
+        if restart and config.checkpoint.resume == "never":  # that was meant for the first start
+            checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
+            config = config.model_copy(update={"checkpoint": checkpoint})
         trainer = Trainer(config, run)
         stack.push(trainer.leave)
+        if restart:
+            log.info("restart %d of %d: going on after step %d", restart, here.restarts, trainer.engine.step)
         return trainer.run_steps()
 
 
@@ -75,6 +96,7 @@ class Trainer:
         self.flops = flops_per_token(config.model, config.data.sequence)
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
+        self._went_back: str | None = None
         run.agreed(lambda: self._write("config.yaml", dump_config(self.config)))
 
     def _write(self, name: str, text: str) -> None:
@@ -115,17 +137,23 @@ class Trainer:
         with recorder as sink, StopRequest(self.mesh) as stop:
             while engine.step < config.run.steps:
                 asking = stop.ask(self.checkpointer.failed())
-                metrics = self._step()
-                self._validate(metrics)
-                if sink is not None and self._log_due(metrics):
-                    sink.write(metrics)
-                if engine.scaler.exhausted:
-                    raise AgreedError(_not_finite(metrics, engine.scaler))
+                result, metrics = self._step()
+                action = self._action(result, metrics)
+                if action == "roll_back":
+                    self._roll_back(metrics)
+                    if sink is not None:
+                        sink.rewind(engine.step)
+                else:
+                    self._validate(metrics)
+                    if sink is not None and self._log_due(metrics):
+                        sink.write(metrics)
+                if action == "stop":
+                    raise AgreedError(self._advice(result, metrics))
                 signal = stop.answer(asking)
                 if signal == SAVE_FAILED:
                     self.checkpointer.wait()
                     continue
-                if self._save_due(engine.step, signal):
+                if action != "roll_back" and self._save_due(engine.step, signal):
                     reason = "signal" if signal else "schedule"
                     self.checkpointer.save(engine.chunks(), engine.progress(), reason)
                 if signal:
@@ -135,15 +163,62 @@ class Trainer:
             self.checkpointer.wait()  # a signal must not cut the last save short
         return Outcome(engine.step, None)
 
+    def _action(self, result: StepResult, metrics: Metrics) -> str | None:
+        """What to do about a step whose update was not made (``stop``, ``skip``, ``roll_back``), noted in its
+        metrics; None for other steps."""
+        guard = self.engine.guard
+        if self._went_back is not None:
+            metrics["fault"], self._went_back = self._went_back, None
+        if result.fault is None:
+            return None
+        action = guard.action(result.fault)
+        what = guard.describe(result.step, result.loss, result.fault, result.limit)
+        if action != "stop" and guard.exhausted:
+            what += f"; faults.most {guard.settings.most} faults in a row have been left out before it"
+            action = "stop"
+        metrics["fault"] = f"{metrics['fault']}; {what}" if "fault" in metrics else what
+        if action == "skip":
+            log.warning("%s: its update was skipped", what)
+        return action
+
+    def _advice(self, result: StepResult, metrics: Metrics) -> str:
+        """Why a run cannot go on after a step that was not made."""
+        what = str(metrics["fault"])
+        if self.engine.scaler.active and result.fault == "not_finite":
+            what += f" at loss scale {result.loss_scale:g}, which cannot be lowered (precision.loss_scale)"
+        return f"{what}; lower optimizer.lr, or go on from an earlier checkpoint with other data"
+
+    def _roll_back(self, metrics: Metrics) -> None:
+        """Load the newest checkpoint, and leave out the data that has been read since it was saved.
+
+        A run that is killed before its next checkpoint meets the same fault again, and does the same.
+
+        Raises:
+            AgreedError: there is no checkpoint to go back to.
+        """
+        engine, samples = self.engine, self.engine.samples
+        self.checkpointer.wait()
+        path = self.run.agreed(self.checkpointer.directory.newest)
+        self.run.identical("the newest checkpoint", str(path))
+        if path is None:
+            raise AgreedError(f"{metrics['fault']}; no checkpoint to go back to yet (checkpoint.every)")
+        manifest = self.checkpointer.load(path, engine.chunks())
+        engine.rolled_back(manifest.progress, samples)
+        self._went_back = (
+            f"{metrics['fault']}: went back to step {engine.step}, leaving out samples {manifest.samples} "
+            f"to {samples - 1}"
+        )
+        log.warning(self._went_back)
+
     def _log_due(self, metrics: Metrics) -> bool:
         due = metrics["step"] % self.config.log.every == 0 or metrics["step"] == self.config.run.steps
-        return due or metrics["skipped"] or "validation_loss" in metrics
+        return due or metrics["skipped"] or "fault" in metrics or "validation_loss" in metrics
 
     def _save_due(self, step: int, signal: str | None) -> bool:
         every = self.config.checkpoint.every
         return bool(signal) or step == self.config.run.steps or (every > 0 and step % every == 0)
 
-    def _step(self) -> Metrics:
+    def _step(self) -> tuple[StepResult, Metrics]:
         """One step and its metrics."""
         before = self.mesh.sent_bytes()
         record = self.engine.step + 1 == self.config.log.timeline
@@ -154,7 +229,7 @@ class Trainer:
         if record:
             text = timeline_text(self.engine)
             self.run.agreed(lambda: self._write(TIMELINE, text))
-        return self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
+        return result, self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
 
     def _metrics(self, result: StepResult, seconds: float, sent: dict[str, int]) -> Metrics:
         batch, sequence = self.config.batch.global_, self.config.data.sequence
@@ -221,14 +296,6 @@ class Trainer:
             source, identity = run.agreed(lambda: stack.enter_context(open_weights(self.config)))
             run.identical("what model.load names", identity)
             self.engine.load_weights(source)
-
-
-def _not_finite(metrics: Metrics, scaler: LossScaler) -> str:
-    """Why a run cannot go on after a step that was not made."""
-    where = f"step {metrics['step']}: the loss is {metrics['loss']} and the gradient is not finite"
-    if scaler.active:
-        where += f" at loss scale {metrics['loss_scale']:g}, which cannot be lowered (precision.loss_scale)"
-    return f"{where}; lower optimizer.lr, or go on from an earlier checkpoint with other data"
 
 
 def _prefixes(config: Config) -> list[str]:

@@ -25,6 +25,10 @@ class Sink(Protocol):
         """Record one step."""
         ...
 
+    def rewind(self, last_step: int) -> None:
+        """Forget steps after ``last_step``, which will be made again, where the sink can."""
+        ...
+
     def close(self) -> None:
         """Flush and release."""
         ...
@@ -37,6 +41,11 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path
+        self._open(last_step)
+
+    def _open(self, last_step: int) -> None:
+        path = self._path
         if path.exists():
             kept = [
                 line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= last_step
@@ -49,6 +58,10 @@ class MetricsFile:
     def write(self, metrics: Metrics) -> None:
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
+
+    def rewind(self, last_step: int) -> None:
+        self._file.close()
+        self._open(last_step)
 
     def close(self) -> None:
         self._file.close()
@@ -69,11 +82,17 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError("log.tensorboard", "needs 'pip install hexad[tensorboard]'") from None
-        self._writer = SummaryWriter(str(path))
+        self._directory = str(path)
+        self._make = SummaryWriter
+        self._writer = SummaryWriter(self._directory)
 
     def write(self, metrics: Metrics) -> None:
         for name, value in flat(metrics).items():
             self._writer.add_scalar(name, value, metrics["step"])
+
+    def rewind(self, last_step: int) -> None:
+        self._writer.close()
+        self._writer = self._make(self._directory, purge_step=last_step + 1)
 
     def close(self) -> None:
         self._writer.close()
@@ -94,6 +113,9 @@ class WeightsAndBiases:
     def write(self, metrics: Metrics) -> None:
         self._run.log(flat(metrics), step=metrics["step"])
 
+    def rewind(self, last_step: int) -> None:
+        """Its steps only grow: it keeps the first values."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -104,7 +126,7 @@ def flat(metrics: Metrics) -> dict[str, float]:
     for name, value in metrics.items():
         if isinstance(value, dict):
             result |= {f"{name}/{inner}": float(number) for inner, number in value.items()}
-        elif value is not None and name != "step":
+        elif isinstance(value, int | float) and name != "step":
             result[name] = float(value)
     return result
 
@@ -147,6 +169,9 @@ class ProgressLine:
                 flush=True,
             )
 
+    def rewind(self, last_step: int) -> None:
+        self._progress.update(self._task, completed=last_step)
+
     def close(self) -> None:
         self._progress.stop()
 
@@ -170,6 +195,11 @@ class Recorder:
         """Hand one step's metrics to every sink."""
         for sink in self._sinks:
             sink.write(metrics)
+
+    def rewind(self, last_step: int) -> None:
+        """Forget steps after ``last_step`` in every sink that can."""
+        for sink in self._sinks:
+            sink.rewind(last_step)
 
     def __enter__(self) -> Recorder:
         return self

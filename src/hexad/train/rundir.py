@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
+import fcntl
 import logging
 import os
+import socket
 import sys
+import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
 from hexad.comm import gather_objects
 from hexad.config import ConfigError
+from hexad.config.schema import RunSettings
 
 from .launch import Run
+from .watch import Watch
 
 log = logging.getLogger("hexad")
 
 
-def open_run_directory(setting: str, run: Run, stack: ExitStack) -> None:
-    """Make ``run.dir``, see that all ranks mean the same one, and log into it until ``stack`` closes.
+def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> None:
+    """Make ``run.dir``, see that all ranks mean the same one and no other run does, and log into it until
+    ``stack`` closes.
 
     Raises:
-        AgreedError: it cannot be made or written, or is not shared by all hosts.
+        AgreedError: it cannot be made or written, is not shared by all hosts, or is in use.
     """
-    path = Path(setting)
+    path = Path(settings.dir)
     # A name that no other run uses; chosen by rank 0.
     token = path / f".shared-{gather_objects((os.getpid(), os.urandom(4).hex()), run.mesh.world)[0][1]}"
     first = run.mesh.rank == 0
@@ -33,6 +40,8 @@ def open_run_directory(setting: str, run: Run, stack: ExitStack) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if first:
+                # Ranks of this run that are gone, or cut off, may take until run.timeout to let go of it.
+                _lock(path, settings.timeout / 2 if run.environment.restart else 0.0, stack)
                 token.touch()
         except OSError as error:
             raise ConfigError("run.dir", f"cannot write to {path}: {error.strerror}") from None
@@ -49,11 +58,37 @@ def open_run_directory(setting: str, run: Run, stack: ExitStack) -> None:
     finally:
         if first:
             token.unlink(missing_ok=True)
-    run.agreed(lambda: _log_to_file(path / f"log-rank{run.mesh.rank}.txt", first, stack))
+    run.agreed(lambda: _log_to_file(path / f"log-rank{run.mesh.rank}.txt", run, settings.timeout, stack))
 
 
-def _log_to_file(path: Path, first: bool, stack: ExitStack) -> None:
-    """Messages, and the stacks of a crash, go to ``log-rankN.txt``; the first rank's to stderr too."""
+def _lock(path: Path, patience: float, stack: ExitStack) -> None:
+    """Hold ``run.dir`` for this run until ``stack`` closes, or this process ends in whatever way.
+
+    Waits up to ``patience`` seconds for another to let go of it. A file system without locks has none.
+    """
+    file = stack.enter_context((path / ".lock").open("a+", encoding="utf-8"))
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return
+        if time.monotonic() >= end:
+            file.seek(0)
+            raise ConfigError(
+                "run.dir", f"found {path}, where {file.read()} trains now; use another directory"
+            )
+        time.sleep(0.1)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+
+
+def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None:
+    """Messages, and the stacks of a crash or a stall, go to ``log-rankN.txt``; the first rank's messages to
+    stderr too."""
     try:
         file = stack.enter_context(path.open("a", encoding="utf-8"))
     except OSError as error:
@@ -62,10 +97,12 @@ def _log_to_file(path: Path, first: bool, stack: ExitStack) -> None:
     stack.callback(faulthandler.disable)
     stack.push(lambda kind, error, trace: traceback.print_exception(error, file=file) if error else None)
     handlers: list[logging.Handler] = [logging.StreamHandler(file)]
-    if first:
+    if run.mesh.rank == 0:
         handlers.append(logging.StreamHandler(sys.stderr))
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         log.addHandler(handler)
         stack.callback(log.removeHandler, handler)
     log.setLevel(logging.INFO)
+    if run.mesh.layout.world > 1:
+        stack.enter_context(Watch(run.mesh.trace, timeout, file))

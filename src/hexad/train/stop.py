@@ -1,4 +1,4 @@
-"""Stopping a run politely: SIGTERM and SIGINT save a checkpoint and exit."""
+"""Stopping a run politely: SIGTERM, SIGINT and SIGUSR1 save a checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 from hexad.comm import Pending, all_reduce_async
 from hexad.topology.mesh import Mesh
 
+from .environment import HELD_BACK
+
 SAVE_FAILED = "save failed"
 _SAVE_FAILED_NUMBER = 255  # above every signal's
 _ONE_REQUEST = 0.5  # seconds
-POLITE_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+POLITE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""SIGUSR1 is how SLURM and others announce that a job will be pre-empted."""
 
 
 class StopRequest:
@@ -31,16 +34,21 @@ class StopRequest:
         self._received = 0
         self._at = 0.0
         self._previous: dict[int, object] = {}
+        self._mask: set[int] | None = None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in POLITE_SIGNALS:
                 self._previous[number] = signal.signal(number, self._receive)
+            # One that came in the meantime comes now.
+            self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {HELD_BACK})
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._restore()
 
     def ask(self, save_failed: bool) -> Pending:

@@ -1,0 +1,79 @@
+"""Steps that must not count: gradients that are not finite, losses that jump. No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, Literal, NamedTuple
+
+from hexad.config.schema import FaultSettings
+
+Fault = Literal["not_finite", "spike"]
+
+
+class Row(NamedTuple):
+    """Faults in a row: how many, and the largest number of a step among them."""
+
+    length: int = 0
+    last: int = 0
+
+
+class FaultGuard:
+    """Remembers the losses that count, and how many steps in a row have failed.
+
+    Its state goes into checkpoints: a run that goes on from one judges as the run that wrote it.
+
+    Attributes:
+        row: the faults since the last update beyond them.
+    """
+
+    def __init__(self, settings: FaultSettings) -> None:
+        self.settings = settings
+        self._losses: deque[float] = deque(maxlen=settings.spike_window)
+        self.row = Row()
+
+    @property
+    def limit(self) -> float | None:
+        """The largest loss that is no spike, in nats; None while nothing is one."""
+        if self.settings.spike is None or len(self._losses) < self.settings.spike_window:
+            return None
+        return self.settings.spike * median(self._losses)
+
+    def record(self, step: int, loss: float, made: bool, fault: Fault | None) -> None:
+        """Take note of a step: whether its update was made, and why not (None: a loss scale overflowed)."""
+        if made:
+            if self.settings.spike is not None:
+                self._losses.append(loss)
+            if step > self.row.last:
+                self.row = Row()
+        elif fault is not None:
+            self.row = Row(self.row.length + 1, max(self.row.last, step))
+
+    def action(self, fault: Fault) -> Literal["stop", "skip", "roll_back"]:
+        """What the settings ask to do about a fault."""
+        return self.settings.on_spike if fault == "spike" else self.settings.not_finite
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether more steps in a row have failed than ``faults.most``."""
+        return self.row.length > self.settings.most
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, in JSON's types."""
+        return {"losses": list(self._losses), "row": list(self.row)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state`."""
+        self._losses = deque(state.get("losses", []), maxlen=self.settings.spike_window)
+        self.row = Row(*state.get("row", []))
+
+    def describe(self, step: int, loss: float, fault: Fault, limit: float | None) -> str:
+        """In words, what was wrong with a step."""
+        if fault == "not_finite":
+            return f"step {step}: the loss is {loss:g} and the gradient is not finite"
+        settings = self.settings
+        return (
+            f"step {step}: the loss {loss:g} is a spike, above {limit:g}, which is faults.spike "
+            f"{settings.spike:g} x the median of {settings.spike_window} losses"
+        )

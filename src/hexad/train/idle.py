@@ -1,0 +1,62 @@
+"""Ranks that the layout has no work for: they stand by for the launcher's next restart."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from types import FrameType
+
+import torch.distributed as dist
+
+from hexad.comm import CommError
+from hexad.config import AgreedError, Config
+
+from .environment import Environment
+from .rendezvous import meet
+from .stop import POLITE_SIGNALS
+
+log = logging.getLogger("hexad")
+
+_END, _LEFT = "hexad/end", "hexad/left"
+_POLL = 0.2  # seconds
+_FAREWELL = 10.0  # seconds
+
+
+def stand_by(config: Config, here: Environment, members: int) -> None:
+    """Wait until the run has ended, or a polite signal asks to end.
+
+    Raises:
+        AgreedError: the run ended with it.
+        CommError: the run ended without a word.
+    """
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    previous = {number: signal.signal(number, ask) for number in POLITE_SIGNALS}
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE_SIGNALS)
+        store = meet(here, members, config.run.timeout)
+        while not asked and not store.check([_END]):
+            time.sleep(_POLL)
+        if asked:
+            return
+        error = store.get(_END).decode()
+        store.add(_LEFT, 1)
+    except (dist.DistNetworkError, dist.DistStoreError) as gone:
+        raise CommError(f"rank {here.rank} stood by, and the run is gone: {gone}") from gone
+    finally:
+        for number, action in previous.items():
+            signal.signal(number, action)
+    if error:
+        raise AgreedError(error)
+
+
+def dismiss(store: dist.Store, idle: int, error: str) -> None:
+    """Tell the ranks that stand by that the run has ended, and how; the store may end with this process."""
+    store.set(_END, error)
+    end = time.monotonic() + _FAREWELL
+    while store.add(_LEFT, 0) < idle and time.monotonic() < end:
+        time.sleep(_POLL / 10)

@@ -1,0 +1,99 @@
+"""Meeting the other ranks: the store in which process groups, and ranks that stand by, find each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hexad.config import HexadError
+
+from .environment import Environment, first_host
+
+_POLL = 0.05  # seconds
+_ASKS = "hexad/asks"
+
+
+def meet(here: Environment, members: int, timeout: float) -> dist.Store:
+    """The store of this world's ranks, the same and fresh for all of them.
+
+    Args:
+        here: this process's place; all ``here.world`` ranks call this together.
+        members: ranks that make process groups.
+        timeout: seconds to wait for others.
+
+    Raises:
+        HexadError: the port is in use, or nobody answers.
+    """
+    address = os.environ.get("MASTER_ADDR") or _slurm_first_host()
+    port = int(os.environ.get("MASTER_PORT", "29500"))
+    limit = timedelta(seconds=timeout)
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return _fresh(here, lambda: dist.TCPStore(address, port, timeout=limit, wait_for_workers=False))
+        # Ranks that stand by come and go as they like: only members are waited for.
+        return dist.TCPStore(
+            address,
+            port,
+            world_size=members if here.rank < members else None,
+            is_master=here.rank == 0,
+            timeout=limit,
+            wait_for_workers=here.rank < members,
+            multi_tenant=True,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        text = str(error)
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            raise HexadError(
+                f"port {port} of {address} is in use; set another with torchrun --master-port or MASTER_PORT"
+            ) from error
+        raise HexadError(f"no rendezvous at {address}:{port} within {timeout:.0f} s: {text}") from error
+
+
+def _fresh(here: Environment, connect: Callable[[], dist.TCPStore]) -> dist.Store:
+    """A part of torchrun's store that only the ranks of this start use.
+
+    That store outlives them: in it, restarted ranks would find the addresses of dead ones and wait for those
+    (pytorch issue 135712). Nothing that torchrun tells a rank names a start for all hosts alike. So each rank
+    asks under a name nobody has used before, and the first answers all with one of its own choice.
+    """
+    store = connect()
+    if here.rank == 0:
+        name = secrets.token_hex(8)
+        answering = (connect(), name, here.world - 1)
+        threading.Thread(target=_answer, args=answering, name="hexad-meet", daemon=True).start()
+    else:
+        question = secrets.token_hex(8)
+        store.append(_ASKS, f"{question} ")  # type: ignore[attr-defined]  # missing in torch's stubs
+        name = store.get(f"hexad/answer/{question}").decode()
+        store.add(f"{name}/met", 1)
+    return dist.PrefixStore(name, store)
+
+
+def _answer(store: dist.Store, name: str, others: int) -> None:
+    """Answer until all other ranks of this start have confirmed; questions of earlier ones do no harm."""
+    answered: set[str] = set()
+    try:
+        while store.add(f"{name}/met", 0) < others:
+            asked = store.get(_ASKS).decode().split() if store.check([_ASKS]) else []
+            for question in asked:
+                if question not in answered:
+                    store.set(f"hexad/answer/{question}", name)
+                    answered.add(question)
+            time.sleep(_POLL)
+    except (dist.DistNetworkError, dist.DistStoreError):
+        return  # the store is gone: the ranks meet this themselves
+
+
+def _slurm_first_host() -> str:
+    """The first host of a SLURM job, or this host."""
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if nodes:
+        return first_host(nodes)
+    return socket.gethostname() if "SLURM_PROCID" in os.environ else "localhost"

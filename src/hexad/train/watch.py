@@ -1,0 +1,90 @@
+"""Stacks of all threads, and in words the collective a rank is at, when nothing has moved for too long."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
+
+from hexad.topology.mesh import Call, Trace
+
+log = logging.getLogger("hexad.watch")
+
+
+class Watch:
+    """Looks at this rank's collectives from a thread of its own. Used as a context manager.
+
+    Shortly before ``timeout`` seconds without progress, when the peers of a hung rank are about to give up,
+    the stacks of all threads are written to the log, and in words what the rank waits for. That is
+    information only: a long compilation or save passes. A timer in C writes the stacks, even while a thread
+    that hangs holds Python's lock.
+
+    Args:
+        trace: of the mesh.
+        timeout: ``run.timeout``, in seconds.
+        file: the rank's log.
+    """
+
+    def __init__(self, trace: Trace, timeout: float, file: TextIO) -> None:
+        self._trace = trace
+        self._timeout = timeout
+        self._file = file
+        self._interval = min(1.0, timeout / 20)
+        self._limit = timeout - min(10.0, timeout / 5)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="hexad-watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _look(self) -> None:
+        seen, since, told = -1, 0.0, False
+        while True:
+            now = time.monotonic()
+            if self._trace.changes != seen:
+                seen, since, told = self._trace.changes, now, False
+                faulthandler.dump_traceback_later(self._limit, file=self._file)
+            elif now - since > self._limit and not told:
+                told = True
+                log.warning(
+                    "no progress for %.0f s (run.timeout is %.0f s); %s",
+                    now - since,
+                    self._timeout,
+                    self.words(),
+                )
+            if _in_the_stack(self.words(), lambda: self._over.wait(self._interval)):
+                return
+
+    def words(self) -> str:
+        """Step, and the collective this rank waits in or has last finished."""
+        trace = self._trace
+        waiting, finished = trace.waiting, trace.finished
+        if waiting is not None:
+            return f"step {trace.step}, waiting in {_words(waiting)}"
+        return f"step {trace.step}, last finished {_words(finished) if finished else 'no collective'}"
+
+
+def _words(call: Call) -> str:
+    since = time.strftime("%H:%M:%S", time.localtime(call.since))
+    return f"{call.what}, {call.nbytes} bytes, started at {since}"
+
+
+def _in_the_stack(words: str, call: Callable[[], bool]) -> bool:
+    """Call something from a line of code whose "file" is ``words``.
+
+    So they stand among the stacks that the timer in C writes, when no Python can run any more to say them.
+    """
+    result: bool = eval(compile("call()", f"as last seen: {words}", "eval"), {"call": call})
+    return result

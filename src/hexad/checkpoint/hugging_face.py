@@ -102,8 +102,9 @@ class HuggingFaceModel:
                     f"does not fit into this run's {_word(chunk.tensor.dtype)} master weights; use "
                     f"{'fp64' if dtype == torch.float64 else 'fp32'}"
                 )
-            for offset, part in in_slices(chunk.offset, chunk.tensor.detach()):
-                part.copy_(self.read(name, offset, tuple(part.shape)))
+            for row, rows in row_slices(chunk.tensor.shape, dtype.itemsize):
+                part = chunk.tensor.detach().narrow(0, row, rows)
+                part.copy_(self.read(name, (chunk.offset[0] + row, *chunk.offset[1:]), part.shape))
 
     def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A rectangle of one of our tensors, in the format it is stored in.
@@ -220,14 +221,14 @@ def open_weights(config: Config) -> Iterator[tuple[WeightSource, str]]:
         yield checkpoint, _identity([(name, record.checksum) for name, record in files])
 
 
-def in_slices(offset: Sequence[int], tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """(offset, view) of a rectangle's parts of at most :data:`SLICE_BYTES` each, or one row."""
-    if not tensor.numel():
+def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of the parts of a tensor that are held at a time: :data:`SLICE_BYTES` at most, or one
+    row."""
+    if not math.prod(shape):
         return
-    rows = max(1, SLICE_BYTES // max(1, math.prod(tensor.shape[1:]) * tensor.element_size()))
-    for row in range(0, tensor.shape[0], rows):
-        part = tensor.narrow(0, row, min(rows, tensor.shape[0] - row))
-        yield (offset[0] + row, *offset[1:]), part
+    count = max(1, SLICE_BYTES // (math.prod(shape[1:]) * itemsize))
+    for row in range(0, shape[0], count):
+        yield row, min(count, shape[0] - row)
 
 
 def _weight_files(directory: Path) -> dict[str, str]:

@@ -82,8 +82,11 @@ def write_manifest(
     config: Config,
     progress: Mapping[str, Any],
     origin: Mapping[str, Any],
+    others: Mapping[str, FileRecord] | None = None,
 ) -> Manifest:
     """Write ``config.yaml`` and ``manifest.json`` beside the tensor files of a checkpoint.
+
+    ``others`` are further files that stand there already, by name.
 
     Raises:
         OSError: they cannot be written.
@@ -91,7 +94,7 @@ def write_manifest(
     """
     text = dump_config(config).encode()
     write_durably(directory / "config.yaml", text)
-    files = {"config.yaml": FileRecord(len(text), xxhash.xxh3_128_hexdigest(text))}
+    files = {"config.yaml": FileRecord(len(text), xxhash.xxh3_128_hexdigest(text)), **(others or {})}
     stored: dict[str, list[Stored]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for share in shares:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +15,7 @@ from .options import json_option, print_json
 
 if TYPE_CHECKING:
     from hexad.checkpoint.manifest import Manifest
+    from hexad.config import Config
 
 
 @click.group("checkpoint")
@@ -101,3 +104,79 @@ def verify(directory: str, as_json: bool) -> int:
     if damaged:
         raise HexadError(f"checkpoint verify: damaged: {', '.join(damaged)}")
     return 0
+
+
+@checkpoint.command("import")
+@click.option("--from", "source", metavar="HF_DIR", required=True, help="A Hugging Face model's directory.")
+@click.option("--to", "target", metavar="DIR", required=True, help="The checkpoint to write.")
+@json_option
+def import_command(source: str, target: str, as_json: bool) -> None:
+    """Make a checkpoint (weights only, step 0) of a Hugging Face model."""
+    from hexad.checkpoint.hugging_face_import import import_model
+    from hexad.topology.layout import Layout
+    from hexad.train.checks import check_config
+
+    imported = import_model(Path(source), Path(target), lambda config: check_config(config, Layout(world=1)))
+    config, where = imported.config, Path(target).resolve()
+    if as_json:
+        print_json(
+            {
+                "path": str(where),
+                "family": config.model.family,
+                "parameters": imported.parameters,
+                "dtype": config.precision.dtype,
+                "tokenizer": config.data.tokenizer,
+            }
+        )
+        return
+    click.echo(
+        f"{where}: {config.model.family}, {imported.parameters:,} parameters in {config.precision.dtype}, "
+        f"tokenizer {config.data.tokenizer}"
+    )
+    if not imported.tokenizer:
+        click.echo(f"note: no tokenizer stands beside the weights; put one into {config.data.tokenizer}")
+
+
+@checkpoint.command("export")
+@click.option("--from", "source", metavar="RUN_OR_CHECKPOINT", required=True, help="What to export.")
+@click.option("--to", "target", metavar="HF_DIR", required=True, help="The directory to write.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "fp64", "fp32", "bf16", "fp16"]),
+    default="auto",
+    show_default=True,
+    help="Format of the weights; auto: precision.dtype, or an imported model's own.",
+)
+@click.option("--shard-size", default="5GB", show_default=True, help="Largest weights' file.")
+@json_option
+def export_command(source: str, target: str, dtype: str, shard_size: str, as_json: bool) -> None:
+    """Write a Hugging Face model, which transformers loads."""
+    from hexad.checkpoint.directory import find_checkpoint
+    from hexad.checkpoint.hugging_face_export import export_model, saved_config
+    from hexad.checkpoint.hugging_face_files import parse_size
+    from hexad.checkpoint.reader import Checkpoint
+
+    limit, path = parse_size(shard_size, "--shard-size"), find_checkpoint(source)
+    with Checkpoint(path) as opened:
+        config = saved_config(opened)
+        exported = export_model(opened, config, Path(target), dtype, limit, _end_of_document(config))
+    where = Path(target).resolve()
+    if as_json:
+        print_json({"path": str(where), "checkpoint": str(path), **asdict(exported)})
+        return
+    click.echo(
+        f"{where}: {exported.family}, {exported.parameters:,} parameters in {exported.dtype}, "
+        f"{len(exported.files)} file(s) of weights, from {path}"
+    )
+    for note in exported.notes:
+        click.echo(f"note: {note}")
+
+
+def _end_of_document(config: Config) -> int | None:
+    """The tokenizer's, as far as it is still there."""
+    from hexad.dataset.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(config.data.tokenizer).eod
+    except HexadError:
+        return None  # the export says that there is none

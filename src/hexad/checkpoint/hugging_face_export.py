@@ -1,0 +1,248 @@
+"""A checkpoint as a Hugging Face model: safetensors shards, configuration, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.config import Config, HexadError, build_config
+from hexad.config.hugging_face import CONFIG_FILE
+from hexad.config.hugging_face_json import architecture, config_json
+
+from .directory import write_durably
+from .families import HuggingFaceTensor, hugging_face_tensors
+from .hugging_face import INDEX_FILE, SINGLE_FILE, row_slices
+from .hugging_face_files import (
+    GENERATION_FILE,
+    appearing,
+    copy_files,
+    has_tokenizer,
+    special_tokens,
+    tokenizer_files,
+    write_byte_tokenizer,
+    write_json,
+)
+from .reader import Checkpoint
+from .tensor_file import TensorFileWriter
+
+FORMATS = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # a format of products: the weights are bf16
+}
+"""``precision.dtype`` -> the format of exported weights."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """One of their tensors: our parts of it in order, and the format it is written in."""
+
+    name: str
+    parts: tuple[tuple[str, HuggingFaceTensor], ...]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0][1].stored_shape
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export made.
+
+    Attributes:
+        family: as which ``transformers`` loads it.
+        dtype: of the weights, in torch's word.
+        files: names of the weights' files.
+        parameters: in all.
+        notes: what the user should know, in sentences.
+    """
+
+    family: str
+    dtype: str
+    files: list[str]
+    parameters: int
+    notes: list[str]
+
+
+def saved_config(checkpoint: Checkpoint) -> Config:
+    """The configuration a checkpoint was written with; what it began with plays no part any more."""
+    tree = dict(checkpoint.manifest.config)
+    tree["model"] = {name: value for name, value in tree["model"].items() if name != "load"}
+    if tree["model"]["family"] != "gpt2":
+        tree["model"].pop("max_positions", None)
+    return build_config(tree)
+
+
+def export_model(
+    checkpoint: Checkpoint, config: Config, to: Path, dtype: str, shard_bytes: int, eod: int | None
+) -> Exported:
+    """Write a Hugging Face directory with the weights of a checkpoint, slice by slice.
+
+    Args:
+        checkpoint: opened.
+        config: its own, from :func:`saved_config`.
+        to: the directory; it appears when all is on disk.
+        dtype: a key of :data:`FORMATS`, or ``auto``: as in training; of an imported model, as it was.
+        shard_bytes: size of a weights' file at most, but for a single larger tensor.
+        eod: id of the tokenizer's end-of-document token, if it is known.
+
+    Raises:
+        HexadError: ``transformers`` has no such model; the checkpoint is damaged; a value is beyond the range
+            of ``dtype``; or ``to`` is not empty or cannot be written.
+    """
+    family = architecture(config.model)
+    notes = []
+    if family != config.model.family:
+        notes.append(f"written as {family}: {config.model.family} has no such biases, norms or sizes there")
+    if family != "gpt2" and config.model.dropout:
+        notes.append(f"model.dropout {config.model.dropout} has no place in its {CONFIG_FILE}")
+    wanted = None if dtype == "auto" and checkpoint.manifest.weights_only else FORMATS[_format(config, dtype)]
+    targets = _targets(checkpoint, config, wanted)
+    stored = {checkpoint.manifest.tensors[f"model.{name}"].dtype for t in targets for name, _ in t.parts}
+    word = _word(max(targets, key=lambda target: target.nbytes).dtype)
+    narrowed = [name for name in sorted(stored) if wanted is not None and _narrows(name, wanted)]
+    if narrowed:
+        notes.append(f"weights are rounded from {', '.join(narrowed)} to {word}")
+    with appearing(to, "--to") as partial:
+        shards = _shards(targets, shard_bytes)
+        for file, members in shards.items():
+            _write_shard(checkpoint, partial / file, members)
+        if len(shards) > 1:
+            _write_index(partial, shards)
+        notes += _write_beside(partial, config, word, eod)
+    parameters = sum(torch.Size(target.shape).numel() for target in targets)
+    return Exported(family, word, list(shards), parameters, notes)
+
+
+def _format(config: Config, dtype: str) -> str:
+    return config.precision.dtype if dtype == "auto" else dtype
+
+
+def _targets(checkpoint: Checkpoint, config: Config, dtype: torch.dtype | None) -> list[_Target]:
+    """Their tensors; without ``dtype`` in the format in which they are stored."""
+    parts: dict[str, list[tuple[str, HuggingFaceTensor]]] = {}
+    for ours, place in hugging_face_tensors(config.model).items():
+        parts.setdefault(place.name, []).append((ours, place))
+    targets = []
+    for name, found in parts.items():
+        found.sort(key=lambda entry: entry[1].part)
+        kept = torch.float16
+        for index, (ours, place) in enumerate(found):
+            tensor = checkpoint.manifest.tensors.get(f"model.{ours}")
+            if tensor is None or tensor.shape != place.shape:
+                problem = "is missing" if tensor is None else f"has shape {tensor.shape}"
+                raise HexadError(
+                    f"checkpoint {checkpoint.path}: tensor model.{ours} {problem}, "
+                    f"the model wants {place.shape}"
+                )
+            each: torch.dtype = getattr(torch, tensor.dtype)
+            kept = torch.promote_types(kept, each) if index else each
+        targets.append(_Target(name, tuple(found), dtype or kept))
+    return targets
+
+
+def _shards(targets: Sequence[_Target], limit: int) -> dict[str, list[_Target]]:
+    """File name -> the tensors in it."""
+    shards: list[list[_Target]] = [[]]
+    for target in targets:
+        if shards[-1] and sum(other.nbytes for other in shards[-1]) + target.nbytes > limit:
+            shards.append([])
+        shards[-1].append(target)
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    stem, count = SINGLE_FILE.removesuffix(".safetensors"), len(shards)
+    return {f"{stem}-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+
+
+def _write_shard(checkpoint: Checkpoint, path: Path, targets: Sequence[_Target]) -> None:
+    tensors = [(target.name, target.dtype, target.shape) for target in targets]
+    with TensorFileWriter(path, tensors, {"format": "pt"}) as writer:
+        for target in targets:
+            for values in _slices(checkpoint, target):
+                writer.write(_converted(values, target))
+        writer.close()
+
+
+def _slices(checkpoint: Checkpoint, target: _Target) -> Iterator[torch.Tensor]:
+    """One of their tensors from front to back."""
+
+    def read(ours: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        return checkpoint.read(f"model.{ours}", offset, sizes)
+
+    if target.parts[0][1].transposed:  # their rows run through all parts, as our columns do
+        for row, rows in row_slices(target.shape, 8):
+            columns = [read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts]
+            yield torch.cat(columns, dim=1)
+        return
+    for ours, place in target.parts:
+        for row, rows in row_slices(place.shape, 8):
+            yield read(ours, (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:]))
+
+
+def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
+    found = values.to(target.dtype)
+    if found.dtype != values.dtype and not torch.equal(found.isinf(), values.isinf()):
+        raise HexadError(
+            f"--dtype: {target.name} has values up to {float(values[values.isfinite()].abs().max()):.3g}, "
+            f"beyond the range of {_word(target.dtype)}; use bf16 or fp32"
+        )
+    return found
+
+
+def _write_index(directory: Path, shards: Mapping[str, Sequence[_Target]]) -> None:
+    total = sum(target.nbytes for shard in shards.values() for target in shard)
+    places = {target.name: file for file, shard in shards.items() for target in shard}
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    write_json(directory / INDEX_FILE, content)
+
+
+def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) -> list[str]:
+    """Tokenizer and configurations; returns what is missing."""
+    notes = _write_tokenizer(directory, config.data.tokenizer)
+    given = Path(config.data.tokenizer)
+    folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
+    special: dict[str, Any] = special_tokens(folder, eod)
+    length = config.data.sequence
+    write_json(directory / CONFIG_FILE, config_json(config.model, length, dtype, special))
+    if not (directory / GENERATION_FILE).exists() and special["eos_token_id"] is not None:
+        known = {key: value for key, value in special.items() if value is not None}
+        write_json(directory / GENERATION_FILE, {"_from_model_config": True, **known})
+    return notes
+
+
+def _write_tokenizer(directory: Path, given: str) -> list[str]:
+    path = Path(given)
+    if given == "byte":
+        write_byte_tokenizer(directory)
+    elif path.is_dir():
+        copy_files(tokenizer_files(path), directory)
+    elif path.is_file():
+        # transformers looks for it under this name, whatever it is called here.
+        name = "tokenizer.json" if path.suffix == ".json" else path.name
+        write_durably(directory / name, path.read_bytes())
+        copy_files([file for file in tokenizer_files(path.parent) if file.name in _NAMING], directory)
+    missing = given != "byte" and not has_tokenizer(directory)
+    return [f"no tokenizer: none is in data.tokenizer {given}"] if missing else []
+
+
+_NAMING = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files beside a tokenizer's that name its special tokens."""
+
+
+def _narrows(stored: str, dtype: torch.dtype) -> bool:
+    return torch.promote_types(getattr(torch, stored), dtype) != dtype
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,113 @@
+"""A Hugging Face model as a checkpoint: weights only, in the format its files have, before the first step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from hexad.config import Config, build_config
+from hexad.config.hugging_face import CONFIG_FILE, model_settings, positions, read_config
+
+from .hugging_face import HuggingFaceModel, row_slices
+from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
+from .manifest import FileRecord, file_checksum
+from .writer import Rectangle, Share, open_share, share_name, write_manifest
+
+PRECISIONS = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+"""torch's formats -> ``precision.dtype``."""
+
+_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import made.
+
+    Attributes:
+        config: of the checkpoint, resolved.
+        parameters: in all.
+        tokenizer: whether one came with the model.
+    """
+
+    config: Config
+    parameters: int
+    tokenizer: bool
+
+
+def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> Imported:
+    """Write a checkpoint with the weights of a Hugging Face directory, slice by slice.
+
+    Args:
+        source: with ``config.json`` and safetensors files.
+        to: the checkpoint's directory; it appears when all is on disk.
+        check: refuses a configuration that this version cannot run.
+
+    Raises:
+        HexadError: the model is not supported, or incomplete; or ``to`` is not empty or cannot be written.
+    """
+    path, raw = source / CONFIG_FILE, read_config(source)
+    settings, length = model_settings(raw, path), positions(raw, path)
+    with appearing(to, "--to") as partial:
+        plain = build_config({"model": settings, "data": {"sequence": length}})
+        check(plain)
+        with HuggingFaceModel(source, plain.model) as model:
+            config, others = _with_files(plain, model, partial, to.resolve())
+            share = _written(model, partial)
+        origin = {
+            "world": 1,
+            "layout": {},
+            "reason": f"imported from {source.resolve()}",
+            "saved_at": time.time(),
+            "hexad": version("hexad"),
+            "torch": str(torch.__version__),
+        }
+        write_manifest(partial, [share], config, {"step": 0, "updates": 0, "samples": 0}, origin, others)
+    parameters = sum(math.prod(place.shape) for place in model.tensors.values())
+    return Imported(config, parameters, has_tokenizer(source))
+
+
+def _with_files(
+    config: Config, model: HuggingFaceModel, partial: Path, final: Path
+) -> tuple[Config, dict[str, FileRecord]]:
+    """The configuration with the weights' precision and the tokenizer, whose files are copied."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, dtype in model.dtypes.items():
+        sizes[dtype] += math.prod(model.tensors[name].shape)
+    most = PRECISIONS[sizes.most_common(1)[0][0]]
+    precision = config.precision.model_copy(update={"dtype": most})
+    config = config.model_copy(update={"precision": precision})
+    # config.json says which token begins and ends a text.
+    copy_files([*tokenizer_files(model.directory), model.directory / CONFIG_FILE], partial / _FOLDER)
+    data = config.data.model_copy(update={"tokenizer": str(final / _FOLDER)})
+    records = {
+        f"{_FOLDER}/{file.name}": FileRecord(file.stat().st_size, file_checksum(file))
+        for file in sorted((partial / _FOLDER).iterdir())
+    }
+    return config.model_copy(update={"data": data}), records
+
+
+def _written(model: HuggingFaceModel, directory: Path) -> Share:
+    """All weights in one tensor file."""
+    rectangles = []
+    for name, place in model.tensors.items():
+        word = str(model.dtypes[name]).removeprefix("torch.")
+        begin = (0,) * len(place.shape)
+        rectangles.append(Rectangle(f"model.{name}", word, place.shape, begin, place.shape))
+    with open_share(directory, 0, rectangles) as writer:
+        for name, place in model.tensors.items():
+            for row, rows in row_slices(place.shape, model.dtypes[name].itemsize):
+                begin = (row, *(0 for _ in place.shape[1:]))
+                writer.write(model.read(name, begin, (rows, *place.shape[1:])))
+        return Share(share_name(0), writer.close(), tuple(rectangles))

@@ -75,6 +75,7 @@ def _config(request: dict[str, Any]) -> Config:
     if tree.get("precision", {}).get("dtype") == "fp8":
         tree["precision"]["dtype"] = "bf16"  # what the weights are kept in: any device generates
     model = tree.get("model", {})
+    model.pop("load", None)  # the weights are the checkpoint's, wherever they once came from
     if model.get("family") != "gpt2":
         model.pop("max_positions", None)  # stated by the run, of use to gpt2 only
     for override in request["overrides"]:

@@ -176,9 +176,10 @@ class Process:
         """rank -> process id of the ranks this command has started."""
         found = {}
         for process in children(self.popen.pid):
-            variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            # One that is between fork and exec has no rank yet.
-            found |= {int(v[5:]): process for v in variables if v.startswith(b"RANK=")}
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                # One that is between fork and exec has no rank yet.
+                found |= {int(v[5:]): process for v in variables if v.startswith(b"RANK=")}
         return found
 
     def wait(self, timeout: float = 90.0) -> Result:

@@ -94,6 +94,8 @@ def _rotary_json(model: ModelSettings, family: Family, positions: int) -> dict[s
         "qwen2": {"use_sliding_window": False},
         "qwen3": {"use_sliding_window": False, "attention_bias": False},
     }
+    if family != "qwen2" or model.head_dim != model.hidden / model.heads:  # no key of qwen2's, but heeded
+        switches[family]["head_dim"] = model.head_dim
     return {
         "max_position_embeddings": positions,
         "hidden_size": model.hidden,
@@ -101,7 +103,6 @@ def _rotary_json(model: ModelSettings, family: Family, positions: int) -> dict[s
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta,

@@ -1,0 +1,106 @@
+"""Small random models saved by transformers, the oracle of import, export and model.load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+VOCAB, LENGTH = 307, 40
+
+_GPT2 = {"n_positions": LENGTH, "n_embd": 36, "n_layer": 3, "n_head": 6, "resid_pdrop": 0.0,
+         "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+_ROTARY = {"hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 6,
+           "num_key_value_heads": 2, "max_position_embeddings": LENGTH}  # fmt: skip
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", _GPT2),
+    "gpt2, untied, narrow": ("gpt2", {**_GPT2, "tie_word_embeddings": False, "n_inner": 52}),
+    "llama": ("llama", _ROTARY),
+    "llama, tied, llama3 rope": (
+        "llama",
+        {**_ROTARY, "tie_word_embeddings": True, "rope_parameters": _LLAMA3, "num_key_value_heads": 6},
+    ),
+    "mistral": ("mistral", {**_ROTARY, "head_dim": 10, "sliding_window": None, "rms_norm_eps": 1e-5}),
+    "qwen2": ("qwen2", _ROTARY),
+    "qwen2, tied": ("qwen2", {**_ROTARY, "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000000.0}}),
+    "qwen3": ("qwen3", {**_ROTARY, "head_dim": 12}),
+    "qwen3, tied": ("qwen3", {**_ROTARY, "head_dim": 6, "tie_word_embeddings": True}),
+}  # fmt: skip
+"""Name -> (family, what its config class is given)."""
+
+
+def config_of(name: str) -> Any:
+    """The model's configuration."""
+    family, settings = MODELS[name]
+    return transformers.AutoConfig.for_model(
+        family, vocab_size=VOCAB, bos_token_id=1, eos_token_id=[2, 5], **settings
+    )
+
+
+def save(name: str, directory: Path, dtype: torch.dtype = torch.float32, shard: str = "60KB") -> Path:
+    """A random model (biases and norms too) as transformers saves it, in several shards."""
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config_of(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    transformers.utils.logging.disable_progress_bar()
+    model.to(dtype).save_pretrained(directory, max_shard_size=shard)
+    return directory
+
+
+def load(directory: Path) -> Any:
+    """The model as transformers loads it, in the format it is stored in."""
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Everything in a directory's safetensors files, by their names."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal to the last bit, NaN included."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Two directories hold the same names, formats, shapes and bits."""
+    first, second = tensors(one), tensors(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not same(first[name], second[name])] == []
+
+
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """transformers computes RMSNorm in float32 whatever the format; here as it stands."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
+
+    with (
+        mock.patch.multiple(LlamaRMSNorm, forward=forward),
+        mock.patch.multiple(MistralRMSNorm, forward=forward),
+        mock.patch.multiple(Qwen2RMSNorm, forward=forward),
+        mock.patch.multiple(Qwen3RMSNorm, forward=forward),
+    ):
+        yield

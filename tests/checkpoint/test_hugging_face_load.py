@@ -1,0 +1,263 @@
+"""``model.load``: training begins with given weights, in any layout, and goes on without their source."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from hexad.checkpoint.families import hugging_face_tensors
+from hexad.checkpoint.hugging_face import open_weights
+from hexad.config import Config, build_config, dump_config, load_config
+from hexad.dataset.microbatch import Microbatch
+from hexad.topology.layout import Layout
+
+from ..pool import Pool
+from ..train.command import RunFile, call, free_port, write_run
+from ..train.command import _rank as train_rank
+from . import hugging_face as theirs
+from .test_hugging_face import convert
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tensor 2": {"tensor": 2},
+    "pipeline 2, zero 1": {"pipeline": 2, "zero": 1},
+    "data 3, zero 3": {"data": 3, "zero": 3},
+    "data 2, tensor 2, zero 2": {"data": 2, "tensor": 2, "zero": 2},
+}
+GRID = list(itertools.product(LAYOUTS, theirs.MODELS))
+COVERING = [
+    ("tensor 2", "llama, tied, llama3 rope"),
+    ("tensor 2", "gpt2, untied, narrow"),
+    ("pipeline 2, zero 1", "gpt2"),
+    ("pipeline 2, zero 1", "qwen2"),
+    ("data 3, zero 3", "qwen3, tied"),
+    ("data 3, zero 3", "mistral"),
+    ("data 2, tensor 2, zero 2", "qwen2, tied"),
+]
+"""Every layout and family, tied and untied."""
+
+
+def config_for(load: str, **parallel: int) -> Config:
+    return build_config(
+        {
+            "model": {"load": load},
+            "data": {"sequence": 12},
+            "batch": {"micro": 1, "global": 6},
+            "parallel": {"bucket_mb": 0.01, **parallel},
+            "precision": {"dtype": "fp64"},
+            "lr_schedule": {"warmup": 0},
+        }
+    )
+
+
+Pieces = list[tuple[str, tuple[int, ...], np.ndarray]]
+
+
+def loaded(load: str, parallel: dict[str, int]) -> tuple[Pieces, list[float]]:
+    """This rank's weights after loading, and the losses of two steps."""
+    from hexad.topology.mesh import Mesh
+    from hexad.train.engine import Engine
+
+    config = config_for(load, **parallel)
+    world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("data", 1)
+    layout = Layout.from_settings(config.parallel, world)
+    mesh = Mesh.create(layout, torch.device("cpu"))
+    engine = Engine(config, mesh)
+    with open_weights(config) as (source, _):
+        engine.load_weights(source)
+    pieces = [
+        (chunk.name, chunk.offset, chunk.tensor.detach().numpy().copy())
+        for chunk in engine.chunks()
+        if chunk.name.startswith("model.")
+    ]
+    size = 6 // int(layout.data)
+    losses = []
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, theirs.VOCAB, (6, 13), generator=generator)
+        rows = [index * int(layout.data) + mesh.data.rank for index in range(size)]
+        batch = [Microbatch(tokens[[row], :-1].contiguous(), tokens[[row], 1:].contiguous()) for row in rows]
+        losses.append(engine.train_step(batch).loss)
+    return pieces, losses
+
+
+def check(directory: Path, layout: str, pool: Pool) -> None:
+    """The files' values on every rank to the last bit, all of them on some rank; one process's losses."""
+    load, parallel = f"hf:{directory}", LAYOUTS[layout]
+    content = theirs.tensors(directory)
+    wanted = {
+        f"model.{ours}": place.read(content).double().numpy()
+        for ours, place in hugging_face_tensors(config_for(load).model).items()
+    }
+    world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("data", 1)
+    results = pool.run(world, loaded, load, parallel)
+    seen = {name: np.zeros(values.shape, bool) for name, values in wanted.items()}
+    for pieces, _ in results:
+        for name, offset, values in pieces:
+            place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape))
+            np.testing.assert_array_equal(values, wanted[name][place], err_msg=name)
+            seen[name][place] = True
+    assert [name for name, values in seen.items() if not values.all()] == []
+    reference = loaded(load, {})[1]
+    for _, losses in results:
+        np.testing.assert_allclose(losses, reference, rtol=1e-9)
+    assert 1 < reference[0] < 30
+
+
+@pytest.mark.parametrize(("layout", "name"), COVERING)
+def test_every_rank_reads_its_share(layout: str, name: str, tmp_path: Path, pool: Pool) -> None:
+    check(theirs.save(name, tmp_path / "hf", torch.bfloat16), layout, pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "name"), [case for case in GRID if case not in COVERING])
+def test_every_rank_of_any_layout(layout: str, name: str, tmp_path: Path, pool: Pool) -> None:
+    check(theirs.save(name, tmp_path / "hf", torch.float32), layout, pool)
+
+
+def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    directory = theirs.save("qwen3, tied", tmp_path / "hf", torch.float64)
+    tokens = torch.randint(0, theirs.VOCAB, (6, 13), generator=torch.Generator().manual_seed(0))
+    model = theirs.load(directory)
+    with theirs.exact_norms(), torch.no_grad():
+        logits = model(tokens[:, :-1]).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(loaded(f"hf:{directory}", {})[1][0] - float(wanted)) < 1e-10
+
+
+def run_on(tmp_path: Path, load: str, **groups: Any) -> RunFile:
+    """A run on bytes that begins with the weights of a model with enough ids for them."""
+    if not (tmp_path / "data.idx").exists():
+        (tmp_path / "text.txt").write_text("\n".join(f"line {n}: {n * n}" for n in range(200)))
+        options = ("--output", str(tmp_path / "data"), "--tokenizer", "byte", "--workers", "1")
+        assert call("data", "build", "--input", str(tmp_path / "text.txt"), *options).status == 0
+    count = len(list(tmp_path.glob("run*")))
+    run = write_run(tmp_path / f"run{count}", str(tmp_path / "data"), run={"steps": 3}, **groups)
+    tree = yaml.safe_load(run.path.read_text())
+    tree["model"] = {"load": load}
+    run.path.write_text(yaml.safe_dump(tree))
+    return run
+
+
+def test_a_run_needs_its_source_once(tmp_path: Path, pool: Pool) -> None:
+    """Fine-tuning in two layouts; going on in a third after the source is gone; generating and exporting."""
+    directory = theirs.save("gpt2", tmp_path / "hf", torch.float64)
+    run = run_on(tmp_path, f"hf:{directory}")
+    assert run.train().status == 0
+    other = run_on(tmp_path, f"hf:{directory}")
+    assert other.world(pool, 2, "parallel.tensor=2") == [(0, "")] * 2
+    np.testing.assert_allclose(other.losses, run.losses, rtol=1e-9)
+    assert call("config", "check", str(run.path)).status == 0
+    document = json.loads(call("train", str(run.path), "--dry-run", "--json").out)
+    assert (document["config"]["model"]["hidden"], document["config"]["model"]["vocab"]) == (36, 307)
+    # The weights of the directory were the first step's: the loss is not that of random ones.
+    anew = run_on(tmp_path, f"hf:{directory}")
+    tree = yaml.safe_load(dump_config(load_config(anew.path)))
+    tree["model"]["load"] = None
+    anew.path.write_text(yaml.safe_dump(tree))
+    assert anew.train().status == 0
+    assert anew.losses[0] != run.losses[0]
+    # Resume wins, and the resolved configuration is enough.
+    shutil.rmtree(directory)
+    resolved = run.directory / "config.yaml"
+    assert load_config(resolved).model.load == f"hf:{directory}"
+    assert call("train", str(resolved), "run.steps=5").status == 0
+    assert len(run.losses) == 5
+    for options in ((), ("parallel.tensor=1",)):
+        result = call("generate", str(run.directory), "--prompt", "line 1", "--tokens", "4", *options)
+        assert result.status == 0, result.err
+    convert("export", run.directory, tmp_path / "out")
+    error = call("train", str(run.path)).error
+    assert error.startswith(f"model.load: {directory}: no such directory")
+    fresh = call("train", str(resolved), f"run.dir={tmp_path / 'fresh'}")
+    assert fresh.error.startswith(f"model.load: {directory}: ")
+
+
+def test_fine_tuning_from_our_own(tmp_path: Path, pool: Pool) -> None:
+    """Weights of a run: a fresh optimizer, step 0; of an imported model: as the model itself."""
+    directory = theirs.save("llama, tied, llama3 rope", tmp_path / "hf", torch.float64)
+    first = run_on(tmp_path, f"hf:{directory}")
+    assert first.world(pool, 2, "parallel.data=2", "parallel.zero=3") == [(0, "")] * 2
+    second = run_on(tmp_path, str(first.directory))
+    assert second.train().status == 0
+    assert [line["samples"] for line in second.metrics] == [4, 8, 12]
+    assert second.losses[0] < first.losses[0]
+    assert load_config(second.path).model.rope_scaling == load_config(first.path).model.rope_scaling
+    third = run_on(tmp_path, str(first.newest))
+    assert third.train("parallel.data=1").status == 0
+    assert third.losses == second.losses
+    convert("import", directory, tmp_path / "ours")
+    imported = run_on(tmp_path, str(tmp_path / "ours"))
+    assert imported.train().status == 0
+    np.testing.assert_allclose(imported.losses, first.losses, rtol=1e-9)
+    # checkpoint.load of an imported model: the same.
+    tree = yaml.safe_load(dump_config(load_config(imported.path)))
+    tree["model"]["load"], tree["checkpoint"]["load"] = None, str(tmp_path / "ours")
+    tree["run"]["dir"] = str(tmp_path / "loaded")
+    imported.path.write_text(yaml.safe_dump(tree))
+    assert imported.train().status == 0
+    again = [
+        json.loads(line)["loss"] for line in (tmp_path / "loaded/metrics.jsonl").read_text().splitlines()
+    ]
+    assert again == imported.losses
+
+
+def test_settings_given_beside_the_weights(tmp_path: Path) -> None:
+    directory = theirs.save("mistral", tmp_path / "hf")
+    load = f"hf:{directory}"
+    good = build_config({"model": {"load": load, "hidden": 36, "kv_heads": "auto", "dropout": 0.1}})
+    assert (good.model.kv_heads, good.model.head_dim, good.model.dropout) == (2, 10, 0.1)
+    assert build_config(yaml.safe_load(dump_config(good))) == good
+    run = run_on(tmp_path, load)
+    for setting, found in (("model.hidden", "40"), ("model.norm_eps", "0.1"), ("model.family", "llama")):
+        result = call("train", str(run.path), f"{setting}={found}")
+        assert result.status == 2
+        assert result.error.startswith(f"{setting}: found ")
+        assert load in result.error
+        assert found in result.error
+    error = call("train", str(run.path), "model.preset=gpt2").error
+    assert error.startswith("model.")
+    error = call("config", "check", str(run.path), "checkpoint.load=elsewhere").error
+    assert error.startswith(f"model.load: found '{load}' beside checkpoint.load 'elsewhere'")
+    error = call("config", "check", str(run.path), f"model.load={directory}").error
+    assert error.startswith(f"model.load: {directory}: neither a run nor a checkpoint")
+    assert f"hf:{directory}" in error
+    error = call("show", "memory", str(run.path), "model.load=hf:nowhere").error
+    assert error.startswith("model.load: nowhere: no such directory")
+    assert call("show", "memory", str(run.path)).status == 0
+
+
+def test_weights_that_would_be_rounded(tmp_path: Path, pool: Pool) -> None:
+    run = run_on(tmp_path, f"hf:{theirs.save('qwen2', tmp_path / 'hf', torch.float64)}")
+    found = run.world(pool, 2, "precision.dtype=bf16", "parallel.data=2")
+    assert {status for status, _ in found} == {2}
+    assert len({message for _, message in found}) == 1
+    assert "model.embed_tokens.weight in float64, which does not fit into this run's float32" in found[0][1]
+
+
+def test_files_that_differ_between_ranks(tmp_path: Path, pool: Pool) -> None:
+    """As on hosts without a common file system: told before the first step."""
+    run = run_on(tmp_path, "hf:model")
+    for rank in range(2):
+        theirs.save("gpt2", tmp_path / str(rank) / "model", torch.bfloat16, shard="1GB" if rank else "60KB")
+    found = pool.apart(2, in_own_directory, str(run.path), str(tmp_path), free_port())
+    assert {status for status, _ in found} == {2}
+    assert all("what model.load names" in message for _, message in found)
+
+
+def in_own_directory(rank: int, world: int, path: str, where: str, port: int) -> tuple[int, str]:
+    """Train where a relative path leads each rank to another directory."""
+    before = os.getcwd()
+    os.chdir(Path(where) / str(rank))
+    try:
+        return train_rank(rank, world, [path, "parallel.data=2"], port)
+    finally:
+        os.chdir(before)

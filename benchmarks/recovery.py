@@ -37,7 +37,7 @@ def killed_run(run: RunFile, where: Path, kills: int, ranks: int, chance: random
     try:
         process.wait_for_step(run, 5)
         for number in range(kills):
-            found.append(kill_at_random(run, process, ranks, chance, longest=2.0))
+            found.append(kill_at_random(run, process, ranks, chance, longest=1.0))
             print(f"{number + 1}: {found[-1]}", flush=True)
         os.kill(process.popen.pid, signal.SIGTERM)
         result = process.wait()

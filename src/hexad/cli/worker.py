@@ -90,8 +90,10 @@ def main() -> None:
     status, message, _ = attempt(action)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if status and error_file:
-        with open(error_file, "w", encoding="utf-8") as file:
+        # By one rename: the parent may end this rank at any moment, and cannot read half a file.
+        with open(f"{error_file}.partial", "w", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}, file)
+        os.replace(f"{error_file}.partial", error_file)
     sys.stdout.flush()
     _end_if_deserted(status)
     sys.exit(status)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,11 +127,18 @@ def _rank(rank: int, world: int, arguments: list[str], port: int) -> tuple[int, 
     from hexad.cli.train import train_here
     from hexad.cli.worker import attempt
 
+    with rank_variables(rank, world, port):
+        return attempt(lambda: train_here(arguments))[:2]
+
+
+@contextlib.contextmanager
+def rank_variables(rank: int, world: int, port: int) -> Iterator[None]:
+    """The variables that torchrun gives a rank."""
     names = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     names |= {"MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
     try:
-        return attempt(lambda: train_here(arguments))[:2]
+        yield
     finally:
         for name in ("MASTER_ADDR", *names):
             del os.environ[name]

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch._dynamo  # the optimizer imports it on first use: once here instead of once per fork
 
-from hexad.checkpoint import checkpointer, directory
+from hexad.checkpoint import checkpointer, writer
+from hexad.checkpoint.tensor_file import TensorFileWriter
 from hexad.cli.main import run
 from hexad.train import loop
 
@@ -45,12 +46,22 @@ def _when(function: Function, wanted: Callable[..., bool], after: bool = False) 
 
 
 def _tensors(after: bool) -> None:
-    checkpointer.save_chunks = _when(checkpointer.save_chunks, lambda path, *_: STEP in path, after)
+    checkpointer.write_share = _when(checkpointer.write_share, lambda path, *_: STEP in path, after)
+
+
+def _within() -> None:
+    """In the middle of a tensor file, of which a part is written."""
+    seen: list[str] = []
+
+    def second(writer: str, *_: object) -> bool:
+        seen.append(writer)
+        return STEP in writer and seen.count(writer) == 2
+
+    TensorFileWriter.write = _when(TensorFileWriter.write, second)  # type: ignore[method-assign]
 
 
 def _write(part: str) -> None:
-    wrapped = _when(directory.write_durably, lambda path, *_: STEP in path and part in path)
-    directory.write_durably = checkpointer.write_durably = wrapped
+    writer.write_durably = _when(writer.write_durably, lambda path, *_: STEP in path and part in path)
 
 
 def _os(name: str, wanted: Callable[..., bool], after: bool = False) -> None:
@@ -59,9 +70,10 @@ def _os(name: str, wanted: Callable[..., bool], after: bool = False) -> None:
 
 POINTS: dict[str, Callable[[], None]] = {
     "before tensors": lambda: _tensors(after=False),
+    "within tensors": _within,
     "after tensors": lambda: _tensors(after=True),
     "before config.yaml": lambda: _write("config.yaml"),
-    "before state.json": lambda: _write("state.json"),
+    "before the manifest": lambda: _write("manifest.json"),
     "before rename": lambda: _os("rename", lambda source, target, *_: target.endswith(STEP)),
     "after rename": lambda: _os("rename", lambda source, target, *_: target.endswith(STEP), after=True),
     "before latest": lambda: _os("replace", lambda source, target, *_: _latest(source, target)),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from hexad.checkpoint.manifest import read_manifest, verify_files
 
 from ..pool import Pool
 from .command import FOUR, RunFile, write_run
@@ -36,7 +39,7 @@ def test_a_kill_anywhere_in_a_save_loses_nothing_but_steps(crashed: Path, alone:
     assert run.checkpoints[-1] == (8 if done else 4)
     if point != "in retention":  # the older one is on its way out, and latest names the newer
         assert run.newest.name == ("step-00000008" if point == "after latest" else "step-00000004")
-    assert (run.newest / "state.json").is_file()
+    assert not verify_files(run.newest, read_manifest(run.newest))
     result = run.train()
     assert result.status == 0 and f"step {8 if done else 4}," in result.err
     assert run.losses == alone.losses[:12]
@@ -142,14 +145,12 @@ def test_a_checkpoint_of_another_model_is_refused(alone: RunFile, override: str,
 
 
 DAMAGES = {
-    "a cut tensor file": ("__0_0.distcp", lambda data: data[: len(data) // 2]),
-    "an empty tensor file": ("__0_0.distcp", lambda data: b""),
-    "no tensor file": ("__0_0.distcp", lambda data: None),
-    "a cut index": (".metadata", lambda data: data[:50]),
-    "no index": (".metadata", lambda data: None),
-    "no state": ("state.json", lambda data: None),
-    "a cut state": ("state.json", lambda data: data[:20]),
-    "another state": ("state.json", lambda data: b"[]"),
+    "a cut tensor file": ("rank-00000.safetensors", lambda data: data[: len(data) // 2]),
+    "no tensor file": ("rank-00000.safetensors", lambda data: None),
+    "a changed value": ("rank-00000.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+    "no manifest": ("manifest.json", lambda data: None),
+    "a cut manifest": ("manifest.json", lambda data: data[:20]),
+    "another manifest": ("manifest.json", lambda data: b"[]"),
 }
 
 
@@ -175,8 +176,10 @@ def test_damage_ends_in_one_line(alone: RunFile, make_run: MakeRun, tmp_path: Pa
 def test_damage_is_told_alike_by_all_ranks(alone: RunFile, make_run: MakeRun, pool: Pool) -> None:
     run = make_run()
     shutil.copytree(alone.directory, run.directory)
-    path = run.newest / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[:-100])
+    path = run.newest / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 16  # in what one of the two ranks reads
+    path.write_bytes(content)
     outcomes = run.world(pool, 2, "parallel.tensor=2", "run.steps=26")
     assert {status for status, _ in outcomes} == {2}
     assert len({message for _, message in outcomes}) == 1
@@ -191,3 +194,83 @@ def test_a_save_that_fails_ends_the_run_in_one_line(make_run: MakeRun, asynchron
     result = run.train(f"checkpoint.asynchronous={asynchronous}")
     assert result.status == 2
     assert result.error.startswith("checkpoint of step 4: cannot be written to ")
+
+
+def test_a_damaged_checkpoint_is_set_aside_where_the_settings_say_so(
+    alone: RunFile, make_run: MakeRun, pool: Pool
+) -> None:
+    run = make_run()
+    shutil.copytree(alone.directory, run.directory)
+    for step in (24, 20):
+        path = run.directory / "checkpoints" / f"step-{step:08d}" / "rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    settings = ("parallel.tensor=2", "checkpoint.damaged=previous", "run.steps=24")
+    assert run.world(pool, 2, *settings) == [(0, "")] * 2
+    assert [line["step"] for line in run.metrics] == list(range(1, 25))
+    np.testing.assert_allclose(run.losses, alone.losses, rtol=1e-9)
+    names = {path.name for path in (run.directory / "checkpoints").iterdir()}
+    assert names == {
+        "latest", "step-00000016", "step-00000020", "step-00000024",
+        "damaged-step-00000020", "damaged-step-00000024",
+    }  # fmt: skip
+    # With no other left, nothing is started from damaged values or from the beginning.
+    shutil.rmtree(run.directory / "checkpoints")
+    shutil.copytree(alone.newest, run.directory / "checkpoints" / "step-00000024")
+    (run.directory / "checkpoints" / "step-00000024" / "manifest.json").write_bytes(b"?")
+    outcomes = run.world(pool, 2, *settings)
+    assert {status for status, _ in outcomes} == {2} and "damaged: manifest.json" in outcomes[0][1]
+
+
+@pytest.fixture
+def small_disk(make_run: MakeRun) -> Iterator[tuple[RunFile, Callable[[str], None]]]:
+    """A run whose checkpoints are on a disk with room for one and a half, and how to resize it."""
+    run = make_run()
+    assert run.train("run.steps=4").status == 0
+    folder = run.directory / "checkpoints"
+    need = sum(path.stat().st_size + 4096 for path in run.newest.iterdir())
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+    def mount(options: str) -> int:
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        return subprocess.run(command, capture_output=True).returncode
+
+    if shutil.which("mount") is None or mount(f"size={need * 3 // 2}"):
+        pytest.skip("mounting a file system needs privileges")
+    yield run, lambda options: mount(f"remount,{options}") and None
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_full_disk(
+    small_disk: tuple[RunFile, Callable[[str], None]], alone: RunFile, pool: Pool, asynchronous: str
+) -> None:
+    run, resize = small_disk
+    settings = ("parallel.data=2", f"checkpoint.asynchronous={asynchronous}", "checkpoint.keep=1")
+    stopped = run.world(pool, 2, *settings)
+    assert {status for status, _ in stopped} == {2} and len(set(stopped)) == 1
+    assert "checkpoint of step 8: cannot be written" in stopped[0][1] and "No space left" in stopped[0][1]
+    assert run.checkpoints == [4] and not verify_files(run.newest, read_manifest(run.newest))
+    # As configured, training goes on; but a run whose last checkpoint is missing has not succeeded.
+    outcomes = run.world(pool, 2, *settings, "checkpoint.on_failure=continue")
+    assert {status for status, _ in outcomes} == {2}
+    assert "checkpoint of step 12: cannot be written" in outcomes[0][1]
+    assert len(run.losses) == 12 and run.checkpoints == [4]
+    log = (run.directory / "log-rank0.txt").read_text()
+    assert "checkpoint of step 8: cannot be written" in log and "going on" in log
+    assert {path.name for path in run.newest.parent.iterdir()} == {"latest", "step-00000004"}
+    resize("size=100m")
+    assert run.world(pool, 2, *settings) == [(0, "")] * 2
+    assert run.checkpoints == [12]
+    np.testing.assert_allclose(run.losses, alone.losses[:12], rtol=1e-9)
+
+
+def test_verification_can_be_turned_off(alone: RunFile, make_run: MakeRun) -> None:
+    run = make_run()
+    shutil.copytree(alone.directory, run.directory)
+    path = run.newest / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert run.train("run.steps=25").status == 2
+    assert run.train("run.steps=25", "checkpoint.verify=false").status == 0

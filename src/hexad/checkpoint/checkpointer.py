@@ -53,39 +53,47 @@ class Checkpointer:
             self._axis.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoint")
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
         self._saving: Future[None] | None = None
+        self._last = False
 
-    def save(self, chunks: Iterable[Chunk], progress: Mapping[str, Any], reason: str = "schedule") -> None:
+    def save(
+        self,
+        chunks: Iterable[Chunk],
+        progress: Mapping[str, Any],
+        reason: str = "schedule",
+        last: bool = False,
+    ) -> None:
         """Save the state. Returns once the values are copied (or, synchronously, on disk).
 
         Args:
             chunks: this rank's share of it.
             progress: what else is needed to go on, in JSON's types; ``step`` names the checkpoint.
             reason: why it is saved.
+            last: the run ends with it, so that it must succeed whatever ``checkpoint.on_failure`` says.
 
         Raises:
-            AgreedError: this save failed, or the previous one that ran in the background, and
-                ``checkpoint.on_failure`` says to stop.
+            AgreedError: this save failed, or the previous one that ran in the background.
             CommError: so did a peer.
         """
         self.wait()
+        self._last = last
         mine = list(to_write(chunks))
         if self.config.checkpoint.asynchronous:
             self._saving = self._writer.submit(self._write, _copied(mine), dict(progress), reason)
         else:
-            self._settle(lambda: self._write(mine, progress, reason), final=False)
+            self._settle(lambda: self._write(mine, progress, reason))
 
-    def wait(self, final: bool = False) -> None:
+    def wait(self) -> None:
         """Wait for a save under way. If it failed: raise its error, or tell it and go on, as
-        ``checkpoint.on_failure`` says; ``final``: nothing is left to go on with, so raise in any case."""
+        ``checkpoint.on_failure`` says."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            self._settle(saving.result, final)
+            self._settle(saving.result)
 
-    def _settle(self, save: Callable[[], None], final: bool) -> None:
+    def _settle(self, save: Callable[[], None]) -> None:
         try:
             save()
         except AgreedError as error:
-            if final or self.config.checkpoint.on_failure == "stop":
+            if self._last or self.config.checkpoint.on_failure == "stop":
                 raise
             log.warning("%s; going on, as checkpoint.on_failure says", error)
 
@@ -96,7 +104,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish the save under way."""
-        self.wait(final=True)
+        self.wait()
         self._writer.shutdown()
 
     def load(self, path: Path, chunks: Sequence[Chunk]) -> Manifest:
@@ -187,7 +195,7 @@ class Checkpointer:
         return {
             "world": layout.world,
             "layout": {
-                **layout.degrees,
+                **{name: size for name, size in layout.degrees.items() if name != "expert_data"},
                 "zero": parallel.zero,
                 "replicas": parallel.replicas,
                 "schedule": parallel.schedule,

@@ -10,7 +10,6 @@ import json
 import math
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -215,16 +214,23 @@ def size_problem(checkpoint: Path, name: str, record: FileRecord) -> str | None:
     return None if size == record.size else f"{name} has {size} bytes of {record.size}"
 
 
-def verify_files(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
-    """Read every file; yields (name, what is wrong with it or None) for each."""
-    for name, record in manifest.files.items():
-        problem = size_problem(checkpoint, name, record)
-        try:
-            if problem is None and file_checksum(checkpoint / name) != record.checksum:
-                problem = f"{name}: its checksum does not match its content"
-        except OSError as error:
-            problem = f"{name}: {error.strerror}"
-        yield name, problem
+def checksum_problem(checkpoint: Path, name: str, record: FileRecord) -> str | None:
+    """What is wrong with a file as its content tells, or None."""
+    try:
+        if file_checksum(checkpoint / name) == record.checksum:
+            return None
+    except OSError as error:
+        return f"{name}: {error.strerror}"
+    return f"{name}: its checksum does not match its content"
+
+
+def verify_files(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Read every file; returns what is wrong with them."""
+    problems = (
+        size_problem(checkpoint, name, record) or checksum_problem(checkpoint, name, record)
+        for name, record in manifest.files.items()
+    )
+    return [problem for problem in problems if problem is not None]
 
 
 def file_checksum(path: Path) -> str:

@@ -69,6 +69,7 @@ class TensorFileWriter:
         self._block = xxhash.xxh3_64()
         self._missing = 0
         self._size = 0
+        self._path = path
         self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
         try:
             self._missing = self.header
@@ -77,8 +78,15 @@ class TensorFileWriter:
             self._file.close()
             raise
 
+    def __repr__(self) -> str:
+        return f"TensorFileWriter({self._path})"
+
     def write(self, values: torch.Tensor) -> None:
-        """Write the next values, in the order declared; a tensor may come in any number of calls."""
+        """Write the next values, in the order declared; a tensor may come in any number of calls.
+
+        Raises:
+            ValueError: more than declared.
+        """
         flat = values.detach().contiguous().to("cpu").flatten()
         self._take(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
@@ -98,7 +106,9 @@ class TensorFileWriter:
         """Hash and write, block by block: what was just hashed is still in the processor's cache."""
         while data.nbytes:
             if not self._missing:
-                self._missing = next(self._expected)
+                self._missing = next(self._expected, 0)
+                if not self._missing:
+                    raise ValueError("more values than the header declares")
             part, data = data[: self._missing], data[self._missing :]
             self._block.update(part)
             self._whole.update(part)

@@ -92,7 +92,7 @@ def verify(directory: str, as_json: bool) -> int:
             if not as_json:
                 click.echo(f"{path}: {error}")
             continue
-        wrong = [problem for _, problem in verify_files(path, manifest) if problem is not None]
+        wrong = verify_files(path, manifest)
         problems[str(path)] = wrong
         if not as_json:
             size = sum(record.size for record in manifest.files.values()) / 2**20

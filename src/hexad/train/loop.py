@@ -152,10 +152,11 @@ class Trainer:
                 signal = stop.answer(asking)
                 if signal == SAVE_FAILED:
                     self.checkpointer.wait()
-                    continue
+                    signal = None  # one that came meanwhile is heard after the next step
                 if action != "roll_back" and self._save_due(engine.step, signal):
                     reason = "signal" if signal else "schedule"
-                    self.checkpointer.save(engine.chunks(), engine.progress(), reason)
+                    last = bool(signal) or engine.step == config.run.steps
+                    self.checkpointer.save(engine.chunks(), engine.progress(), reason, last)
                 if signal:
                     self.checkpointer.wait()
                     log.info("%s: saved step %d and stopped; the same command goes on", signal, engine.step)

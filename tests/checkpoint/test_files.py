@@ -1,0 +1,156 @@
+"""Chunks, files and rectangles: property tests with blocks of a few bytes, so that tensors have many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise, product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hexad.checkpoint import chunks, tensor_file
+from hexad.checkpoint.chunks import Chunk, to_write
+from hexad.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from hexad.checkpoint.reader import Checkpoint
+from hexad.checkpoint.tensor_file import TensorFileWriter
+from hexad.checkpoint.writer import write_manifest, write_share
+from hexad.config import HexadError, load_config
+
+SHAPES = st.lists(st.integers(1, 11), min_size=1, max_size=3).map(tuple)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "BLOCK_BYTES", 48)
+        patch.setattr(chunks, "_PART_BYTES", 80)
+        yield
+
+
+def write(directory: Path, ranks: list[list[Chunk]]) -> Path:
+    """A checkpoint of what each rank holds."""
+    directory.mkdir(exist_ok=True)
+    shares = [write_share(directory, rank, list(to_write(held))) for rank, held in enumerate(ranks)]
+    progress = {"step": 1, "samples": 2}
+    write_manifest(directory, filter(None, shares), load_config(), progress, {"world": len(ranks)})
+    return directory
+
+
+def cut(name: str, whole: torch.Tensor, draw: random.Random) -> list[Chunk]:
+    """A tensor in a grid of uneven rectangles."""
+    edges = [sorted({0, n, *(draw.randrange(n) for _ in range(draw.randrange(3)))}) for n in whole.shape]
+    spans = [list(pairwise(edge)) for edge in edges]
+    pieces = [(tuple(b for b, _ in box), whole[tuple(slice(*s) for s in box)]) for box in product(*spans)]
+    return [Chunk(name, tuple(whole.shape), offset, values) for offset, values in pieces]
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=SHAPES, dtype=st.sampled_from(DTYPES), ranks=st.integers(1, 5), seed=st.integers(0, 10**6))
+def test_any_rectangle_of_any_division(
+    shape: tuple[int, ...], dtype: torch.dtype, ranks: int, seed: int
+) -> None:
+    draw = random.Random(seed)
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    held: list[list[Chunk]] = [[] for _ in range(ranks)]
+    for chunk in cut("weight", whole, draw):
+        # Some pieces are on one rank, some on several, which then share the writing.
+        holders = draw.sample(range(ranks), draw.randint(1, ranks))
+        for place, rank in enumerate(holders):
+            held[rank].append(
+                Chunk(chunk.name, chunk.shape, chunk.offset, chunk.tensor, (place, len(holders)))
+            )
+    with TemporaryDirectory() as scratch:
+        path = write(Path(scratch) / "checkpoint", held)
+        with Checkpoint(path) as checkpoint:
+            assert torch.equal(checkpoint.read("weight"), whole)
+            for _ in range(5):
+                offset = tuple(draw.randrange(n) for n in shape)
+                sizes = tuple(draw.randint(1, n - o) for n, o in zip(shape, offset))
+                box = tuple(slice(o, o + s) for o, s in zip(offset, sizes))
+                assert torch.equal(checkpoint.read("weight", offset, sizes), whole[box])
+            if dtype in (torch.float32, torch.bfloat16, torch.float16):
+                wide = torch.empty(shape, dtype=torch.float64)
+                checkpoint.fill([Chunk("weight", shape, (0,) * len(shape), wide)])
+                assert torch.equal(wide, whole.double())
+
+
+def test_holders_share_the_writing_evenly() -> None:
+    """Of what all hold, each writes about as much, whatever the sizes; small ones go to different ranks."""
+    big = torch.zeros(1000, 4)
+    held = [list(to_write([Chunk("big", (1000, 4), (0, 0), big, (rank, 7))])) for rank in range(7)]
+    rows = [sum(chunk.tensor.shape[0] for chunk in mine) for mine in held]
+    assert sum(rows) == 1000 and max(rows) - min(rows) <= 1
+    small = [
+        [
+            chunk.name
+            for chunk in to_write(Chunk(f"w{i}", (3,), (0,), torch.zeros(3), (r, 7)) for i in range(70))
+        ]
+        for r in range(7)
+    ]
+    assert sorted(name for names in small for name in names) == sorted(f"w{i}" for i in range(70))
+    assert max(map(len, small)) <= 20
+    assert not list(to_write([Chunk("copy", (3,), (0,), torch.zeros(3), None)]))
+
+
+def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "c", [[Chunk("w", (600, 4), (0, 0), torch.randn(600, 4))]])
+    read: list[int] = []
+    block = Checkpoint._block
+
+    def counted(self: Checkpoint, file: str, number: int, begin: int, out: torch.Tensor) -> None:
+        read.append(out.numel())
+        block(self, file, number, begin, out)
+
+    monkeypatch.setattr(Checkpoint, "_block", counted)
+    with Checkpoint(path) as checkpoint:
+        checkpoint.read("w", (301, 1), (30, 2))
+        header = checkpoint.manifest.files["rank-00000.safetensors"].header
+    # Rows have 16 bytes, blocks 3 rows: 30 rows that begin inside one touch 11 at most.
+    assert header in read and sum(read) <= header + 11 * 48
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "message"),
+    [
+        ("other", (5, 3), torch.float32, "tensor other is missing"),
+        ("w", (5, 4), torch.float32, r"tensor w has shape \(5, 3\), the model wants \(5, 4\)"),
+        ("w", (5, 3), torch.bfloat16, "precision.dtype: .* keeps w in float32, which does not fit"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, message: str
+) -> None:
+    path = write(tmp_path / "c", [[Chunk("w", (5, 3), (0, 0), torch.randn(5, 3))]])
+    out = torch.empty(shape, dtype=dtype)
+    with Checkpoint(path) as checkpoint, pytest.raises(HexadError, match=message):
+        checkpoint.fill([Chunk(name, shape, (0, 0), out)])
+
+
+def test_a_save_that_does_not_cover_a_tensor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensor w: 6 values of 15"):
+        write(tmp_path / "c", [[Chunk("w", (5, 3), (0, 0), torch.randn(2, 3))]])
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("hexad.checkpoint.manifest.FORMAT", 99)
+        path = write(tmp_path / "c", [[Chunk("w", (1,), (0,), torch.randn(1))]])
+    with pytest.raises(DamagedCheckpoint, match="format 99, this version of Hexad reads 2"):
+        read_manifest(path)
+
+
+def test_a_writer_takes_no_more_and_no_fewer_values_than_declared(tmp_path: Path) -> None:
+    with TensorFileWriter(tmp_path / "few", [("w", torch.float32, (4,))]) as writer:
+        writer.write(torch.zeros(3))
+        with pytest.raises(ValueError, match="fewer"):
+            writer.close()
+    writer = TensorFileWriter(tmp_path / "many", [("w", torch.float32, (4,))])
+    with writer, pytest.raises(ValueError, match="more"):
+        writer.write(torch.zeros(5))

@@ -1,0 +1,174 @@
+"""Any layout to any layout: every ordered pair of layouts, bit for bit, and the losses that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.config import Config
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+from hexad.train.engine import Engine
+
+from ..parity.harness import Case, Variant, assemble, microbatches
+from ..pool import Pool
+
+BEFORE, AFTER = 2, 3
+"""Steps until the save, and after the load."""
+
+# Tied embeddings (held by two stages), masked labels, dropout; 5 layers, a vocabulary no degree divides.
+VARIANT = Variant(
+    "qwen2, tied, dropout",
+    {
+        "family": "qwen2",
+        "layers": 5,
+        "hidden": 20,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 6,
+        "ffn_hidden": 28,
+        "vocab": 97,
+        "tied_embeddings": True,
+        "dropout": 0.1,
+    },
+    masked=0.2,
+)
+_BASE = Case(VARIANT, samples=12)
+
+LAYOUTS = {
+    "one rank": _BASE,
+    "data 3": replace(_BASE, data=3),
+    "data 2, tensor 2, zero 1": replace(_BASE, data=2, tensor=2, zero=1),
+    "data 4, zero 2, 2 replicas": replace(_BASE, data=4, zero=2, replicas=2),
+    "data 3, zero 3": replace(_BASE, data=3, zero=3),
+    "data 4, zero 3, 2 replicas, recompute": replace(_BASE, data=4, zero=3, replicas=2, recompute="full"),
+    "tensor 2 without sequence": replace(_BASE, tensor=2, sequence=False),
+    "tensor 2, pipeline 2": replace(_BASE, tensor=2, pipeline=2, split=(1, 4)),
+    "data 2, pipeline 3, gpipe, zero 1": replace(_BASE, data=2, pipeline=3, schedule="gpipe", zero=1),
+    "data 2, interleaved, zero 2": replace(
+        _BASE, data=2, pipeline=2, schedule="interleaved", virtual=2, zero=2
+    ),
+    "data 2, zb_v, zero 3": replace(_BASE, data=2, pipeline=2, schedule="zb_v", virtual=2, zero=3),
+    "data 2, tensor 2, zb_h1, zero 3": replace(_BASE, data=2, tensor=2, pipeline=2, schedule="zb_h1", zero=3),
+    "tensor 2, dualpipe_v": replace(_BASE, tensor=2, pipeline=2, schedule="dualpipe_v", virtual=2),
+    "pipeline 3, zb_h2": replace(_BASE, pipeline=3, schedule="zb_h2"),
+}
+NAMES = tuple(LAYOUTS)
+Saved = dict[str, tuple[Path, dict[str, Any]]]
+"""Of each layout: the run directory, and the state as global tensors."""
+
+
+def _engine(case: Case, directory: Path) -> tuple[Engine, Checkpointer]:
+    config = case.config()
+    mesh = Mesh.create(Layout.from_settings(config.parallel, case.world), torch.device("cpu"))
+    run = config.run.model_copy(update={"dir": str(directory)})
+    saved = config.checkpoint.model_copy(update={"asynchronous": False})
+    config = config.model_copy(update={"run": run, "checkpoint": saved})
+    return Engine(config, mesh), Checkpointer(config, mesh)
+
+
+def _pieces(engine: Engine) -> list[Any]:
+    return [
+        (chunk.name, chunk.shape, chunk.offset, chunk.tensor.detach().numpy().copy())
+        for chunk in engine.chunks()
+    ]
+
+
+def save(case: Case, directory: Path) -> tuple[list[float], list[Any]]:
+    """Train and save; this rank's losses and pieces."""
+    engine, checkpointer = _engine(case, directory)
+    losses = [
+        engine.train_step(microbatches(case, step, engine.mesh.data.rank)).loss for step in range(BEFORE)
+    ]
+    checkpointer.save(engine.chunks(), engine.progress())
+    return losses, _pieces(engine)
+
+
+def load(case: Case, directories: list[Path]) -> list[tuple[list[float], list[Any]]]:
+    """Load each checkpoint and go on from it; this rank's losses and pieces right after loading."""
+    engine, checkpointer = _engine(case, directories[0])
+    results = []
+    for directory in directories:
+        for chunk in engine.chunks():
+            chunk.tensor.fill_(torch.nan)  # what is not loaded must show
+        manifest = checkpointer.load(directory / "checkpoints" / f"step-{BEFORE:08d}", engine.chunks())
+        engine.restored(manifest.progress)
+        pieces = _pieces(engine)
+        assert (engine.step, engine.samples) == (BEFORE, BEFORE * case.samples)
+        losses = [
+            engine.train_step(microbatches(case, engine.step, engine.mesh.data.rank)).loss
+            for _ in range(AFTER)
+        ]
+        results.append((losses, pieces))
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A checkpoint of every layout."""
+    found = {}
+    for number, (name, case) in enumerate(LAYOUTS.items()):
+        directory = tmp_path_factory.mktemp(f"layout-{number}")
+        results = pool.run(case.world, save, case, directory)
+        found[name] = directory, assemble([pieces for _, pieces in results])
+    return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool: Pool) -> list[float]:
+    """The losses of one process that never stopped."""
+    return pool.run(1, _straight)[0]
+
+
+def _straight() -> list[float]:
+    engine, _ = _engine(_BASE, Path("unused"))
+    return [engine.train_step(microbatches(_BASE, step, 0)).loss for step in range(BEFORE + AFTER)]
+
+
+def check(saved: Saved, uninterrupted: list[float], pool: Pool, origins: Sequence[str], into: str) -> None:
+    """Load what each of ``origins`` saved in the layout ``into``, and go on."""
+    case = LAYOUTS[into]
+    results = pool.run(case.world, load, case, [saved[origin][0] for origin in origins])
+    for number, origin in enumerate(origins):
+        losses, state = results[0][number][0], saved[origin][1]
+        np.testing.assert_allclose(losses, uninterrupted[BEFORE:], rtol=1e-9, err_msg=origin)
+        loaded = assemble([rank[number][1] for rank in results])
+        assert loaded.keys() == state.keys()
+        assert any(name.startswith("optimizer.exp_avg_sq.") for name in loaded)
+        for name, values in state.items():
+            assert np.array_equal(loaded[name], values), f"{name}, from {origin}"
+
+
+def _nearby(into: str) -> list[str]:
+    """Three other layouts, so that each is loaded by three: the rest is in the slow sweep."""
+    at = NAMES.index(into)
+    return [NAMES[(at + far) % len(NAMES)] for far in (1, 4, 9)]
+
+
+@pytest.mark.parametrize("into", NAMES)
+def test_other_layouts_into_this_one(saved: Saved, uninterrupted: list[float], pool: Pool, into: str) -> None:
+    check(saved, uninterrupted, pool, _nearby(into), into)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("into", NAMES)
+def test_every_layout_into_this_one(saved: Saved, uninterrupted: list[float], pool: Pool, into: str) -> None:
+    check(saved, uninterrupted, pool, [name for name in NAMES if name not in _nearby(into)], into)
+
+
+def test_the_layouts_cover_every_axis_stage_and_schedule() -> None:
+    cases = LAYOUTS.values()
+    configs: list[Config] = [case.config() for case in cases]
+    assert len(cases) >= 12
+    assert {config.parallel.zero for config in configs} == {0, 1, 2, 3}
+    assert {case.schedule for case in cases} >= {
+        "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"
+    }  # fmt: skip
+    assert any(case.data > 1 and case.tensor > 1 and case.pipeline > 1 for case in cases)

@@ -1,0 +1,224 @@
+"""Hugging Face directories that cannot be used: one line that names the file and the key or tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from hexad.config import HexadError
+from hexad.config.hugging_face import CLASSES, DEFAULTS, model_settings, read_config
+
+from ..pool import Pool
+from . import hugging_face as theirs
+from .test_hugging_face import refused
+from .test_hugging_face_load import run_on
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_missing_keys_mean_what_they_mean_to_transformers(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family)
+    plain = {"head_dim": None} | {field.name: field.default for field in dataclasses.fields(config)}
+    assert {key: value for key, value in DEFAULTS[family].items() if plain[key] != value} == {}
+    bare: dict[str, Any] = {"model_type": family, "sliding_window": None}
+    found = model_settings(bare, Path("config.json"))
+    full = config.to_dict() | {"sliding_window": None, "architectures": [CLASSES[family][0]]}
+    assert model_settings(json.loads(json.dumps(full, default=str)), Path("config.json")) == found
+
+
+SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": None}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_theta": 7.0}),
+    ("llama", {"rope_scaling": {"type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+                                "high_freq_factor": 4.0}, "rope_theta": 5e5, "max_position_embeddings": 77},
+     {"rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                       "original_positions": 77}}),
+    ("llama", {"num_attention_heads": 8, "hidden_size": 80}, {"head_dim": 10, "kv_heads": 8}),
+    ("llama", {"torch_dtype": "bfloat16", "pretraining_tp": 2, "_name_or_path": "x"}, {"family": "llama"}),
+    ("mistral", {"sliding_window": None, "hidden_size": 64}, {"head_dim": 2, "kv_heads": 8}),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 9}, {"qkv_bias": True, "qk_norm": False}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 32}, {"layers": 32}),
+    ("qwen2", {"layer_types": ["full_attention"] * 32}, {"layers": 32}),
+    ("qwen3", {}, {"head_dim": 128, "qk_norm": True, "qkv_bias": False}),
+    ("gpt2", {"hidden_size": 48, "num_attention_heads": 4}, {"head_dim": 12, "ffn_hidden": 192}),
+    ("gpt2", {"n_inner": 7, "attn_pdrop": 0.0}, {"ffn_hidden": 7, "dropout": 0.1, "attention_dropout": 0.0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "keys", "wanted"), SPELLINGS)
+def test_spellings(family: str, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
+    found = model_settings({"model_type": family, **keys}, Path("config.json"))
+    assert {name: found[name] for name in wanted} == wanted
+    # transformers understands the same, as far as it says so.
+    config = transformers.AutoConfig.for_model(family, **json.loads(json.dumps(keys)))
+    if family != "gpt2":
+        rope = config.rope_parameters
+        assert rope["rope_theta"] == found["rope_theta"]
+        scaling = found["rope_scaling"]
+        assert (rope["rope_type"] == "llama3") == (scaling is not None)
+        if scaling is not None:
+            assert rope["original_max_position_embeddings"] == scaling["original_positions"]
+        assert config.num_key_value_heads == found["kv_heads"]
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
+     'model_type: found "mixtral", not supported (MixtralForCausalLM); supported: GPT2LMHeadModel, Llama'),
+    ("llama", {"model_type": None}, "model_type: found null, not supported"),
+    ("llama", {"architectures": ["LlamaForSequenceClassification"]},
+     'architectures: found "LlamaForSequenceClassification", not supported; supported: GPT2LMHeadModel'),
+    ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, 'architectures: found "GPT2DoubleHeadsModel"'),
+    ("mistral", {"sliding_window": 4096}, "sliding_window: found 4096, which is not supported; where no"),
+    ("mistral", {}, "sliding_window: found 4096"),
+    ("qwen2", {"use_sliding_window": True}, "sliding_window: found 4096"),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 31, "sliding_window": 8},
+     "sliding_window: found 8"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: found "),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+     'rope_scaling.rope_type: found "yarn", which is not supported; supported: default, llama3'),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 'rope_scaling.rope_type: found "linear"'),
+    ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}},
+     "rope_parameters.mrope_section: found [1, 2]"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+     "rope_parameters.high_freq_factor: found null"),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope_parameters.full_attention"),
+    ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+     "rope_scaling.partial_rotary_factor: found 0.5"),
+    ("llama", {"partial_rotary_factor": 0.25}, "partial_rotary_factor: found 0.25"),
+    ("llama", {"rope_theta": -1}, "rope_theta: found -1"),
+    ("llama", {"hidden_act": "gelu"}, 'hidden_act: found "gelu", which is not supported; expected "silu"'),
+    ("gpt2", {"activation_function": "gelu"}, 'activation_function: found "gelu"'),
+    ("gpt2", {"activation_function": "relu"}, 'activation_function: found "relu"'),
+    ("llama", {"attention_bias": True}, "attention_bias: found true"),
+    ("qwen3", {"attention_bias": True}, "attention_bias: found true"),
+    ("llama", {"mlp_bias": True}, "mlp_bias: found true"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: found {"),
+    ("llama", {"num_experts": 8}, "num_experts: found 8"),
+    ("llama", {"is_causal": False}, "is_causal: found false"),
+    ("llama", {"per_layer_config": {"1": {"hidden_act": "relu"}}}, "per_layer_config: found {"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: found false"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: found true"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention: found true"),
+    ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop: found 0.2, expected that of resid_pdrop, 0.1"),
+    ("gpt2", {"n_embd": 770}, "n_embd: found 770, not divisible by n_head 12"),
+    ("llama", {"hidden_size": 4000.5}, "hidden_size: found 4000.5, expected a whole number from 1"),
+    ("llama", {"vocab_size": True}, "vocab_size: found true"),
+    ("llama", {"num_hidden_layers": None}, "num_hidden_layers: found null"),
+    ("llama", {"tie_word_embeddings": "yes"}, 'tie_word_embeddings: found "yes"'),
+    ("llama", {"rms_norm_eps": "1e-5"}, 'rms_norm_eps: found "1e-5"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "keys", "message"), UNSUPPORTED)
+def test_what_is_not_supported(family: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(HexadError) as caught:
+        model_settings({"model_type": family, **keys}, Path("some/config.json"))
+    assert str(caught.value).startswith(f"some/config.json: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return theirs.save("llama", tmp_path_factory.mktemp("errors") / "hf")
+
+
+def copied(saved: Path, where: Path) -> Path:
+    """The model in one file, to be damaged."""
+    where.mkdir()
+    (where / "config.json").write_text((saved / "config.json").read_text())
+    save_file(theirs.tensors(saved), where / "model.safetensors", {"format": "pt"})
+    return where
+
+
+def change(directory: Path, name: str, values: torch.Tensor | None) -> None:
+    """Replace a tensor of a single file, add one, or remove it."""
+    content = load_file(directory / "model.safetensors")
+    if values is None:
+        del content[name]
+    else:
+        content[name] = values
+    save_file(content, directory / "model.safetensors", {"format": "pt"})
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def test_tensors_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
+    for number, (name, values, message) in enumerate(
+        [
+            (Q, None, f"tensor {Q} (model.layers.1.attention.q.weight) is missing"),
+            (Q, torch.zeros(36, 35), f"tensor {Q} has shape (36, 35), the model wants (36, 36)"),
+            (Q, torch.zeros(36, 36, dtype=torch.int8), f"tensor {Q} is I8, which is not supported"),
+            ("lm_head.weight", None, "tensor lm_head.weight (model.head.weight) is missing"),
+            ("model.layers.3.mlp.up_proj.weight", torch.zeros(44, 36),
+             "found tensor model.layers.3.mlp.up_proj.weight, which a llama model with the settings of"),
+            ("model.layers.0.self_attn.q_proj.bias", torch.zeros(36), "found tensor model.layers.0.self"),
+            ("score.weight", torch.zeros(2, 36), "found tensor score.weight"),
+        ]
+    ):  # fmt: skip
+        source = copied(saved, tmp_path / str(number))
+        change(source, name, values)
+        assert refused("import", source, tmp_path / "ours").startswith(f"{source}: {message}")
+
+
+def test_files_that_cannot_be_read(saved: Path, tmp_path: Path) -> None:
+    source = copied(saved, tmp_path / "hf")
+    file, to = source / "model.safetensors", tmp_path / "ours"
+    whole = file.read_bytes()
+    for damage in (whole[:-1], whole[:1000], b"", whole[:4] + b"\xff" + whole[5:], whole + b"more"):
+        file.write_bytes(damage)
+        assert refused("import", source, to).startswith(f"{file}: cannot be read: ")
+    file.unlink()
+    assert f"{source}: neither model.safetensors nor model.safetensors.index.json" in refused(
+        "import", source, to
+    )
+    torch.save({}, source / "pytorch_model.bin")
+    assert "pytorch_model.bin holds pickled objects" in refused("import", source, to)
+    (source / "config.json").write_text("{")
+    assert refused("import", source, to).startswith(f"{source}/config.json: cannot be read")
+    (source / "config.json").write_text("[]")
+    assert "found a list, expected an object" in refused("import", source, to)
+    (source / "config.json").unlink()
+    assert "not a Hugging Face model: config.json is missing" in refused("import", source, to)
+    assert "no such directory" in refused("import", tmp_path / "none", to)
+    with pytest.raises(HexadError, match="no such directory"):
+        read_config(tmp_path / "none")
+
+
+def test_shards_that_do_not_fit_their_index(saved: Path, tmp_path: Path) -> None:
+    source = tmp_path / "hf"
+    source.mkdir()
+    for file in saved.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    path = source / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first = index["weight_map"]["lm_head.weight"]
+    good = dict(index["weight_map"])
+    for places, message in (
+        ({**good, "model.norm.bias": first}, f"{source / first}: model.norm.bias is missing"),
+        ({**good, "x": "../x.safetensors"}, f"{path}: not an index of tensors"),
+        ({**good, "x": 3}, f"{path}: not an index of tensors"),
+        ({**good, "x": "model-9.safetensors"}, f"{source}/model-9.safetensors: missing, but"),
+        ({}, f"{path}: not an index of tensors"),
+    ):
+        path.write_text(json.dumps({"weight_map": places}))
+        assert refused("import", source, tmp_path / "ours").startswith(message)
+    path.write_text("no")
+    assert refused("import", source, tmp_path / "ours").startswith(f"{path}: not an index of tensors")
+
+
+def test_every_rank_says_the_same(saved: Path, tmp_path: Path, pool: Pool) -> None:
+    """A tensor that only one pipeline stage would read, found by all before the first step."""
+    source = copied(saved, tmp_path / "hf")
+    change(source, Q, torch.zeros(36, 35))
+    run = run_on(tmp_path, f"hf:{source}")
+    found = run.world(pool, 2, "parallel.pipeline=2")
+    assert found[0] == found[1]
+    assert found[0] == (2, f"model.load: {source}: tensor {Q} has shape (36, 35), the model wants (36, 36)")
+    assert not run.metrics

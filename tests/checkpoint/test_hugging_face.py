@@ -235,6 +235,16 @@ def test_names_without_a_head_and_old_buffers(tmp_path: Path) -> None:
     assert "lm_head.weight and wte.weight differ" in refused("import", source, tmp_path / "other")
 
 
+def test_rotary_buffers_are_passed_over(tmp_path: Path) -> None:
+    source = theirs.save("llama", tmp_path / "hf", shard="1GB")
+    wanted = load_file(source / "model.safetensors")
+    old = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(3) for n in range(3)}
+    save_file(wanted | old, source / "model.safetensors", {"format": "pt"})
+    convert("import", source, tmp_path / "ours")
+    convert("export", tmp_path / "ours", tmp_path / "out")
+    assert theirs.tensors(tmp_path / "out").keys() == wanted.keys()
+
+
 def test_values_that_are_no_numbers_pass(tmp_path: Path) -> None:
     source = theirs.save("llama", tmp_path / "hf", torch.bfloat16, shard="1GB")
     content = load_file(source / "model.safetensors")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -274,3 +275,22 @@ def test_verification_can_be_turned_off(alone: RunFile, make_run: MakeRun) -> No
     path.write_bytes(content)
     assert run.train("run.steps=25").status == 2
     assert run.train("run.steps=25", "checkpoint.verify=false").status == 0
+
+
+def test_the_batch_may_change_and_the_samples_follow_on(
+    make_run: MakeRun, alone: RunFile, pool: Pool
+) -> None:
+    """The same 24 samples in the same order, however they are cut into steps, microbatches and ranks: with next to
+    no learning rate a sample's loss does not depend on the step it is in."""
+    still = ("optimizer.lr=1e-30", "lr_schedule.min_lr=0", "lr_schedule.kind=constant")
+    run, reference = make_run(), make_run()
+    assert reference.train(*still, "batch.global=1", "run.steps=24").status == 0
+    each = reference.losses
+    assert run.train(*still, "run.steps=2").status == 0  # samples 0 to 7
+    settings = (*still, "batch.global=6", "batch.micro=3", "run.steps=4", "parallel.data=2")
+    assert run.world(pool, 2, *settings) == [(0, "")] * 2  # 8 to 19
+    assert run.train(*still, "batch.global=2", "batch.micro=2", "run.steps=6").status == 0  # 20 to 23
+    assert [line["samples"] for line in run.metrics] == [4, 8, 14, 20, 22, 24]
+    ends = [0, *(line["samples"] for line in run.metrics)]
+    expected = [float(np.mean(each[begin:end])) for begin, end in pairwise(ends)]
+    np.testing.assert_allclose(run.losses, expected, rtol=1e-9)

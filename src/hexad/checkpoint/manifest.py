@@ -10,7 +10,9 @@ import json
 import math
 import re
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +73,33 @@ class Stored:
     block: int
 
 
+Entry = tuple[int, Sequence[int], Sequence[int], int, int]
+"""A :class:`Stored` as JSON has it: the file by its number."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor: its ``dtype`` in torch's word (``float32``), its shape, and the rectangles that cover
-    it exactly once."""
+    """A global tensor.
+
+    Attributes:
+        dtype: in torch's word (``float32``).
+        shape: global.
+        entries: the rectangles that cover it exactly once, of which a large run has millions.
+        names: of the files, in the manifest's order.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    stored: tuple[Stored, ...]
+    entries: Sequence[Entry]
+    names: Sequence[str]
+
+    @cached_property
+    def stored(self) -> tuple[Stored, ...]:
+        """The rectangles, made when they are first asked for: a rank needs those of few tensors."""
+        return tuple(
+            Stored(self.names[file], tuple(offset), tuple(sizes), begin, block)
+            for file, offset, sizes, begin, block in self.entries
+        )
 
 
 @dataclass(frozen=True)
@@ -121,13 +142,12 @@ class Manifest:
             ValueError: they are not.
         """
         for name, tensor in self.tensors.items():
-            found = sum(math.prod(stored.sizes) for stored in tensor.stored)
+            found = sum(math.prod(sizes) for _, _, sizes, _, _ in tensor.entries)
             if found != math.prod(tensor.shape):
                 raise ValueError(f"tensor {name}: {found} values of {math.prod(tensor.shape)}")
 
     def encode(self) -> bytes:
         """The content of ``manifest.json``: one JSON object, the checksum of its body first."""
-        names = {name: number for number, name in enumerate(self.files)}
         body = {
             "format": FORMAT,
             "progress": self.progress,
@@ -138,12 +158,7 @@ class Manifest:
                 for name, record in self.files.items()
             },
             "tensors": {
-                name: [
-                    tensor.dtype,
-                    tensor.shape,
-                    [[names[s.file], s.offset, s.sizes, s.begin, s.block] for s in tensor.stored],
-                ]
-                for name, tensor in self.tensors.items()
+                name: [tensor.dtype, tensor.shape, tensor.entries] for name, tensor in self.tensors.items()
             },
         }
         return _guarded(json.dumps(body, separators=(",", ":")).encode())
@@ -167,15 +182,10 @@ class Manifest:
         }
         names = list(files)
         tensors = {
-            name: StoredTensor(dtype, tuple(shape), tuple(_stored(names, entry) for entry in entries))
+            name: StoredTensor(dtype, tuple(shape), entries, names)
             for name, (dtype, shape, entries) in body["tensors"].items()
         }
         return cls(body["progress"], body["config"], tensors, files, body["origin"])
-
-
-def _stored(names: list[str], entry: list[Any]) -> Stored:
-    file, offset, sizes, begin, block = entry
-    return Stored(names[file], tuple(offset), tuple(sizes), begin, block)
 
 
 def _guarded(body: bytes) -> bytes:

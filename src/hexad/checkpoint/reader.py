@@ -52,24 +52,23 @@ class Checkpoint:
 
     Args:
         path: of the checkpoint.
-        verify: check the values' checksums while reading; that all files are there, and their sizes, always
-            is.
+        verify: check the values' checksums while reading; the sizes of files that are read always are.
 
     Attributes:
         manifest: what it holds.
 
     Raises:
-        DamagedCheckpoint: its manifest is damaged, or a file is missing or cut.
+        DamagedCheckpoint: its manifest or its configuration is damaged.
     """
 
     def __init__(self, path: Path, verify: bool = True) -> None:
         self.path = path
         self.verify = verify
         self.manifest: Manifest = read_manifest(path)
-        for name, record in self.manifest.files.items():
-            problem = size_problem(path, name, record)
-            if problem is None and verify and not record.header:
-                problem = checksum_problem(path, name, record)
+        # Tensor files are looked at when something in them is wanted: with thousands of ranks each has its own.
+        others = (name for name, record in self.manifest.files.items() if not record.header)
+        for name in others if verify else ():
+            problem = checksum_problem(path, name, self.manifest.files[name])
             if problem is not None:
                 raise damaged(path, problem)
         self._open = ExitStack()
@@ -191,15 +190,18 @@ class Checkpoint:
             )
 
     def _file(self, name: str) -> int:
-        """The descriptor of a file, whose header is checked when it is opened."""
+        """The descriptor of a file, whose size and header are checked when it is opened."""
         if name not in self._files:
+            record = self.manifest.files[name]
+            problem = size_problem(self.path, name, record)
+            if problem is not None:
+                raise damaged(self.path, problem)
             try:
                 self._files[name] = os.open(self.path / name, os.O_RDONLY)
             except OSError as error:
                 raise damaged(self.path, f"{name}: {error.strerror}") from None
             self._open.callback(os.close, self._files[name])
-            header = self.manifest.files[name].header
-            self._block(name, 0, 0, torch.empty(header, dtype=torch.uint8))
+            self._block(name, 0, 0, torch.empty(record.header, dtype=torch.uint8))
         return self._files[name]
 
     def __enter__(self) -> Checkpoint:

@@ -14,7 +14,7 @@ from hexad.config import Config, dump_config
 
 from .chunks import Chunk
 from .directory import write_durably
-from .manifest import MANIFEST_FILE, FileRecord, Manifest, Stored, StoredTensor
+from .manifest import MANIFEST_FILE, Entry, FileRecord, Manifest, StoredTensor
 from .tensor_file import TensorFileWriter, block_count
 
 
@@ -95,19 +95,19 @@ def write_manifest(
     text = dump_config(config).encode()
     write_durably(directory / "config.yaml", text)
     files = {"config.yaml": FileRecord(len(text), xxhash.xxh3_128_hexdigest(text)), **(others or {})}
-    stored: dict[str, list[Stored]] = {}
+    stored: dict[str, list[Entry]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for share in shares:
+    for number, share in enumerate(shares, start=len(files)):
         files[share.file] = share.record
         begin, block = share.record.header, 1
         for rectangle in share.rectangles:
             kinds[rectangle.name] = (rectangle.dtype, rectangle.shape)
-            place = Stored(share.file, rectangle.offset, rectangle.sizes, begin, block)
-            stored.setdefault(rectangle.name, []).append(place)
+            entry = number, rectangle.offset, rectangle.sizes, begin, block
+            stored.setdefault(rectangle.name, []).append(entry)
             dtype: torch.dtype = getattr(torch, rectangle.dtype)
             begin += torch.Size(rectangle.sizes).numel() * dtype.itemsize
             block += block_count(rectangle.sizes, dtype.itemsize)
-    tensors = {name: StoredTensor(*kinds[name], tuple(places)) for name, places in stored.items()}
+    tensors = {name: StoredTensor(*kinds[name], entries, list(files)) for name, entries in stored.items()}
     tree = config.model_dump(mode="json", by_alias=True)
     manifest = Manifest(dict(progress), tree, tensors, files, dict(origin))
     manifest.check_coverage()

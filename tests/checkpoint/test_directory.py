@@ -1,0 +1,68 @@
+"""Names, replacement and retention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hexad.checkpoint.chunks import Chunk
+from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
+from hexad.checkpoint.manifest import read_manifest
+from hexad.checkpoint.writer import write_manifest, write_share
+from hexad.config import HexadError, load_config
+
+
+def save(run: CheckpointDirectory, step: int, value: float = 0.0) -> Path:
+    partial = run.begin(step)
+    share = write_share(partial, 0, [Chunk("model.w", (3,), (0,), torch.full((3,), value))])
+    assert share is not None
+    write_manifest(partial, [share], load_config(), {"step": step, "samples": step}, {})
+    return run.commit(partial, step)
+
+
+def steps(run: CheckpointDirectory) -> list[int]:
+    return [step for step, _ in run.complete()]
+
+
+def test_the_last_good_checkpoint_is_never_removed(tmp_path: Path) -> None:
+    run = CheckpointDirectory(tmp_path)
+    for step in (1, 2, 3, 4):
+        save(run, step)
+    (run.path / "step-00000004" / "rank-00000.safetensors").write_bytes(b"")
+    (run.path / "step-00000003" / "manifest.json").write_bytes(b"{}")
+    run.retain(1)
+    assert steps(run) == [2, 3, 4]  # the newest good one, and the damaged ones, which do not count
+    save(run, 5)
+    run.retain(1)
+    assert steps(run) == [3, 4, 5]
+
+
+def test_a_checkpoint_that_is_replaced_is_there_until_its_successor_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = CheckpointDirectory(tmp_path)
+    save(run, 7, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("hexad.checkpoint.directory.make_visible", lambda *paths: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # a kill between the two renames
+            save(run, 7, 2.0)
+    assert steps(run) == [7]
+    newest = run.newest()
+    assert newest is not None and read_manifest(newest).step == 7
+    assert newest.name == "step-00000007.replaced"
+    save(run, 7, 3.0)
+    assert [path.name for path in sorted(run.path.iterdir())] == ["latest", "step-00000007"]
+
+
+def test_find_checkpoint(tmp_path: Path) -> None:
+    run = CheckpointDirectory(tmp_path)
+    with pytest.raises(HexadError, match="neither a checkpoint nor a run directory"):
+        find_checkpoint(tmp_path)
+    first, second = save(run, 9), save(run, 100_000_000)
+    assert find_checkpoint(tmp_path) == second and find_checkpoint(first) == first
+    assert run.set_aside(second).name == "damaged-step-100000000"
+    save(run, 100_000_000)
+    assert run.set_aside(second).name == "damaged-step-100000000-1"
+    assert find_checkpoint(tmp_path) == first

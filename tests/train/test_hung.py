@@ -1,0 +1,91 @@
+"""Ranks that hang: found by run.timeout, told in words, ended soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .command import Process, RunFile, wait_until_gone
+from .conftest import MakeRun
+
+Start = Callable[..., Process]
+TIMEOUT = 4.0
+
+# Imported by every process whose PYTHONPATH has its folder. Rank 1 hangs in step 6, once per run.dir.
+HANG = """
+import ctypes, os, pathlib, sys, threading
+once = pathlib.Path(__file__).with_name("hung")
+def watch():
+    while True:
+        module = sys.modules.get("hexad.train.engine")
+        if module is not None and hasattr(module, "Engine"):
+            break
+        threading.Event().wait(0.01)
+    made = module.Engine.train_step
+    def step(engine, *arguments):
+        if engine.step == 5 and not once.exists():
+            once.touch()
+            while True:
+                if "{how}" == "lock":
+                    ctypes.PyDLL(None).sleep(3600)  # holds Python's lock
+        return made(engine, *arguments)
+    module.Engine.train_step = step
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=watch, daemon=True).start()
+"""
+
+
+def begin(how: str, run: RunFile, start: Start, tmp_path: Path, *overrides: str) -> Process:
+    """A run on two ranks, the second of which will hang."""
+    folder = tmp_path / "hang"
+    folder.mkdir()
+    # In front of the site's own, if there is one: none of it is needed.
+    (folder / "sitecustomize.py").write_text(HANG.replace("{how}", how))
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    layout = ("parallel.tensor=2", f"run.timeout={TIMEOUT}")
+    process = start(run.arguments(*layout, *overrides), PYTHONPATH=path if how != "stop" else "")
+    process.wait_for_step(run, 5)
+    if how == "stop":
+        os.kill(process.ranks()[1], signal.SIGSTOP)
+    return process
+
+
+@pytest.mark.parametrize("how", ["stop", "loop", "lock"])
+def test_a_hung_rank_ends_the_run_and_leaves_its_stacks(
+    make_run: MakeRun, start: Start, tmp_path: Path, how: str
+) -> None:
+    run = make_run(run={"steps": 10**6})
+    process = begin(how, run, start, tmp_path)
+    began, ranks = time.monotonic(), process.ranks()
+    result = process.wait(60)
+    assert time.monotonic() - began < TIMEOUT + 12
+    wait_until_gone(ranks.values(), 5)
+    assert result.status == 1
+    assert re.fullmatch(
+        r"rank 0 \(process \d+\) failed with exit status 1: CommError: .* over axis \w+ .*; rank 1 hung; .*",
+        result.error,
+    )
+    waiting, hung = ((run.directory / f"log-rank{rank}.txt").read_text() for rank in range(2))
+    words = (
+        r"step \d+, (waiting in|last finished) \w+ over axis (tensor|world) \(ranks 0,1\), \d+ bytes, started"
+    )
+    for text in (waiting, hung):
+        assert "most recent call first" in text and "train_step" in text
+        assert re.search(rf'File "as last seen: {words}"', text)
+    assert re.search(rf"no progress for \d s \(run.timeout is 4 s\); {words}", waiting)
+    if how == "lock":  # no Python could run there
+        assert "sitecustomize.py" in hung and "no progress" not in hung
+
+
+def test_a_hung_rank_is_restarted(make_run: MakeRun, start: Start, tmp_path: Path) -> None:
+    run = make_run(run={"steps": 10})
+    result = begin("loop", run, start, tmp_path, "faults.restarts=1").wait(60)
+    assert result.status == 0, result.err
+    assert "rank 1 hung" in result.err and "restart 1 of 1: going on after step 4" in result.err
+    assert len(run.losses) == 10

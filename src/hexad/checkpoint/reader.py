@@ -65,7 +65,7 @@ class Checkpoint:
         self.path = path
         self.verify = verify
         self.manifest: Manifest = read_manifest(path)
-        # Tensor files are looked at when something in them is wanted: with thousands of ranks each has its own.
+        # Tensor files are looked at when something in them is wanted: there may be thousands of them.
         others = (name for name, record in self.manifest.files.items() if not record.header)
         for name in others if verify else ():
             problem = checksum_problem(path, name, self.manifest.files[name])

@@ -192,6 +192,7 @@ def measure(ranks: int, hidden: int, rounds: int, directory: Path) -> dict[str, 
     program.close()
     medians = {name: median(values) for name, values in seconds.items()}
     return {
+        "ranks": ranks,
         "bytes": total,
         "share_bytes": share,
         "seconds": medians,

@@ -35,7 +35,8 @@ def section(name: str) -> str:
     if not path.exists():
         return "\nNot measured yet.\n\n"
     results = json.loads(path.read_text(encoding="utf-8"))
-    lines = overlap(results) if "stages" in results else step_time(results)
+    kinds = {"stages": overlap, "bandwidth_over_raw": checkpoint_io}
+    lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
 
 
@@ -80,6 +81,29 @@ def overlap(results: dict[str, Any]) -> Iterator[str]:
     if PICTURE.exists():
         yield ""
         yield f"![A step's seconds by stage](images/{PICTURE.name})"
+
+
+def checkpoint_io(results: dict[str, Any]) -> Iterator[str]:
+    """A row per kind of step: the disk itself, Hexad, torch.distributed.checkpoint."""
+    seconds, ratios = results["seconds"], results["bandwidth_over_raw"]
+    size = f"{results['bytes'] / 1e9:.2f} GB of state on {results['ranks']} ranks"
+    yield f"{size}; seconds, and bandwidth over the disk's own:"
+    yield ""
+    yield "| | raw | Hexad | DCP | Hexad / raw | DCP / raw |"
+    yield "|---|---|---|---|---|---|"
+    rows = {
+        "save, fsync included": ("raw_write", "hexad_save", "dcp_save", "save"),
+        "load, files in the page cache": ("raw_read", "hexad_load", "dcp_load", "load"),
+        "load, files on the disk": ("raw_read_cold", "hexad_load_cold", "dcp_load_cold", "load_cold"),
+    }
+    for title, (raw, ours, theirs, ratio) in rows.items():
+        cells = [f"{seconds[name]:.2f}" for name in (raw, ours, theirs)]
+        cells += [f"{ratios[name]:.2f}" for name in (ratio, f"dcp_{ratio}")]
+        yield f"| {title} | {' | '.join(cells)} |"
+    yield ""
+    pause = f"{seconds['pause']:.2f} s, {results['pause_over_synchronous']:.0%} of a synchronous one"
+    memory = f"{results['transient_over_share']['hexad_load']:.1%} of the rank's share"
+    yield f"An asynchronous save holds the training up for {pause}. Loading needs {memory} beside it in memory."
 
 
 def main() -> None:

@@ -20,8 +20,11 @@ class Watch:
 
     Shortly before ``timeout`` seconds without progress, when the peers of a hung rank are about to give up,
     the stacks of all threads are written to the log, and in words what the rank waits for. That is
-    information only: a long compilation or save passes. A timer in C writes the stacks, even while a thread
-    that hangs holds Python's lock.
+    information only: a long compilation or save passes.
+
+    Where a thread that hangs holds Python's lock, this one cannot run either. A timer in C then writes the
+    stacks. It is put off as long as this thread runs: it must not look at threads that are running, which
+    can crash the process.
 
     Args:
         trace: of the mesh.
@@ -53,17 +56,14 @@ class Watch:
         seen, since, told = -1, 0.0, False
         while True:
             now = time.monotonic()
+            faulthandler.dump_traceback_later(self._limit, file=self._file)
             if self._trace.changes != seen:
                 seen, since, told = self._trace.changes, now, False
-                faulthandler.dump_traceback_later(self._limit, file=self._file)
             elif now - since > self._limit and not told:
                 told = True
-                log.warning(
-                    "no progress for %.0f s (run.timeout is %.0f s); %s",
-                    now - since,
-                    self._timeout,
-                    self.words(),
-                )
+                idle, words = now - since, self.words()
+                log.warning("no progress for %.0f s (run.timeout is %.0f s); %s", idle, self._timeout, words)
+                faulthandler.dump_traceback(self._file)
             if _in_the_stack(self.words(), lambda: self._over.wait(self._interval)):
                 return
 

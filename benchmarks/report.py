@@ -103,7 +103,7 @@ def checkpoint_io(results: dict[str, Any]) -> Iterator[str]:
     yield ""
     pause = f"{seconds['pause']:.2f} s, {results['pause_over_synchronous']:.0%} of a synchronous one"
     memory = f"{results['transient_over_share']['hexad_load']:.1%} of the rank's share"
-    yield f"An asynchronous save holds the training up for {pause}. Loading needs {memory} beside it in memory."
+    yield f"An asynchronous save holds training up for {pause}. Loading needs {memory} beside it in memory."
 
 
 def main() -> None:

@@ -280,7 +280,7 @@ def test_verification_can_be_turned_off(alone: RunFile, make_run: MakeRun) -> No
 def test_the_batch_may_change_and_the_samples_follow_on(
     make_run: MakeRun, alone: RunFile, pool: Pool
 ) -> None:
-    """The same 24 samples in the same order, however they are cut into steps, microbatches and ranks: with next
+    """The same 24 samples in the same order, however cut into steps, microbatches and ranks: with next
     to no learning rate a sample's loss does not depend on the step it is in."""
     still = ("optimizer.lr=1e-30", "lr_schedule.min_lr=0", "lr_schedule.kind=constant")
     run, reference = make_run(), make_run()

@@ -90,6 +90,17 @@ def test_defaults_and_the_smallest_scale() -> None:
     assert scaler.exhausted and scaler.scale == 1.0
 
 
+def test_what_an_earlier_overflow_has_exhausted_is_forgotten() -> None:
+    settings = {"loss_scale_initial": 1.0, "loss_scale_window": 1, "loss_scale_hysteresis": 2}
+    one = LossScaler(config_of({"dtype": "fp16", **settings}).precision)
+    other = LossScaler(config_of({"dtype": "fp16", **settings}).precision)
+    for overflow, exhausted in ((True, False), (True, True), (False, False), (True, False)):
+        other.restore(one.state())  # a run that is resumed before every step judges likewise
+        for scaler in (one, other):
+            scaler.update(overflow)
+            assert scaler.exhausted == exhausted
+
+
 def test_a_scaler_goes_on_from_its_state() -> None:
     settings = config_of({"dtype": "fp16", "loss_scale_window": 3}).precision
     one, other = LossScaler(settings), LossScaler(settings)

@@ -35,6 +35,7 @@ class LossScaler:
 
     def update(self, overflow: bool) -> None:
         """Take note of a step, whose gradients were all finite or not."""
+        self.exhausted = False
         if not (self.active and self._dynamic):
             self.exhausted = overflow
             return

@@ -18,8 +18,11 @@ def save(run: CheckpointDirectory, step: int, value: float = 0.0) -> Path:
     partial = run.begin(step)
     share = write_share(partial, 0, [Chunk("model.w", (3,), (0,), torch.full((3,), value))])
     assert share is not None
-    write_manifest(partial, [share], load_config(), {"step": step, "samples": step}, {})
-    return run.commit(partial, step)
+    progress = {"step": step, "samples": step}
+    write_manifest(partial, [share], {"model.w": (3,)}, load_config(), progress, {})
+    found = run.commit(partial, step)
+    run.tidy(100)
+    return found
 
 
 def steps(run: CheckpointDirectory) -> list[int]:
@@ -32,10 +35,10 @@ def test_the_last_good_checkpoint_is_never_removed(tmp_path: Path) -> None:
         save(run, step)
     (run.path / "step-00000004" / "rank-00000.safetensors").write_bytes(b"")
     (run.path / "step-00000003" / "manifest.json").write_bytes(b"{}")
-    run.retain(1)
+    run.tidy(1)
     assert steps(run) == [2, 3, 4]  # the newest good one, and the damaged ones, which do not count
     save(run, 5)
-    run.retain(1)
+    run.tidy(1)
     assert steps(run) == [3, 4, 5]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 from hexad.checkpoint import chunks, tensor_file
 from hexad.checkpoint.chunks import Chunk, to_write
-from hexad.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.tensor_file import TensorFileWriter
 from hexad.checkpoint.writer import write_manifest, write_share
@@ -38,7 +40,8 @@ def write(directory: Path, ranks: list[list[Chunk]]) -> Path:
     directory.mkdir(exist_ok=True)
     shares = [write_share(directory, rank, list(to_write(held))) for rank, held in enumerate(ranks)]
     progress = {"step": 1, "samples": 2}
-    write_manifest(directory, filter(None, shares), load_config(), progress, {"world": len(ranks)})
+    expected = {chunk.name: chunk.shape for held in ranks for chunk in held}
+    write_manifest(directory, filter(None, shares), expected, load_config(), progress, {"world": len(ranks)})
     return directory
 
 
@@ -133,17 +136,51 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_a_save_that_does_not_cover_a_tensor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensor w: 6 values of 15"):
-        write(tmp_path / "c", [[Chunk("w", (5, 3), (0, 0), torch.randn(2, 3))]])
-    assert not (tmp_path / "c" / "manifest.json").exists()
+    def part(row: int, rows: int) -> Chunk:
+        return Chunk("w", (5, 3), (row, 0), torch.randn(rows, 3))
+
+    for held, message in (
+        ([part(0, 2)], "tensor w: 6 values of 15"),
+        ([part(0, 2), part(1, 3)], r"tensor w: values from \[1, 0\] on are there twice"),  # 15, row 4 is not
+        ([part(0, 2), part(3, 3)], "tensor w: a rectangle reaches beyond it"),
+        ([Chunk("w", (5, 3), (0, 0), torch.randn(5, 3), None)], r"tensor w of shape \(5, 3\) is not in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(tmp_path / message[:20], [held])
+        assert not (tmp_path / message[:20] / "manifest.json").exists()
 
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("hexad.checkpoint.manifest.FORMAT", 99)
         path = write(tmp_path / "c", [[Chunk("w", (1,), (0,), torch.randn(1))]])
-    with pytest.raises(DamagedCheckpoint, match="format 99, this version of Hexad reads 2"):
+    with pytest.raises(HexadError, match="format 99, this version of Hexad reads format 2") as caught:
         read_manifest(path)
+    assert caught.type is HexadError  # whole, and not to be set aside by an older version
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    count = 90
+    whole = torch.randn(count, 2)
+    ranks = [[Chunk("w", (count, 2), (row, 0), whole[row : row + 1])] for row in range(count)]
+    path = write(tmp_path / "c", ranks)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, limits[1]))
+        with Checkpoint(path) as checkpoint:
+            assert torch.equal(checkpoint.read("w"), whole)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with Checkpoint(path) as checkpoint, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", _denied)
+        with pytest.raises(HexadError, match=r"rank-0000\d\.safetensors: cannot be read: denied") as caught:
+            checkpoint.read("w")
+    assert caught.type is HexadError  # a hiccup is no damage
+
+
+def _denied(*_: object) -> int:
+    raise PermissionError(13, "denied")
 
 
 def test_a_writer_takes_no_more_and_no_fewer_values_than_declared(tmp_path: Path) -> None:

@@ -172,3 +172,52 @@ def test_the_layouts_cover_every_axis_stage_and_schedule() -> None:
         "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"
     }  # fmt: skip
     assert any(case.data > 1 and case.tensor > 1 and case.pipeline > 1 for case in cases)
+
+
+SIXTEEN = Variant(
+    "gpt2, untied, fp16",
+    {**VARIANT.model, "family": "gpt2", "kv_heads": 4, "vocab": 67, "tied_embeddings": False},
+    overrides={"precision": {"dtype": "fp16", "loss_scale_window": 2}},
+)
+_SIXTEEN = Case(SIXTEEN, samples=12)
+OTHERS = {
+    "one rank": _SIXTEEN,
+    "data 2, zero 1": replace(_SIXTEEN, data=2, zero=1),
+    "data 3, zero 3": replace(_SIXTEEN, data=3, zero=3),
+    "tensor 2, pipeline 2": replace(_SIXTEEN, tensor=2, pipeline=2, schedule="zb_h1"),
+}
+
+
+def carry(case: Case, source: Path | None, directory: Path) -> tuple[list[Any], dict[str, Any]]:
+    """Load ``source``, or train two steps; save; this rank's pieces and progress."""
+    engine, checkpointer = _engine(case, directory)
+    if source is None:
+        save_steps = [
+            engine.train_step(microbatches(case, step, engine.mesh.data.rank)) for step in range(BEFORE)
+        ]
+        assert save_steps[-1].loss_scale > 1
+    else:
+        for chunk in engine.chunks():
+            chunk.tensor.fill_(torch.nan)
+        engine.restored(checkpointer.load(source, engine.chunks()).progress)
+    checkpointer.save(engine.chunks(), engine.progress())
+    return _pieces(engine), engine.progress()
+
+
+def test_around_through_other_layouts_in_sixteen_bits(pool: Pool, tmp_path: Path) -> None:
+    """fp32 masters, a loss scaler, learned positions, biases and an untied head come through four layouts and
+    back, bit for bit."""
+    source, first = None, None
+    for number, case in enumerate((*OTHERS.values(), _SIXTEEN)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        results = pool.run(case.world, carry, case, source, directory)
+        state, progress = assemble([pieces for pieces, _ in results]), results[0][1]
+        source = directory / "checkpoints" / f"step-{BEFORE:08d}"
+        if first is None:
+            first = state, progress
+            assert progress["loss_scale"]["clean"] == 0 and progress["loss_scale"]["scale"] > 2**16
+            assert {str(piece[3].dtype) for piece in results[0][0]} == {"float32"}
+        assert progress == first[1]
+        assert state.keys() == first[0].keys() and "model.positions.weight" in state
+        assert all(np.array_equal(state[name], values) for name, values in first[0].items())

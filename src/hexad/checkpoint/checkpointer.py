@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hexad.comm import agreed, collect_objects, gather_objects
 from hexad.config import AgreedError, Config, HexadError, blaming
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Axis, Mesh, Trace
 
 from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint
@@ -47,7 +47,9 @@ class Checkpointer:
         self.config = config
         self.mesh = mesh
         self.directory = CheckpointDirectory(config.run.dir)
-        self._axis = Axis("checkpoint", mesh.world.ranks, mesh.rank)
+        # What training waits for is told when it hangs; what goes on beside it would only confuse.
+        trace = Trace() if config.checkpoint.asynchronous else mesh.trace
+        self._axis = Axis("checkpoint", mesh.world.ranks, mesh.rank, trace=trace)
         if mesh.layout.world > 1:
             timeout = timedelta(seconds=max(config.run.timeout, _LONGEST_SAVE))
             self._axis.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoint")
@@ -57,7 +59,7 @@ class Checkpointer:
 
     def save(
         self,
-        chunks: Iterable[Chunk],
+        chunks: Sequence[Chunk],
         progress: Mapping[str, Any],
         reason: str = "schedule",
         last: bool = False,
@@ -76,11 +78,12 @@ class Checkpointer:
         """
         self.wait()
         self._last = last
+        held = {chunk.name: chunk.shape for chunk in chunks}
         mine = list(to_write(chunks))
         if self.config.checkpoint.asynchronous:
-            self._saving = self._writer.submit(self._write, _copied(mine), dict(progress), reason)
+            self._saving = self._writer.submit(self._write, _copied(mine), held, dict(progress), reason)
         else:
-            self._settle(lambda: self._write(mine, progress, reason))
+            self._settle(lambda: self._write(mine, held, progress, reason))
 
     def wait(self) -> None:
         """Wait for a save under way. If it failed: raise its error, or tell it and go on, as
@@ -136,8 +139,12 @@ class Checkpointer:
                 it cannot be renamed.
         """
         earlier = [other for _, other in self.directory.complete() if other != path]
-        if self.config.checkpoint.damaged == "stop" or not earlier or path.parent != self.directory.path:
+        if path.parent != self.directory.path or not earlier:
             raise damage
+        if self.config.checkpoint.damaged == "stop":
+            raise AgreedError(
+                f"{damage}; move it away to go on from the one before, or set checkpoint.damaged=previous"
+            )
         aside = self._on_first(lambda: self.directory.set_aside(path))
         log.warning("%s; set aside as %s, going on from the one before", damage, aside.name)
 
@@ -164,8 +171,17 @@ class Checkpointer:
         with blaming("checkpoint.load"):
             return find_checkpoint(load)
 
-    def _write(self, chunks: Sequence[Chunk], progress: Mapping[str, Any], reason: str) -> None:
-        """Write and commit, all ranks together; fails on all ranks if it does on one."""
+    def _write(
+        self,
+        chunks: Sequence[Chunk],
+        held: Mapping[str, tuple[int, ...]],
+        progress: Mapping[str, Any],
+        reason: str,
+    ) -> None:
+        """Write and commit, all ranks together; fails on all ranks if it does on one.
+
+        ``held``: the shape of every tensor of which this rank has a part, written here or elsewhere.
+        """
         step = progress["step"]
         partial = self._on_first(lambda: self.directory.begin(step), step)
         share: Share | Exception | None
@@ -173,20 +189,27 @@ class Checkpointer:
             share = write_share(partial, self.mesh.rank, chunks)
         except Exception as error:  # every rank must hear of it, whatever it is
             share = error
-        shares = collect_objects(share, self._axis)
+        written = collect_objects((share, held), self._axis)
 
         def commit() -> None:
-            assert shares is not None
+            assert written is not None
             try:
-                failed = next((found for found in shares if isinstance(found, Exception)), None)
-                if failed is not None:
-                    raise failed
-                write_manifest(partial, filter(None, shares), self.config, progress, self._origin(reason))
+                for rank, (found, _) in enumerate(written):
+                    if isinstance(found, OSError):
+                        raise OSError(found.errno, f"rank {rank}: {found.strerror}")
+                    if isinstance(found, Exception):
+                        raise found
+                shares = [found for found, _ in written if found is not None]
+                expected = {name: shape for _, held in written for name, shape in held.items()}
+                write_manifest(partial, shares, expected, self.config, progress, self._origin(reason))
                 self.directory.commit(partial, step)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)  # a full disk must not stay full of it
                 raise
-            self.directory.retain(self.config.checkpoint.keep)
+            try:
+                self.directory.tidy(self.config.checkpoint.keep)
+            except OSError as error:
+                log.warning("checkpoint of step %d: saved, but older ones cannot be removed: %s", step, error)
 
         self._on_first(commit, step)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from hexad.config import Config, HexadError
 
-from .manifest import MANIFEST_FILE, STEP_NAME, DamagedCheckpoint, read_manifest, size_problem
+from .manifest import MANIFEST_FILE, STEP_NAME, check_size, read_manifest
 
 
 class CheckpointDirectory:
@@ -39,12 +39,15 @@ class CheckpointDirectory:
         """An empty directory to write the checkpoint of ``step`` into; what killed saves left is removed."""
         for left in self.path.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
+        # Not the run's own directory: where that is gone, something is wrong that must be told.
+        self.path.mkdir(exist_ok=True)
+        sync_directory(self.path.parent)
         partial = self.path / f".step-{step:08d}.partial"
-        partial.mkdir(parents=True)
+        partial.mkdir()
         return partial
 
     def commit(self, partial: Path, step: int) -> Path:
-        """Make a fully written checkpoint visible, by one rename, and let ``latest`` name it."""
+        """Make a fully written checkpoint visible, by one rename."""
         final = self.path / f"step-{step:08d}"
         replaced = final.with_name(f"{final.name}.replaced")
         if final.exists():  # saved again after going back to an earlier step
@@ -52,20 +55,27 @@ class CheckpointDirectory:
                 _remove(replaced)
             os.rename(final, replaced)
         make_visible(partial, final)
-        if replaced.exists():
-            _remove(replaced)
-        temporary = self.path / ".latest.partial"
-        write_durably(temporary, final.name + "\n")
-        os.replace(temporary, self.path / "latest")
-        sync_directory(self.path)
         return final
 
-    def retain(self, keep: int) -> None:
-        """Remove all but the newest ``keep`` checkpoints, of those that are whole as far as their manifest
-        and sizes tell: a damaged one does not count, and stays for its owner to look at."""
+    def tidy(self, keep: int) -> None:
+        """Let ``latest`` name the newest checkpoint, and remove what it replaced and all but the newest
+        ``keep``, of those that are whole as far as their manifest and sizes tell: a damaged one does not
+        count, and stays for its owner to look at."""
+        self._name_latest()
+        for replaced in self.path.glob("step-*.replaced"):
+            if replaced.with_suffix("").exists():
+                _remove(replaced)
         whole = [path for _, path in self.complete() if _looks_whole(path)]
         for path in whole[:-keep]:
             _remove(path)
+
+    def _name_latest(self) -> None:
+        newest = self.newest()
+        if newest is not None:
+            temporary = self.path / ".latest.partial"
+            write_durably(temporary, newest.name + "\n")
+            os.replace(temporary, self.path / "latest")
+            sync_directory(self.path)
 
     def set_aside(self, checkpoint: Path) -> Path:
         """Give a damaged checkpoint a name under which nobody looks for one; returns its new path."""
@@ -74,7 +84,7 @@ class CheckpointDirectory:
             number += 1
             aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{number}")
         os.rename(checkpoint, aside)
-        sync_directory(self.path)
+        self._name_latest()
         return aside
 
 
@@ -87,10 +97,11 @@ def make_visible(partial: Path, final: Path) -> None:
 
 def _looks_whole(checkpoint: Path) -> bool:
     try:
-        files = read_manifest(checkpoint).files
-    except DamagedCheckpoint:
+        for name, record in read_manifest(checkpoint).files.items():
+            check_size(checkpoint, name, record)
+    except HexadError:
         return False
-    return not any(size_problem(checkpoint, name, record) for name, record in files.items())
+    return True
 
 
 _FREE = ("dropout", "attention_dropout")

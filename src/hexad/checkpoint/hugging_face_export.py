@@ -213,7 +213,9 @@ def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) 
     given = Path(config.data.tokenizer)
     folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
     special: dict[str, Any] = special_tokens(folder, eod)
-    length = config.data.sequence
+    length, scaling = config.data.sequence, config.model.rope_scaling
+    if scaling is not None and length <= scaling.original_positions:
+        length = int(scaling.original_positions * scaling.factor)  # what the scaling is for
     write_json(directory / CONFIG_FILE, config_json(config.model, length, dtype, special))
     if not (directory / GENERATION_FILE).exists() and special["eos_token_id"] is not None:
         known = {key: value for key, value in special.items() if value is not None}

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from hexad.config import Config, build_config
+from hexad.config import Config, HexadError, build_config
 from hexad.config.hugging_face import CONFIG_FILE, model_settings, positions, read_config
 
+from .directory import sync_directory
 from .hugging_face import HuggingFaceModel, row_slices
 from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
-from .manifest import FileRecord, file_checksum
+from .manifest import STEP_NAME, FileRecord, file_checksum
 from .writer import Rectangle, Share, open_share, share_name, write_manifest
 
 PRECISIONS = {
@@ -57,6 +58,8 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
     Raises:
         HexadError: the model is not supported, or incomplete; or ``to`` is not empty or cannot be written.
     """
+    if STEP_NAME.fullmatch(to.name):
+        raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
     path, raw = source / CONFIG_FILE, read_config(source)
     settings, length = model_settings(raw, path), positions(raw, path)
     with appearing(to, "--to") as partial:
@@ -73,7 +76,9 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
             "hexad": version("hexad"),
             "torch": str(torch.__version__),
         }
-        write_manifest(partial, [share], config, {"step": 0, "updates": 0, "samples": 0}, origin, others)
+        expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
+        progress = {"step": 0, "updates": 0, "samples": 0}
+        write_manifest(partial, [share], expected, config, progress, origin, others)
     parameters = sum(math.prod(place.shape) for place in model.tensors.values())
     return Imported(config, parameters, has_tokenizer(source))
 
@@ -90,6 +95,7 @@ def _with_files(
     config = config.model_copy(update={"precision": precision})
     # config.json says which token begins and ends a text.
     copy_files([*tokenizer_files(model.directory), model.directory / CONFIG_FILE], partial / _FOLDER)
+    sync_directory(partial / _FOLDER)
     data = config.data.model_copy(update={"tokenizer": str(final / _FOLDER)})
     records = {
         f"{_FOLDER}/{file.name}": FileRecord(file.stat().st_size, file_checksum(file))

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from hexad.config import HexadError
 
@@ -32,10 +35,15 @@ class DamagedCheckpoint(HexadError):
 
 def damaged(path: Path, problem: str) -> DamagedCheckpoint:
     """The error for a checkpoint in which ``problem`` was found."""
-    return DamagedCheckpoint(
-        f"checkpoint {path}: damaged: {problem}; move it away to go on from the one before, or set "
-        "checkpoint.damaged=previous"
-    )
+    return DamagedCheckpoint(f"checkpoint {path}: damaged: {problem}")
+
+
+def unreadable(path: Path, name: str, error: OSError) -> HexadError:
+    """The error for a file that cannot be read: damage if it is not there, else perhaps no more than a
+    hiccup of the file system, a missing permission, or too many open files."""
+    if isinstance(error, FileNotFoundError):
+        return damaged(path, f"{name} is missing")
+    return HexadError(f"checkpoint {path}: {name}: cannot be read: {error.strerror}")
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ class Stored:
 
 
 Entry = tuple[int, Sequence[int], Sequence[int], int, int]
-"""A :class:`Stored` as JSON has it: the file by its number."""
+"""A :class:`Stored` with its file by number."""
 
 
 @dataclass(frozen=True)
@@ -84,22 +92,55 @@ class StoredTensor:
     Attributes:
         dtype: in torch's word (``float32``).
         shape: global.
-        entries: the rectangles that cover it exactly once, of which a large run has millions.
+        packed: the rectangles that cover it exactly once, as :meth:`pack` gives them: a large run has
+            millions, of which a rank wants those of few tensors.
         names: of the files, in the manifest's order.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    entries: Sequence[Entry]
+    packed: str
     names: Sequence[str]
+
+    @staticmethod
+    def pack(entries: Iterable[Entry]) -> str:
+        """Rectangles as rows of int64 (file, block, begin, offset, sizes), compressed, in base64."""
+        rows = [(file, block, begin, *offset, *sizes) for file, offset, sizes, begin, block in entries]
+        return b64encode(zlib.compress(np.array(rows, dtype="<i8").tobytes(), 1)).decode()
+
+    def _rows(self) -> NDArray[np.int64]:
+        raw = zlib.decompress(b64decode(self.packed))
+        return np.frombuffer(raw, dtype="<i8").reshape(-1, 3 + 2 * len(self.shape))
 
     @cached_property
     def stored(self) -> tuple[Stored, ...]:
-        """The rectangles, made when they are first asked for: a rank needs those of few tensors."""
+        """The rectangles."""
+        dims = len(self.shape)
         return tuple(
-            Stored(self.names[file], tuple(offset), tuple(sizes), begin, block)
-            for file, offset, sizes, begin, block in self.entries
+            Stored(self.names[file], tuple(places[:dims]), tuple(places[dims:]), begin, block)
+            for file, block, begin, *places in self._rows().tolist()
         )
+
+    def gap(self) -> str | None:
+        """Why the rectangles do not cover the tensor exactly once, or None if they do."""
+        dims, rows = len(self.shape), self._rows()
+        offsets, sizes = rows[:, 3 : 3 + dims], rows[:, 3 + dims :]
+        found, wanted = int(sizes.prod(1).sum()), math.prod(self.shape)
+        if found != wanted:
+            return f"{found} values of {wanted}"
+        if (offsets < 0).any() or (offsets + sizes > np.array(self.shape)).any():
+            return "a rectangle reaches beyond it"
+        # As many values as there should be, all inside: nothing is missing if nothing is there twice.
+        order = np.lexsort(offsets.T[::-1])
+        boxes = list(zip(offsets[order].tolist(), (offsets + sizes)[order].tolist()))
+        open_boxes: list[tuple[list[int], list[int]]] = []
+        for low, high in boxes:
+            open_boxes = [box for box in open_boxes if box[1][0] > low[0]]
+            for other_low, other_high in open_boxes:
+                if all(max(a, b) < min(c, d) for a, b, c, d in zip(low, other_low, high, other_high)):
+                    return f"values from {low} on are there twice"
+            open_boxes.append((low, high))
+        return None
 
 
 @dataclass(frozen=True)
@@ -135,16 +176,19 @@ class Manifest:
         """Whether there is no optimizer state, as in an imported model."""
         return not any(name.startswith("optimizer.") for name in self.tensors)
 
-    def check_coverage(self) -> None:
-        """See that the rectangles are as many values as each tensor has.
+    def check_coverage(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """See that every expected tensor (name -> shape) is there, and every value once.
 
         Raises:
-            ValueError: they are not.
+            ValueError: naming the first that is not.
         """
+        for name, shape in expected.items():
+            if name not in self.tensors or self.tensors[name].shape != shape:
+                raise ValueError(f"tensor {name} of shape {shape} is not in the checkpoint")
         for name, tensor in self.tensors.items():
-            found = sum(math.prod(sizes) for _, _, sizes, _, _ in tensor.entries)
-            if found != math.prod(tensor.shape):
-                raise ValueError(f"tensor {name}: {found} values of {math.prod(tensor.shape)}")
+            gap = tensor.gap()
+            if gap is not None:
+                raise ValueError(f"tensor {name}: {gap}")
 
     def encode(self) -> bytes:
         """The content of ``manifest.json``: one JSON object, the checksum of its body first."""
@@ -158,7 +202,7 @@ class Manifest:
                 for name, record in self.files.items()
             },
             "tensors": {
-                name: [tensor.dtype, tensor.shape, tensor.entries] for name, tensor in self.tensors.items()
+                name: [tensor.dtype, tensor.shape, tensor.packed] for name, tensor in self.tensors.items()
             },
         }
         return _guarded(json.dumps(body, separators=(",", ":")).encode())
@@ -168,22 +212,23 @@ class Manifest:
         """The manifest of a file's content.
 
         Raises:
-            ValueError: it is not what :meth:`encode` gave, or of another version of Hexad.
+            ValueError: it is not what :meth:`encode` gave.
+            HexadError: it is of another version of Hexad.
         """
         text = content[_PREFIX : -len(_END)]
         if _guarded(text) != content:
             raise ValueError("its checksum does not match its content")
         body = json.loads(text)
         if body.get("format") != FORMAT:
-            raise ValueError(f"format {body.get('format')}, this version of Hexad reads {FORMAT}")
+            raise HexadError(f"format {body.get('format')}, this version of Hexad reads format {FORMAT}")
         files = {
             name: FileRecord(size, checksum, header, b64decode(blocks))
             for name, (size, checksum, header, blocks) in body["files"].items()
         }
         names = list(files)
         tensors = {
-            name: StoredTensor(dtype, tuple(shape), entries, names)
-            for name, (dtype, shape, entries) in body["tensors"].items()
+            name: StoredTensor(dtype, tuple(shape), packed, names)
+            for name, (dtype, shape, packed) in body["tensors"].items()
         }
         return cls(body["progress"], body["config"], tensors, files, body["origin"])
 
@@ -201,46 +246,61 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint, whole and in its place.
 
     Raises:
-        DamagedCheckpoint: missing, damaged, of another format, or in the directory of another step.
+        DamagedCheckpoint: missing, damaged, or in the directory of another step.
+        HexadError: of another format, or it cannot be read.
     """
     try:
         manifest = Manifest.decode((checkpoint / MANIFEST_FILE).read_bytes())
-    except FileNotFoundError:
-        raise damaged(checkpoint, f"{MANIFEST_FILE} is missing") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise unreadable(checkpoint, MANIFEST_FILE, error) from None
+    except ValueError as error:
         raise damaged(checkpoint, f"{MANIFEST_FILE}: {error}") from None
+    except HexadError as error:
+        raise HexadError(f"checkpoint {checkpoint}: {error}") from None
     named = STEP_NAME.fullmatch(checkpoint.name)
     if named and int(named[1]) != manifest.step:
         raise damaged(checkpoint, f"{MANIFEST_FILE} is that of step {manifest.step}")
     return manifest
 
 
-def size_problem(checkpoint: Path, name: str, record: FileRecord) -> str | None:
-    """What is wrong with a file as far as its size tells, or None."""
+def check_size(checkpoint: Path, name: str, record: FileRecord) -> None:
+    """See that a file is there and has its size.
+
+    Raises:
+        DamagedCheckpoint: it is not, or has not. HexadError: that cannot be told.
+    """
     try:
         size = (checkpoint / name).stat().st_size
     except OSError as error:
-        return f"{name}: {error.strerror}"
-    return None if size == record.size else f"{name} has {size} bytes of {record.size}"
+        raise unreadable(checkpoint, name, error) from None
+    if size != record.size:
+        raise damaged(checkpoint, f"{name} has {size} bytes of {record.size}")
 
 
-def checksum_problem(checkpoint: Path, name: str, record: FileRecord) -> str | None:
-    """What is wrong with a file as its content tells, or None."""
+def check_file(checkpoint: Path, name: str, record: FileRecord) -> None:
+    """Read a whole file and compare its checksum.
+
+    Raises:
+        DamagedCheckpoint: it is missing or not what was written. HexadError: it cannot be read.
+    """
+    check_size(checkpoint, name, record)
     try:
-        if file_checksum(checkpoint / name) == record.checksum:
-            return None
+        found = file_checksum(checkpoint / name)
     except OSError as error:
-        return f"{name}: {error.strerror}"
-    return f"{name}: its checksum does not match its content"
+        raise unreadable(checkpoint, name, error) from None
+    if found != record.checksum:
+        raise damaged(checkpoint, f"{name}: its checksum does not match its content")
 
 
 def verify_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     """Read every file; returns what is wrong with them."""
-    problems = (
-        size_problem(checkpoint, name, record) or checksum_problem(checkpoint, name, record)
-        for name, record in manifest.files.items()
-    )
-    return [problem for problem in problems if problem is not None]
+    problems = []
+    for name, record in manifest.files.items():
+        try:
+            check_file(checkpoint, name, record)
+        except HexadError as error:
+            problems.append(str(error))
+    return problems
 
 
 def file_checksum(path: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -17,8 +16,11 @@ import xxhash
 from hexad.config import HexadError
 
 from .chunks import Chunk, intersection
-from .manifest import Manifest, Stored, checksum_problem, damaged, read_manifest, size_problem
+from .manifest import Manifest, Stored, check_file, check_size, damaged, read_manifest, unreadable
 from .tensor_file import rows_per_block
+
+_OPEN_FILES = 8
+"""Files of a checkpoint that are open at once: parts are read in the files' order."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,7 @@ class Checkpoint:
         # Tensor files are looked at when something in them is wanted: there may be thousands of them.
         others = (name for name, record in self.manifest.files.items() if not record.header)
         for name in others if verify else ():
-            problem = checksum_problem(path, name, self.manifest.files[name])
-            if problem is not None:
-                raise damaged(path, problem)
-        self._open = ExitStack()
+            check_file(path, name, self.manifest.files[name])
         self._files: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -137,6 +136,8 @@ class Checkpoint:
 
     def _announce(self, part: _Part) -> None:
         """Let the system fetch from the disk what will be read next."""
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
         begin, end = part.span()
         os.posix_fadvise(self._file(part.stored.file), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
@@ -181,7 +182,7 @@ class Checkpoint:
                     raise damaged(self.path, f"{file} ends early")
                 done += count
         except OSError as error:
-            raise damaged(self.path, f"{file}: {error.strerror}") from None
+            raise unreadable(self.path, file, error) from None
         digests = self.manifest.files[file].blocks
         if self.verify and xxhash.xxh3_64_digest(view) != digests[8 * number : 8 * number + 8]:
             raise damaged(
@@ -190,18 +191,21 @@ class Checkpoint:
             )
 
     def _file(self, name: str) -> int:
-        """The descriptor of a file, whose size and header are checked when it is opened."""
-        if name not in self._files:
-            record = self.manifest.files[name]
-            problem = size_problem(self.path, name, record)
-            if problem is not None:
-                raise damaged(self.path, problem)
-            try:
-                self._files[name] = os.open(self.path / name, os.O_RDONLY)
-            except OSError as error:
-                raise damaged(self.path, f"{name}: {error.strerror}") from None
-            self._open.callback(os.close, self._files[name])
-            self._block(name, 0, 0, torch.empty(record.header, dtype=torch.uint8))
+        """The descriptor of a file, whose size and header are checked when it is opened.
+
+        Only the last few stay open: a checkpoint may have more files than a process may open.
+        """
+        if name in self._files:
+            return self._files[name]
+        if len(self._files) == _OPEN_FILES:
+            os.close(self._files.pop(next(iter(self._files))))
+        record = self.manifest.files[name]
+        check_size(self.path, name, record)
+        try:
+            self._files[name] = os.open(self.path / name, os.O_RDONLY)
+        except OSError as error:
+            raise unreadable(self.path, name, error) from None
+        self._block(name, 0, 0, torch.empty(record.header, dtype=torch.uint8))
         return self._files[name]
 
     def __enter__(self) -> Checkpoint:
@@ -210,7 +214,8 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.close()
+        while self._files:
+            os.close(self._files.popitem()[1])
 
 
 def _dtype(name: str) -> torch.dtype:

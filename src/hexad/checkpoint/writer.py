@@ -79,6 +79,7 @@ def write_share(directory: Path, rank: int, chunks: Sequence[Chunk]) -> Share | 
 def write_manifest(
     directory: Path,
     shares: Iterable[Share],
+    expected: Mapping[str, tuple[int, ...]],
     config: Config,
     progress: Mapping[str, Any],
     origin: Mapping[str, Any],
@@ -86,11 +87,18 @@ def write_manifest(
 ) -> Manifest:
     """Write ``config.yaml`` and ``manifest.json`` beside the tensor files of a checkpoint.
 
-    ``others`` are further files that stand there already, by name.
+    Args:
+        directory: of the checkpoint.
+        shares: its tensor files.
+        expected: name and shape of every tensor that they must cover.
+        config: resolved.
+        progress: as of :meth:`hexad.Engine.progress`.
+        origin: see :class:`Manifest`.
+        others: further files that stand there already, by name.
 
     Raises:
         OSError: they cannot be written.
-        ValueError: the shares do not cover every tensor.
+        ValueError: the shares do not cover every tensor exactly once.
     """
     text = dump_config(config).encode()
     write_durably(directory / "config.yaml", text)
@@ -107,9 +115,13 @@ def write_manifest(
             dtype: torch.dtype = getattr(torch, rectangle.dtype)
             begin += torch.Size(rectangle.sizes).numel() * dtype.itemsize
             block += block_count(rectangle.sizes, dtype.itemsize)
-    tensors = {name: StoredTensor(*kinds[name], entries, list(files)) for name, entries in stored.items()}
+    names = list(files)
+    tensors = {
+        name: StoredTensor(*kinds[name], StoredTensor.pack(entries), names)
+        for name, entries in stored.items()
+    }
     tree = config.model_dump(mode="json", by_alias=True)
     manifest = Manifest(dict(progress), tree, tensors, files, dict(origin))
-    manifest.check_coverage()
+    manifest.check_coverage(expected)
     write_durably(directory / MANIFEST_FILE, manifest.encode())
     return manifest

@@ -80,24 +80,24 @@ def verify(directory: str, as_json: bool) -> int:
     Exit status 2 if anything is damaged.
     """
     from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
-    from hexad.checkpoint.manifest import MANIFEST_FILE, DamagedCheckpoint, read_manifest, verify_files
+    from hexad.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify_files
 
     found = [path for _, path in CheckpointDirectory(directory).complete()] or [find_checkpoint(directory)]
     problems: dict[str, list[str]] = {}
     for path in found:
         try:
             manifest = read_manifest(path)
-        except DamagedCheckpoint as error:
+        except HexadError as error:
             problems[str(path)] = [str(error)]
             if not as_json:
-                click.echo(f"{path}: {error}")
+                click.echo(error)
             continue
         wrong = verify_files(path, manifest)
         problems[str(path)] = wrong
         if not as_json:
             size = sum(record.size for record in manifest.files.values()) / 2**20
             good = f"whole: {len(manifest.files)} files and {MANIFEST_FILE}, {size:,.1f} MiB"
-            click.echo(f"{path}: {'; '.join(wrong) or good}")
+            click.echo("\n".join(wrong) or f"{path}: {good}")
     if as_json:
         print_json({"damaged": any(problems.values()), "problems": problems})
     damaged = [path for path, wrong in problems.items() if wrong]

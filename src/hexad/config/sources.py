@@ -38,10 +38,13 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: the source cannot be read or is not supported, or a setting is given another value.
     """
     given = {name: value for name, value in given.items() if value != "auto"}
-    if not _place(load).exists() and _complete(given):
-        return given
-    with blaming("model.load"):
-        source = _settings(load)
+    try:
+        with blaming("model.load"):
+            source = _settings(load)
+    except ConfigError:
+        if _complete(given):
+            return given  # if the weights are wanted after all, whoever opens them says what is wrong
+        raise
     for name in source.model_fields_set - set(FREE):
         if name in given and given[name] != (wanted := getattr(source, name)):
             found = _plain(given[name])
@@ -50,10 +53,6 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
                 f"found {found!r}, but {load} (model.load) has {_plain(wanted)!r}; remove one of the two",
             )
     return {**{name: getattr(source, name) for name in source.model_fields_set}, **given}
-
-
-def _place(load: str) -> Path:
-    return hugging_face_directory(load) or Path(load)
 
 
 def _complete(given: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,9 @@ import torch
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
 from hexad.checkpoint.hugging_face import open_weights
-from hexad.checkpoint.manifest import DamagedCheckpoint
+from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hexad.comm import CommError, gather_objects
-from hexad.config import AgreedError, Config, ConfigError, blaming, dump_config
+from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.sidecar import fingerprint
 from hexad.dataset.tokenizer import Tokenizer, load_tokenizer
@@ -116,8 +117,14 @@ class Trainer:
         self.loader.close()
         if self.validation is not None:
             self.validation.close()
-        if not isinstance(error, CommError):
+        if isinstance(error, CommError):
+            return
+        try:
             self.checkpointer.close()
+        except HexadError as failed:
+            if error is None:
+                raise
+            log.warning("%s", failed)  # what ends the run is another error
 
     def run_steps(self) -> Outcome:
         """Train up to ``run.steps``, or until a signal asks to stop."""
@@ -199,11 +206,10 @@ class Trainer:
         """
         engine, samples = self.engine, self.engine.samples
         self.checkpointer.wait()
-        path = self.run.agreed(self.checkpointer.directory.newest)
-        self.run.identical("the newest checkpoint", str(path))
-        if path is None:
+        found = self._load_newest(self.checkpointer.directory.newest)
+        if found is None:
             raise AgreedError(f"{metrics['fault']}; no checkpoint to go back to yet (checkpoint.every)")
-        manifest = self.checkpointer.load(path, engine.chunks())
+        _, manifest = found
         engine.rolled_back(manifest.progress, samples)
         self._went_back = (
             f"{metrics['fault']}: went back to step {engine.step}, leaving out samples {manifest.samples} "
@@ -267,10 +273,24 @@ class Trainer:
             loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
         metrics["validation_loss"] = loss_sum / max(targets, 1)
 
-    def _resume(self, run: Run) -> None:
-        path = run.agreed(self.checkpointer.find)
-        run.identical("the newest checkpoint", str(path))
+    def _load_newest(self, find: Callable[[], Path | None]) -> tuple[Path, Manifest] | None:
+        """Load the checkpoint that ``find`` finds, setting aside damaged ones as far as the settings allow;
+        None where there is none."""
+        path = self.run.agreed(find)
+        self.run.identical("the newest checkpoint", str(path))
         if path is None:
+            return None
+        try:
+            return path, self.checkpointer.load(path, self.engine.chunks())
+        except AgreedError as error:
+            if not issubclass(error.kind, DamagedCheckpoint):
+                raise
+            self.checkpointer.set_aside(path, error)
+        return self._load_newest(find)
+
+    def _resume(self, run: Run) -> None:
+        found = self._load_newest(self.checkpointer.find)
+        if found is None:
             parameters = parameter_count(self.engine.config.model, self.config.data.sequence)
             load = self.config.model.load
             if load is not None:
@@ -278,14 +298,7 @@ class Trainer:
             with_weights = f" with the weights of {load}" if load is not None else ""
             log.info("starting anew%s: %s parameters", with_weights, f"{parameters:,}")
             return
-        try:
-            manifest = self.checkpointer.load(path, self.engine.chunks())
-        except AgreedError as error:
-            if not issubclass(error.kind, DamagedCheckpoint):
-                raise
-            self.checkpointer.set_aside(path, error)
-            self._resume(run)
-            return
+        path, manifest = found
         self.engine.restored(manifest.progress)
         log.info("going on from %s: step %d, %d samples", path, manifest.step, manifest.samples)
         for change in changed_settings(manifest.config, self.config):

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.manifest import read_manifest, verify_files
 
 from ..pool import Pool
@@ -294,3 +295,18 @@ def test_the_batch_may_change_and_the_samples_follow_on(
     ends = [0, *(line["samples"] for line in run.metrics)]
     expected = [float(np.mean(each[begin:end])) for begin, end in pairwise(ends)]
     np.testing.assert_allclose(run.losses, expected, rtol=1e-9)
+
+
+def test_a_vanished_run_directory_is_told(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unmounted disk must not be replaced by a folder of its name."""
+    run, begin = make_run(), CheckpointDirectory.begin
+
+    def unmounted(self: CheckpointDirectory, step: int) -> Path:
+        if step == 8:
+            shutil.rmtree(self.path.parent)
+        return begin(self, step)
+
+    monkeypatch.setattr(CheckpointDirectory, "begin", unmounted)
+    result = run.train()
+    assert result.status == 2 and result.error.startswith("checkpoint of step 8: cannot be written to ")
+    assert "No such file or directory" in result.error and not run.directory.exists()

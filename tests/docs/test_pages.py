@@ -42,7 +42,13 @@ def test_there_are_tested_commands() -> None:
     assert "docs/training.md" in PAGES
 
 
-@pytest.mark.parametrize("page", PAGES)
+FIRST = ("README.md", "docs/training.md")
+"""What a new user reads; the other pages take minutes and are in the slow sweep."""
+
+
+@pytest.mark.parametrize(
+    "page", [p if p in FIRST else pytest.param(p, marks=pytest.mark.slow) for p in PAGES]
+)
 def test_marked_commands_run(page: str, tmp_path: Path) -> None:
     """All marked blocks of a page in order, in a directory with ``corpus/``, ``data/`` and ``run.yaml``."""
     corpus = tmp_path / "corpus"

@@ -43,6 +43,7 @@ def test_a_killed_rank_ends_the_run_which_then_resumes_exactly(
     assert run.checkpoints == [16, 20, 24] and run.newest.name == "step-00000024"
 
 
+@pytest.mark.slow
 def test_so_it_does_with_synchronous_saves_and_the_same_command(
     make_run: MakeRun, start: Start, pool: Pool
 ) -> None:
@@ -94,7 +95,7 @@ def test_killing_the_command_leaves_no_rank_behind(
     assert run.losses == four.losses
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_stops_one_rank(
     make_run: MakeRun, start: Start, alone: RunFile, number: signal.Signals
 ) -> None:
@@ -112,7 +113,9 @@ def test_a_signal_saves_and_stops_one_rank(
     assert run.losses[:count] == alone.losses[:count]
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 4), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [pytest.param(signal.SIGTERM, 4, marks=pytest.mark.slow), (signal.SIGINT, 2)]
+)
 def test_a_signal_saves_and_stops_all_ranks(
     make_run: MakeRun, start: Start, four: RunFile, pool: Pool, number: signal.Signals, ranks: int
 ) -> None:

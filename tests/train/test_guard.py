@@ -113,7 +113,7 @@ def test_a_skipped_step_changes_no_bit(make_run: MakeRun, pool: Pool, how: str) 
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@pytest.mark.parametrize("how", ["nan", "spike"])
+@pytest.mark.parametrize("how", ["nan", pytest.param("spike", marks=pytest.mark.slow)])
 def test_rolling_back_leaves_the_data_out(
     make_run: MakeRun, pool: Pool, how: str, ranks: int, layout: tuple[str, ...]
 ) -> None:

@@ -56,7 +56,9 @@ def begin(how: str, run: RunFile, start: Start, tmp_path: Path, *overrides: str)
     return process
 
 
-@pytest.mark.parametrize("how", ["stop", "loop", "lock"])
+@pytest.mark.parametrize(
+    "how", ["stop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("loop", "lock"))]
+)
 def test_a_hung_rank_ends_the_run_and_leaves_its_stacks(
     make_run: MakeRun, start: Start, tmp_path: Path, how: str
 ) -> None:

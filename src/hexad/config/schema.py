@@ -296,7 +296,8 @@ class FaultSettings(Settings):
 
     restarts: Count = 0
     """How often ranks that ``hexad train`` has started itself are started again after one of them died or
-    hung; the run goes on from its newest checkpoint. Under torchrun its own ``--max-restarts`` counts."""
+    hung; the run goes on from its newest checkpoint. No effect under torchrun, whose own ``--max-restarts``
+    counts, and under ``srun``."""
     idle_ranks: bool = False
     """Whether ranks may stand by where the world does not fit the layout: the largest data degree that does
     is used, and the ranks left over wait for the next restart. Otherwise such a world is refused."""

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +104,20 @@ def _blocks(process: int, number: signal.Signals) -> bool:
     """Whether a process holds a signal back."""
     found = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
     return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.3])
+def test_ranks_end_with_a_command_that_is_killed_while_they_start(
+    make_run: MakeRun, start: Start, moment: float
+) -> None:
+    run = make_run(run={"steps": 10**6})
+    process = start(run.arguments("parallel.tensor=2"))
+    while len(ranks := process.ranks()) < 2:
+        assert process.popen.poll() is None
+    time.sleep(moment)
+    os.kill(process.popen.pid, signal.SIGKILL)
+    wait_until_gone(ranks.values(), 10)
+    assert not run.metrics
 
 
 def test_a_run_directory_in_use_is_refused(make_run: MakeRun, start: Start) -> None:

@@ -11,6 +11,7 @@ import click
 
 from hexad import __version__
 from hexad.config import HexadError, did_you_mean
+from hexad.train.environment import end_with, hold_back_notice
 
 # command -> (module, attribute, first line of help)
 _COMMANDS = {
@@ -63,6 +64,11 @@ def hexad(debug: bool) -> None:
 
 def main() -> None:
     """Entry point: a user's error is one line on stderr and exit status 2."""
+    # At once: what a command imports takes seconds.
+    if "train" in sys.argv[1:]:
+        hold_back_notice()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
     sys.exit(run(sys.argv[1:]))
 
 

@@ -7,7 +7,7 @@ import click
 from hexad.config import Config, ConfigError, blaming, dump_config, load_config
 from hexad.topology.layout import Layout
 from hexad.train.checks import check_config, smallest_world, working_layout
-from hexad.train.environment import environment, hold_back_notice
+from hexad.train.environment import environment
 
 from .options import degrees, json_option, overrides_argument, print_json, start_local
 
@@ -27,7 +27,6 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
     """
-    hold_back_notice()
     config = load_config(path, overrides)
     joined = environment().joined
     if joined and nproc is not None:

@@ -1,19 +1,21 @@
-"""One rank of a command, as torchrun starts it: ``python -m hexad.cli.worker train run.yaml key=value``."""
+"""One rank of a command, as :mod:`hexad.train.local` starts it: ``python -m hexad.cli.worker PARENT train
+run.yaml key=value``, where PARENT is the process id of the command."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 
-from hexad.train.environment import hold_back_notice
+from hexad.train.environment import end_with, hold_back_notice
 
 if __name__ == "__main__":
-    hold_back_notice()  # the imports below take seconds
+    # The imports below take seconds.
+    hold_back_notice()
+    end_with(int(sys.argv[1]))
 
 import torch.distributed as dist
 
@@ -41,21 +43,8 @@ def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
     return 0, "", True
 
 
-def end_with_parent() -> None:
-    """End this rank when the command that started it is gone: kill -9 leaves it no chance to say so."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True, name="hexad-parent").start()
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 def work(action: Callable[[], None]) -> int:
     """Do this rank's work where nobody collects messages; what all ranks have to say is printed by one."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
     status, message, same = attempt(action)
     if status and (speaks() or not same):
         fail(message, status=status)
@@ -75,8 +64,7 @@ def _end_if_deserted(status: int) -> None:
 def main() -> None:
     """Entry point of a rank that ``hexad`` itself has started: the message goes to torchrun's error file,
     from which the parent process prints one line."""
-    command, *arguments = sys.argv[1:]
-    end_with_parent()
+    command, *arguments = sys.argv[2:]
     if command == "train":
         from .train import train_here
 

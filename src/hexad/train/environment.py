@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +19,20 @@ def hold_back_notice() -> None:
     """Keep the notice of pre-emption, which would end this process, until the run can heed it. Processes
     started from here do likewise."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {HELD_BACK})
+
+
+def end_with(parent: int) -> None:
+    """End this process when the one that started it is gone: kill -9 leaves that no chance to say so.
+
+    ``parent`` is its process id; where this process is another's child already, it ends at once.
+    """
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True, name="hexad-parent").start()
 
 
 @dataclass(frozen=True)

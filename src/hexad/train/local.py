@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,11 +27,13 @@ from torch.distributed.elastic.rendezvous import registry
 
 from hexad.config import USER_ERROR
 
-from .environment import HELD_BACK
+from .environment import HELD_BACK, hold_back_notice
 from .stop import POLITE_SIGNALS
 
 _GRACE = 5.0
 """Seconds in which ranks that have lost a peer may end by themselves. torch would give them 30."""
+_TIMED_OUT = re.compile(r"CommError: .*tim(ed |e)out", re.IGNORECASE | re.DOTALL)
+"""What a rank says whose peer does not answer: Gloo's "Timed out", NCCL's "timeout"."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,10 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
         super().__init__(spec=spec, logs_specs=logs)
         self.asked: signal.Signals | None = None
-        self.hung: set[int] = set()
-        self.ended_by_us: set[int] = set()
+        # Ranks, among those that were to end because another had failed.
+        self._ended_by_us: set[int] = set()
+        self._stopped: set[int] = set()
+        self._killed: set[int] = set()
 
     @property
     def restarts(self) -> int:
@@ -65,7 +70,9 @@ class _Agent(LocalElasticAgent):
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.hung, self.ended_by_us = set(), set()
+        self._stopped, self._killed, self._ended_by_us = set(), set(), set()
+        # Ranks begin with it held back, after a restart too; here it waits until they can be told.
+        hold_back_notice()
         processes = super()._start_workers(worker_group)
         # After super(): torch sets handlers of its own when it starts the processes.
         for number in POLITE_SIGNALS:
@@ -106,8 +113,8 @@ class _Agent(LocalElasticAgent):
 
     def _end(self, processes: Mapping[int, int]) -> None:
         """End the ranks that one has failed. A stopped one is let go on, so that it can write its stacks."""
-        self.hung = {rank for rank, process in processes.items() if _stopped(process)}
-        self.ended_by_us = set(processes)
+        self._stopped = {rank for rank, process in processes.items() if _stopped(process)}
+        self._ended_by_us = set(processes)
         for number in (signal.SIGTERM, signal.SIGCONT):
             for process in processes.values():
                 with suppress(ProcessLookupError):
@@ -117,7 +124,7 @@ class _Agent(LocalElasticAgent):
         while left and time.monotonic() < end:
             time.sleep(0.02)
             left = {rank: process for rank, process in left.items() if _exit_status(process) is None}
-        self.hung |= set(left)
+        self._killed = set(left)
         for process in left.values():
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
@@ -132,16 +139,22 @@ class _Agent(LocalElasticAgent):
 
         def order(rank: int) -> tuple[bool, bool, bool, float]:
             failure = failures[rank]
-            ours = rank in self.ended_by_us
+            ours = rank in self._ended_by_us
             return ours, failure.exitcode >= 0, "CommError" in texts[rank], failure.timestamp
 
         rank = min(failures, key=order)
         message = f"rank {rank} (process {failures[rank].pid}) {_how(failures[rank].exitcode, texts[rank])}"
-        if self.hung:
-            names = f"rank{'s' * (len(self.hung) > 1)} {', '.join(map(str, sorted(self.hung)))}"
-            message += f"; {names} hung"
-        logs = "*" if self.hung else rank
+        hung, slow = self._stopped, self._killed - self._stopped
+        if _TIMED_OUT.search(texts[rank]):  # what made the others wait; else they were merely slow to end
+            hung, slow = hung | slow, set()
+        message += f"; {_names(hung)} hung" if hung else ""
+        message += f"; {_names(slow)} had to be killed" if slow else ""
+        logs = "*" if hung else rank
         return LocalOutcome(1, f"{message}; all ranks were stopped (log-rank{logs}.txt in run.dir)")
+
+
+def _names(ranks: set[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _how(status: int, text: str) -> str:
@@ -169,7 +182,7 @@ def _stopped(process: int) -> bool:
 
 
 def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalOutcome:
-    """Run ``python -m hexad.cli.worker ARGUMENTS`` on ``ranks`` local ranks and wait for all of them.
+    """Run :mod:`hexad.cli.worker` with ``arguments`` on ``ranks`` local ranks and wait for all of them.
 
     When one rank ends badly the others are stopped, and all are started again, up to ``restarts`` times.
     SIGTERM, SIGINT and SIGUSR1 are handed on to the ranks.
@@ -196,7 +209,7 @@ def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalO
             local_world_size=ranks,
             rdzv_handler=handler,
             entrypoint=sys.executable,
-            args=("-m", "hexad.cli.worker", *arguments),
+            args=("-m", "hexad.cli.worker", str(os.getpid()), *arguments),
             max_restarts=restarts,
             local_addr="localhost",  # not the host's full name, which may not resolve on a laptop
         )

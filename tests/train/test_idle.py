@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +14,7 @@ from hexad.config import ConfigError, load_config
 from hexad.train.checks import working_layout
 
 from ..pool import Pool
-from .command import Process, RunFile, wait_until_gone
+from .command import Process, RunFile, alive, wait_until_gone
 from .conftest import MakeRun
 
 Start = Callable[..., Process]
@@ -71,9 +72,14 @@ def test_ranks_that_stand_by_end_with_a_crash_and_a_signal(make_run: MakeRun, st
     process.wait_for_step(run, 5)
     ranks = process.ranks()
     assert len(ranks) == 3
+    os.kill(ranks[2], signal.SIGTERM)  # alone: the ranks that work have not been asked
+    process.wait_for_step(run, len(run.metrics) + 20)
+    assert alive(ranks.values()) == list(ranks.values())
+    began = time.monotonic()
     os.kill(process.popen.pid, signal.SIGTERM)
     result = process.wait()
     assert result.status == 0, result.err
+    assert time.monotonic() - began < 10  # rank 0 would wait longer for one that left without a word
     wait_until_gone(ranks.values(), 5)
     process = start(["train", *run.arguments("parallel.tensor=2", IDLE)[1:], "--nproc", "3"])
     process.wait_for_step(run, len(run.metrics) + 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from types import FrameType
 
 import torch.distributed as dist
 
@@ -24,25 +23,17 @@ _FAREWELL = 10.0  # seconds
 
 
 def stand_by(config: Config, here: Environment, members: int) -> None:
-    """Wait until the run has ended, or a polite signal asks to end.
+    """Wait until the run has ended. Polite signals are left to the ranks that work: the run ends with them.
 
     Raises:
         AgreedError: the run ended with it.
         CommError: the run ended without a word.
     """
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-
-    previous = {number: signal.signal(number, ask) for number in POLITE_SIGNALS}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in POLITE_SIGNALS}
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, POLITE_SIGNALS)
         store = meet(here, members, config.run.timeout)
-        while not asked and not store.check([_END]):
+        while not store.check([_END]):
             time.sleep(_POLL)
-        if asked:
-            return
         error = store.get(_END).decode()
         store.add(_LEFT, 1)
     except (dist.DistNetworkError, dist.DistStoreError) as gone:

@@ -107,6 +107,7 @@ def launch(config: Config) -> Iterator[Run]:
         ConfigError: settings that do not fit the world, before any process group is made.
         HexadError: the rendezvous failed (a port in use, an unreachable host), or the layout has no work for
             this rank (``faults.idle_ranks``; see :func:`hexad.train.idle.stand_by`).
+        CommError: a rank that had been there is gone.
     """
     here = environment()
     layout = working_layout(config, here.world)
@@ -123,7 +124,9 @@ def launch(config: Config) -> Iterator[Run]:
         store = _join(here, layout.world, device, config.run.timeout)
     idle = here.world - layout.world if here.rank == 0 else 0
     try:
-        run = Run(Mesh.create(layout, device, config.run.timeout), here)
+        with _meeting():
+            mesh = Mesh.create(layout, device, config.run.timeout)
+        run = Run(mesh, here)
         # Hosts may have different devices: agreed, not each for itself.
         run.agreed(lambda: check_device(config, device))
         # Each rank has read its own files; nothing later would notice a difference.
@@ -162,7 +165,7 @@ def _join(here: Environment, members: int, device: torch.device, timeout: float)
     """Make the default process group of the first ``members`` ranks; returns the store of all ranks."""
     store = meet(here, members, timeout)
     if members > 1:
-        try:
+        with _meeting():
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
                 store=store,
@@ -171,6 +174,13 @@ def _join(here: Environment, members: int, device: torch.device, timeout: float)
                 timeout=timedelta(seconds=timeout),
                 device_id=device if device.type == "cuda" else None,
             )
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            raise HexadError(f"no rendezvous within {timeout:.0f} s: {error}") from error
     return store
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """Ranks that die or hang while groups are made are no mistake of the user's: a restart may help."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's errors of stores and connections are among them
+        raise CommError(f"the ranks could not meet: {error}") from error

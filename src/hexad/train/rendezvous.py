@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from hexad.comm import CommError
 from hexad.config import HexadError
 
 from .environment import Environment, first_host
@@ -29,7 +30,8 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
         timeout: seconds to wait for others.
 
     Raises:
-        HexadError: the port is in use, or nobody answers.
+        HexadError: the port is in use, or nobody answers, at an address that a person or SLURM has set.
+        CommError: the same where an elastic agent has started the ranks: it may start them again.
     """
     address = os.environ.get("MASTER_ADDR") or _slurm_first_host()
     port = int(os.environ.get("MASTER_PORT", "29500"))
@@ -49,6 +51,8 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         text = str(error)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise CommError(f"no rendezvous at {address}:{port} within {timeout:.0f} s: {text}") from error
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             raise HexadError(
                 f"port {port} of {address} is in use; set another with torchrun --master-port or MASTER_PORT"

@@ -35,13 +35,17 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
     # A name that no other run uses; chosen by rank 0.
     token = path / f".shared-{gather_objects((os.getpid(), os.urandom(4).hex()), run.mesh.world)[0][1]}"
     first = run.mesh.rank == 0
+    # Ranks of this run that are gone, or cut off with their host, may take until run.timeout to let go of it.
+    # Hosts count restarts for themselves: where some may come and go, none knows of all.
+    here = run.environment
+    again = here.restart > 0 or (here.restarts > 0 and here.world > here.local_world)
+    patience = settings.timeout / 2 if any(gather_objects(again, run.mesh.world)) else 0.0
 
     def prepare() -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
             if first:
-                # Ranks of this run that are gone, or cut off, may take until run.timeout to let go of it.
-                _lock(path, settings.timeout / 2 if run.environment.restart else 0.0, stack)
+                _lock(path, patience, stack)
                 token.touch()
         except OSError as error:
             raise ConfigError("run.dir", f"cannot write to {path}: {error.strerror}") from None

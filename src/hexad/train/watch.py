@@ -20,11 +20,13 @@ class Watch:
 
     Shortly before ``timeout`` seconds without progress, when the peers of a hung rank are about to give up,
     the stacks of all threads are written to the log, and in words what the rank waits for. That is
-    information only: a long compilation or save passes.
+    information only: a long compilation or save passes. What takes as long before the first step is no news
+    to anybody who looks at the messages: it goes to the log file alone.
 
     Where a thread that hangs holds Python's lock, this one cannot run either. A timer in C then writes the
     stacks. It is put off as long as this thread runs: it must not look at threads that are running, which
-    can crash the process.
+    can crash the process. So can a stop of the whole job (SIGSTOP) for longer than that: the timer goes by
+    the clock, and nothing tells it from a thread that did not run.
 
     Args:
         trace: of the mesh.
@@ -62,7 +64,11 @@ class Watch:
             elif now - since > self._limit and not told:
                 told = True
                 idle, words = now - since, self.words()
-                log.warning("no progress for %.0f s (run.timeout is %.0f s); %s", idle, self._timeout, words)
+                text = f"no progress for {idle:.0f} s (run.timeout is {self._timeout:.0f} s); {words}"
+                if self._trace.step:
+                    log.warning(text)
+                else:
+                    print(text, file=self._file, flush=True)
                 faulthandler.dump_traceback(self._file)
             if _in_the_stack(self.words(), lambda: self._over.wait(self._interval)):
                 return

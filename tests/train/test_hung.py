@@ -85,6 +85,7 @@ def test_a_hung_rank_ends_the_run_and_leaves_its_stacks(
         assert re.search(rf"no progress for \d s .*; {words}", hung) and "sitecustomize.py" in hung
 
 
+@pytest.mark.slow
 def test_a_hung_rank_is_restarted(make_run: MakeRun, start: Start, tmp_path: Path) -> None:
     run = make_run(run={"steps": 10})
     result = begin("loop", run, start, tmp_path, "faults.restarts=1").wait(60)

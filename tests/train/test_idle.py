@@ -66,6 +66,7 @@ def test_ranks_that_stand_by_are_told_of_a_mistake(make_run: MakeRun, pool: Pool
     assert {status for status, _ in outcomes} == {2} and len({message for _, message in outcomes}) == 1
 
 
+@pytest.mark.slow
 def test_ranks_that_stand_by_end_with_a_crash_and_a_signal(make_run: MakeRun, start: Start) -> None:
     run = make_run(run={"steps": 10**6})
     process = start(["train", *run.arguments("parallel.tensor=2", IDLE)[1:], "--nproc", "3"])

@@ -61,6 +61,7 @@ def test_restarts_are_used_up(make_run: MakeRun, start: Start) -> None:
     assert "Segmentation fault" in (run.directory / "log-rank0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_mistake_is_not_tried_again(make_run: MakeRun, start: Start) -> None:
     run = make_run()
     (run.path.parent / "run").mkdir()
@@ -70,6 +71,7 @@ def test_a_mistake_is_not_tried_again(make_run: MakeRun, start: Start) -> None:
     assert result.error.startswith("checkpoint of step 4: cannot be written")
 
 
+@pytest.mark.slow
 def test_usr1_to_one_rank_stops_all(make_run: MakeRun, start: Start) -> None:
     run = make_run(run={"steps": 10**6}, checkpoint={"every": 0})
     process = start(run.arguments("parallel.tensor=2"))
@@ -80,7 +82,7 @@ def test_usr1_to_one_rank_stops_all(make_run: MakeRun, start: Start) -> None:
     assert "SIGUSR1: saved step" in result.err and run.checkpoints == [len(run.losses)]
 
 
-@pytest.mark.parametrize("moment", ["at once", "in a rank"])
+@pytest.mark.parametrize("moment", [pytest.param("at once", marks=pytest.mark.slow), "in a rank"])
 def test_usr1_before_the_first_step(make_run: MakeRun, start: Start, moment: str) -> None:
     """It waits until the run can save, or ends it in one line."""
     run = make_run(run={"steps": 10**6})
@@ -106,7 +108,7 @@ def _blocks(process: int, number: signal.Signals) -> bool:
     return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.3])
+@pytest.mark.parametrize("moment", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 def test_ranks_end_with_a_command_that_is_killed_while_they_start(
     make_run: MakeRun, start: Start, moment: float
 ) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,9 @@ from .writer import Share, write_manifest, write_share
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
+
+_ALIGNMENT = 64
+"""Bytes: copies begin where any format may."""
 
 _LONGEST_SAVE = 1800.0
 """Seconds that ranks wait for each other's files, where run.timeout is less: a save moves the whole state."""
@@ -56,6 +60,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
         self._saving: Future[None] | None = None
         self._last = False
+        self._copies = _Copies()
 
     def save(
         self,
@@ -81,7 +86,9 @@ class Checkpointer:
         held = {chunk.name: chunk.shape for chunk in chunks}
         mine = list(to_write(chunks))
         if self.config.checkpoint.asynchronous:
-            self._saving = self._writer.submit(self._write, _copied(mine), held, dict(progress), reason)
+            self._saving = self._writer.submit(
+                self._write, self._copies.of(mine), held, dict(progress), reason
+            )
         else:
             self._settle(lambda: self._write(mine, held, progress, reason))
 
@@ -249,15 +256,25 @@ class Checkpointer:
         return found
 
 
-def _copied(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks with copies of their values in the host's memory: pinned, and all on their way at once,
-    where they come from a GPU."""
-    copies = []
-    for chunk in chunks:
-        values = chunk.tensor.detach()
-        gpu = values.device.type == "cuda"
-        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=gpu)
-        copies.append(replace(chunk, tensor=copy.copy_(values, non_blocking=gpu)))
-    if any(chunk.tensor.is_cuda for chunk in chunks):
-        torch.cuda.current_stream().synchronize()
-    return copies
+class _Copies:
+    """Room for copies of a rank's values in the host's memory, kept from one save to the next: memory that is
+    there already takes a copy several times faster than fresh memory, above all pinned memory."""
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks with copies of their values, which hold until the next call. From a GPU they go to
+        pinned memory, all on their way at once."""
+        gpu = any(chunk.tensor.is_cuda for chunk in chunks)
+        ends = list(accumulate(-(-chunk.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for chunk in chunks))
+        if ends and self._room.numel() < ends[-1]:
+            self._room = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=gpu)
+        copies = []
+        for chunk, begin in zip(chunks, (0, *ends)):
+            values = chunk.tensor.detach()
+            copy = self._room[begin : begin + values.nbytes].view(values.dtype).view(values.shape)
+            copies.append(replace(chunk, tensor=copy.copy_(values, non_blocking=values.is_cuda)))
+        if gpu:
+            torch.cuda.current_stream().synchronize()
+        return copies

@@ -58,6 +58,7 @@ def test_so_it_does_with_synchronous_saves_and_the_same_command(
     assert run.losses == reference.losses
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_pipeline_killed_in_the_middle_of_a_step(make_run: MakeRun, start: Start) -> None:
     """Its peers wait for activations and gradients that will never come."""
     run = make_run(

@@ -33,6 +33,7 @@ def test_all_ranks_refuse_alike(make_run: MakeRun, pool: Pool) -> None:
 
 
 @pytest.mark.usefixtures("capable")
+@pytest.mark.slow
 def test_checkpoints_of_fp8_and_bf16_are_exchanged(make_run: MakeRun) -> None:
     def trained(first: str, then: str) -> RunFile:
         run = make_run(precision={"dtype": first}, run={"steps": 8})

@@ -21,7 +21,11 @@ from .conftest import MakeRun
 from .crash import POINTS
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["asynchronous", "synchronous"],
+)
 def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     """A run per crash point, killed there."""
     directory = tmp_path_factory.mktemp("crashes")
@@ -98,6 +102,7 @@ def test_the_layout_may_change_between_stop_and_resume(make_run: MakeRun, alone:
     assert run.losses != alone.losses[:24]  # other orders of summation: it did run in other layouts
 
 
+@pytest.mark.slow
 def test_the_division_of_state_may_change_too(make_run: MakeRun, alone: RunFile, pool: Pool) -> None:
     """A share of a bucket is rectangles of global tensors like everything else."""
     run, step = make_run(), 0

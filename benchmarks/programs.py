@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 RANKS = {"single": 1, "data2": 2, "tensor2": 2, "tensor2_sequence": 2}
@@ -58,6 +60,9 @@ def hexad_engine(parallel: dict[str, Any], world: int, dtype: str) -> tuple[Any,
     import torch
     from peers.plain_torch import GLOBAL, MICRO, Shape, random_tokens, reference_weights
 
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.weights import WholeTensors
+
     from hexad import Engine, Layout, Mesh, Microbatch, load_config
     from hexad.checkpoint.families import hugging_face_tensors
 
@@ -78,7 +83,7 @@ def hexad_engine(parallel: dict[str, Any], world: int, dtype: str) -> tuple[Any,
     engine = Engine(config, mesh)
     state = reference_weights(shape)
     table = hugging_face_tensors(config.model)
-    engine.load_weights({ours: place.read(state) for ours, place in table.items()})
+    engine.load_weights(WholeTensors({ours: place.read(state) for ours, place in table.items()}))
     tokens = random_tokens(shape)[0]
     rows = range(mesh.data.rank * MICRO, GLOBAL, MICRO * mesh.data.size)
     batch = [

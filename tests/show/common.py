@@ -1,48 +1,51 @@
-"""What tests of the commands under ``show`` share: reading their pictures, and their refusals."""
+"""What tests of the commands under ``show`` share: calling them, and reading their pictures."""
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from click.testing import Result
+from ..train.command import call
 
-from hexad.config import HexadError
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-def png_size(file: Path) -> tuple[int, int]:
-    """Width and height in pixels of a PNG file that holds more than a blank page."""
+def text_of(*arguments: str | Path) -> str:
+    """What ``hexad show`` prints."""
+    result = call("show", *map(str, arguments))
+    assert result.status == 0, result.err
+    return result.out
+
+
+def document_of(*arguments: str | Path) -> Any:
+    """The JSON that ``hexad show`` prints."""
+    return json.loads(text_of(*arguments, "--json"))
+
+
+def error_of(*arguments: str | Path) -> str:
+    """The one line with which ``hexad show`` refuses."""
+    result = call("show", *map(str, arguments))
+    assert result.status == 2 and result.out == ""
+    return result.error
+
+
+def labels_of(*arguments: str | Path, file: Path) -> list[str]:
+    """Draws into an SVG or HTML file; returns the text in the picture."""
+    assert text_of(*arguments, "--output", file) == ""
+    content = file.read_text(encoding="utf-8")
+    assert content.startswith("<!doctype html>" if file.suffix == ".html" else "<?xml")
+    drawing = ElementTree.fromstring(content[content.index("<svg") :])
+    assert sum(1 for _ in drawing.iter(f"{SVG}path")) > 3
+    return ["".join(text.itertext()) for text in drawing.iter(f"{SVG}text")]
+
+
+def png_size(*arguments: str | Path, file: Path) -> tuple[int, int]:
+    """Draws into a PNG file; returns width and height in pixels of what is more than a blank page."""
+    assert text_of(*arguments, "--output", file) == ""
     data = file.read_bytes()
     assert data[:4] == b"\x89PNG" and len(data) > 10_000
     width, height = struct.unpack(">II", data[16:24])
     return width, height
-
-
-def paths_of(text: str) -> int:
-    """How many paths the drawing in an SVG or HTML document has."""
-    drawing = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
-    return sum(element.tag.endswith("path") for element in drawing.iter())
-
-
-def label_boxes(figure: Any) -> list[tuple[float, float, float, float]]:
-    """(left, bottom, right, top) in pixels of a figure's labels, none of which overlap."""
-    figure.canvas.draw()
-    texts = [text for text in figure.axes[0].texts if text.get_text()]
-    boxes = [text.get_window_extent().padded(-0.5).extents for text in texts]
-    clashes = [
-        (texts[index].get_text(), texts[other].get_text())
-        for index, (left, bottom, right, top) in enumerate(boxes)
-        for other, (left_b, bottom_b, right_b, top_b) in enumerate(boxes[:index])
-        if left < right_b and left_b < right and bottom < top_b and bottom_b < top
-    ]
-    assert not clashes
-    return boxes
-
-
-def refusal(result: Result) -> str:
-    """The one line with which a command refused."""
-    assert isinstance(result.exception, HexadError), (result.output, result.exception)
-    assert "\n" not in str(result.exception)
-    return str(result.exception)

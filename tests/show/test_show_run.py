@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from hexad.cli.show import show
-from hexad.show.run import read_metrics, readable_bytes, run_figure, sparkline
+from hexad.show.run import read_metrics, readable_bytes, run_figure
 
-from .common import refusal
+from .common import document_of, error_of, labels_of, png_size, text_of
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
@@ -48,16 +46,8 @@ def write(directory: Path, lines: list[dict[str, Any]], rest: str = "") -> None:
     (directory / "metrics.jsonl").write_text(text + rest)
 
 
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(show, ["run", *map(str, arguments)])
-
-
-def error_of(*arguments: str | Path) -> str:
-    return refusal(run(*arguments))
-
-
 def test_summary(directory: Path) -> None:
-    document = json.loads(run(directory, "--json").stdout)
+    document = document_of("run", directory)
     assert document["lines"] == 200 and document["first_step"] == 1 and document["last_step"] == 200
     assert document["loss"] == {"first": 8.0, "last": 0.04, "min": 0.04, "min_step": 200, "max": 8.0}
     assert document["validation_loss"]["last"] == 0.5
@@ -73,73 +63,59 @@ def test_a_step_logged_again_after_a_resume_counts_once(tmp_path: Path) -> None:
     assert read_metrics(tmp_path).series("loss") == ([1, 2, 3], [8.0, 9.0, 7.0])
 
 
-def test_the_terminal_shows_the_course(directory: Path) -> None:
-    result = run(directory)
-    assert result.exit_code == 0
-    for words in ("loss", "validation loss", "tokens/s", "20,480", "sent: tensor", "41 MB", "1 of 200", "█"):
-        assert words in result.stdout
-    assert "sent: context" not in result.stdout
+def test_the_terminal_shows_first_last_and_course(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = text_of("run", directory)
+    for words in ("loss (nats) 8.0000 0.0400 0.0400 8.0000 █", "20,480", "sent: tensor 41.0 MB", "1 of 200"):
+        assert words in " ".join(text.split())
+    assert "sent: context" not in text
 
 
 def test_a_run_with_only_a_loss(tmp_path: Path) -> None:
     write(tmp_path, [{"step": 1, "loss": 8.0}])
-    assert "nothing was sent" in run(tmp_path).stdout
-    assert json.loads(run(tmp_path, "--json").stdout)["grad_norm"] is None
-    assert run(tmp_path, "--output", tmp_path / "a.png").exit_code == 0
+    assert "nothing was sent" in text_of("run", tmp_path)
+    assert document_of("run", tmp_path)["grad_norm"] is None
+    assert "Gradient norm: not logged" in labels_of("run", tmp_path, file=tmp_path / "a.svg")
     write(tmp_path, [{"step": 1, "loss": math.nan}])
-    assert json.loads(run(tmp_path, "--json").stdout)["loss"] is None
-    assert run(tmp_path, "--output", tmp_path / "a.png").exit_code == 0
+    assert document_of("run", tmp_path)["loss"] is None
+    assert "Tokens per second: not logged" in labels_of("run", tmp_path, file=tmp_path / "a.svg")
 
 
-@pytest.mark.parametrize("ending", [".png", ".svg", ".html"])
-def test_pictures_are_written(directory: Path, ending: str) -> None:
-    file = directory / f"run{ending}"
-    result = run(directory, "--output", file, "--reference", "unigram entropy=5.25")
-    assert result.exit_code == 0 and file.stat().st_size > 20_000
+def test_pictures_are_written(directory: Path) -> None:
+    reference = ("--reference", "unigram entropy=5.25")
+    labels = labels_of("run", directory, *reference, file=directory / "run.html")
+    assert {"training", "validation", "skipped step", "unigram entropy: 5.250", "41.0 MB"} <= set(labels)
+    assert png_size("run", directory, file=directory / "run.png")[0] == 1500
 
 
 def test_the_picture_shows_what_was_logged(directory: Path) -> None:
-    figure = run_figure(read_metrics(directory), {"unigram entropy": 5.25})
-    loss, norm, speed, sent = figure.axes
-    labels = loss.get_legend_handles_labels()[1]
-    assert labels == [
-        "training (each step)",
-        "training (mean of 7 lines)",
-        "validation",
-        "unigram entropy: 5.250",
-        "skipped step",
-    ]
+    loss, norm, speed, sent = run_figure(read_metrics(directory)).axes
+    assert "training, mean of 7 logged steps" in loss.get_legend_handles_labels()[1]
     assert len(loss.lines[0].get_xdata()) == 199  # the skipped step has no finite loss
-    assert sent.get_yscale() == "log" and sent.get_legend_handles_labels()[1] == ["tensor", "data"]
+    assert [bar.get_width() for bar in sent.patches] == [41_000_000, 900]
     assert norm.get_ylim()[0] == speed.get_ylim()[0] == 0
+    lines = [line(step, grad_norm=100.0 if step == 7 else 2.0) for step in range(1, 30)]
+    write(directory, lines)
+    assert run_figure(read_metrics(directory)).axes[1].get_yscale() == "log"
 
 
-def test_half_a_last_line_is_left_out_with_a_note(directory: Path) -> None:
-    lines = [line(1), line(2)]
-    write(directory, lines, rest='{"step": 3, "lo')
-    result = run(directory, "--json")
-    assert json.loads(result.stdout)["last_step"] == 2
-    assert "unfinished" in result.stderr
+def test_half_a_last_line_is_left_out(directory: Path) -> None:
+    write(directory, [line(1), line(2)], rest='{"step": 3, "lo')
+    assert document_of("run", directory)["last_step"] == 2
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    assert error_of(tmp_path / "none").endswith("none: no such run directory")
-    assert "metrics.jsonl: not found" in error_of(tmp_path)
+    assert "metrics.jsonl: not found" in error_of("run", tmp_path / "none")
     write(tmp_path, [], rest='{"step": 1')
-    assert "no complete line yet" in error_of(tmp_path)
-    write(tmp_path, [line(1)], rest='{"step": 2, "lo\n' + json.dumps(line(3)) + "\n")
-    assert "metrics.jsonl, line 2: not valid JSON" in error_of(tmp_path)
-    write(tmp_path, [line(1)], rest="[1, 2]\n")
-    assert "line 2: found '[1, 2]', expected an object" in error_of(tmp_path)
+    assert "no complete line yet" in error_of("run", tmp_path)
+    for damaged in ('{"step": 2, "lo', "[1, 2]", "3", '{"step": "2"}', '{"loss": 2}'):
+        write(tmp_path, [line(1)], rest=damaged + "\n" + json.dumps(line(3)) + "\n")
+        assert "metrics.jsonl, line 2: found" in error_of("run", tmp_path)
     write(tmp_path, [line(1)])
-    assert "expected NAME=NATS" in error_of(tmp_path, "--reference", "entropy")
-    assert "expected NAME=NATS" in error_of(tmp_path, "--reference", "entropy=high")
-    assert "use one of" in error_of(tmp_path, "--output", "a.jpg")
+    for reference in ("entropy", "entropy=high"):
+        assert "expected NAME=NATS" in error_of("run", tmp_path, "--reference", reference)
 
 
-def test_small_parts() -> None:
-    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([5.0] * 9, 3) == "▅▅▅"
-    assert len(sparkline(list(range(1000)), 40)) == 40
-    sizes = [0, 999, 1500, 41_000_000, 2_000_000_000, 3e12]
-    assert [readable_bytes(size) for size in sizes] == ["0 B", "999 B", "1.5 kB", "41 MB", "2 GB", "3 TB"]
+def test_bytes_are_readable() -> None:
+    sizes = [999, 1500.4, 41_000_000, 2_000_000_000]
+    assert [readable_bytes(size) for size in sizes] == ["999 bytes", "1.5 kB", "41.0 MB", "2.0 GB"]

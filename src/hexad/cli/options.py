@@ -7,11 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hexad.config import HexadError
+
 if TYPE_CHECKING:
     from hexad.topology.layout import Layout
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+
+
+def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None, list[str]]:
+    """(path of a configuration or run, if given; ``KEY=VALUE`` overrides) of a command's arguments.
+
+    Raises:
+        HexadError: there are several paths.
+    """
+    paths = [text for text in settings if "=" not in text]
+    if len(paths) > 1:
+        raise HexadError(f"{command}: found several paths ({', '.join(paths)}); give one")
+    return next(iter(paths), None), [text for text in settings if "=" in text]
 
 
 def print_json(document: Any) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.table import Table
+
 from hexad.plan.memory import MemoryPlan
 
-from .figure import INK, MUTED, PALETTE, quiet_axes, tint
+from .figure import styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import RenderableType
+
+MOST_BARS = 32
+"""Pipeline ranks in a picture: the first so many."""
 
 _MIB = 2**20
-_MOST_BARS = 64
 
 
 def components(plan: MemoryPlan) -> dict[str, int]:
-    """Bytes by component, largest groups first; activations by kind."""
+    """Bytes by component; activations by kind."""
     kinds = {f"activations: {kind.replace('_', ' ')}": size for kind, size in plan.activations.items()}
     return {
         "parameters": plan.parameters,
@@ -37,60 +42,44 @@ def memory_json(plan: MemoryPlan, ranks: Sequence[MemoryPlan]) -> dict[str, Any]
 
 
 def memory_text(plan: MemoryPlan) -> RenderableType:
-    """One rank's table, below a line that says of when."""
-    from rich.console import Group
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)  # a title of its own would be broken to the columns' width
-    table.add_column("", style="default")
-    table.add_column("MiB", justify="right")
-    table.add_column("%", justify="right")
+    """One rank's components at its peak, with bars."""
+    table = Table("", box=None, pad_edge=False)
+    for heading in ("MiB", "%"):
+        table.add_column(heading, justify="right")
+    table.add_column("", width=24)
     for name, size in components(plan).items():
         if size:
-            table.add_row(name, f"{size / _MIB:,.1f}", f"{100 * size / plan.total:.1f}")
-    table.add_row("total", f"{plan.total / _MIB:,.1f}", "", style="bold")
+            bar = Bar(plan.total, 0, size, color="blue")
+            table.add_row(name, f"{size / _MIB:,.1f}", f"{100 * size / plan.total:.1f}", bar)
+    table.add_row("total", f"{plan.total / _MIB:,.1f}", style="bold")
     if plan.host:
-        table.add_row("in the host's memory", f"{plan.host / _MIB:,.1f}", "")
+        table.add_row("in host memory", f"{plan.host / _MIB:,.1f}")
     return Group(f"rank {plan.rank}, at its peak: {plan.action}", table)
 
 
+@styled
 def memory_figure(ranks: Sequence[MemoryPlan]) -> Figure:
-    """A stacked bar per pipeline rank; of many, the first so many and the largest."""
+    """A stacked bar of bytes for each of ``ranks``, one per pipeline coordinate."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    shown = list(ranks)
-    if len(shown) > _MOST_BARS:
-        most = max(ranks, key=lambda plan: plan.total)
-        shown = [*shown[: _MOST_BARS - 1], most]
-    unit, name = (2**30, "GiB") if max(plan.total for plan in shown) >= 2**30 else (_MIB, "MiB")
-    names = list(dict.fromkeys(part for plan in shown for part, size in components(plan).items() if size))
-    names.sort(key="buffers".__eq__)  # last, on top
-    figure = Figure(figsize=(min(13.0, 4.6 + 0.45 * len(shown)), 4.2), layout="constrained", label="Memory")
-    axes = figure.add_subplot()
-    places = range(len(shown))
-    bottoms = [0.0] * len(shown)
-    for part in names:
-        heights = [components(plan).get(part, 0) / unit for plan in shown]
-        axes.bar(places, heights, 0.7, bottoms, color=_colour(part, names), label=part, linewidth=0)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights)]
-    for place, top in zip(places, bottoms):
-        axes.text(place, top, f"{top:.3g}", ha="center", va="bottom", fontsize=8, color=INK)
-    axes.set_ylim(0, 1.1 * max(bottoms))
-    axes.set_xticks(places, [str(plan.rank) for plan in shown])
-    axes.set_xlabel("rank (one per pipeline coordinate)", color=MUTED, fontsize=8)
-    axes.set_title(f"Predicted peak memory, {name}", loc="left", fontsize=10, color=INK)
-    quiet_axes(axes)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8, frameon=False)
+    shown = [components(plan) for plan in ranks[:MOST_BARS]]
+    unit, name = (2**30, "GiB") if max(plan.total for plan in ranks) >= 2**30 else (_MIB, "MiB")
+    figure = Figure((4.6 + 0.45 * len(shown), 4.2), layout="constrained", label="Memory")
+    axes = figure.subplots()
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.set_prop_cycle(color=colormaps["tab20c"](range(20)))  # four shades of each colour
+    labels = [str(plan.rank) for plan in ranks[:MOST_BARS]]
+    tops = [0.0] * len(shown)
+    parts = dict.fromkeys(part for sizes in shown for part in sizes)
+    for part in sorted(parts, key="buffers".__eq__):  # buffers on top
+        heights = [sizes.get(part, 0) / unit for sizes in shown]
+        bars = axes.bar(labels, heights, 0.7, tops, label=part)
+        tops = [top + height for top, height in zip(tops, heights)]
+    axes.bar_label(bars, [f"{top:.3g}" for top in tops])
+    omitted = f"; the first {MOST_BARS} of {len(ranks)}" if len(ranks) > MOST_BARS else ""
+    axes.set_xlabel(f"rank (one per pipeline coordinate{omitted})")
+    axes.set_title(f"Predicted peak memory, {name}")
+    figure.legend(loc="outside right upper", reverse=True, frameon=False)
     return figure
-
-
-def _colour(part: str, names: Sequence[str]) -> str:
-    """Of a component: state in full colours, activations in shades of one, buffers grey."""
-    fixed = dict(zip(("parameters", "gradients", "master", "optimizer"), PALETTE))
-    if part in fixed:
-        return fixed[part]
-    if part == "buffers":
-        return MUTED
-    activations = [name for name in names if name.startswith("activations")]
-    return tint(PALETTE[5], 1.0 - 0.8 * activations.index(part) / len(activations))

@@ -105,7 +105,7 @@ def test_half_a_last_line_is_left_out(directory: Path) -> None:
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    assert "metrics.jsonl: not found" in error_of("run", tmp_path / "none")
+    assert "metrics.jsonl: cannot be read" in error_of("run", tmp_path / "none")
     write(tmp_path, [], rest='{"step": 1')
     assert "no complete line yet" in error_of("run", tmp_path)
     for damaged in ('{"step": 2, "lo', "[1, 2]", "3", '{"step": "2"}', '{"loss": 2}'):

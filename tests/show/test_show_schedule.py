@@ -16,7 +16,7 @@ from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import Costs, simulate
 from hexad.parallel.pipeline.validate import validate
-from hexad.show.schedule import COLOURS, MOST_RANKS, Chart, read_timeline, simulated
+from hexad.show.schedule import COLOURS, MOST_RANKS, Chart, read_timeline
 from hexad.show.schedule_figure import MOST_ACTIONS, schedule_figure
 
 from .common import document_of, error_of, labels_of, png_size, text_of
@@ -30,7 +30,7 @@ def schedule_of(name: str, pipeline: int = 4, microbatches: int = 8) -> Schedule
 
 def chart_of(name: str, pipeline: int = 4, microbatches: int = 8, **times: float) -> Chart:
     schedule = schedule_of(name, pipeline, microbatches)
-    return simulated(schedule, Costs.uniform(schedule.stages, schedule.stages // pipeline, **times))
+    return Chart(simulate(schedule, Costs.uniform(schedule.stages, schedule.stages // pipeline, **times)))
 
 
 # JSON and files

@@ -33,13 +33,9 @@ def planned(
 def plans_of(
     config: Config, layout: Layout, plan: PipelinePlan, rank: int | None = None
 ) -> tuple[MemoryPlan, list[MemoryPlan]]:
-    """(the plan of ``rank``, by default of one that needs the most; one plan per pipeline coordinate).
+    """(plan of a global ``rank``, by default of one that needs the most; one plan per pipeline coordinate).
 
-    Args:
-        config: checked; ``model.vocab`` is a number.
-        layout: of the run.
-        plan: of the run.
-        rank: global.
+    The configuration is checked, and its vocabulary size a number.
     """
     ranks = per_pipeline_rank(config, layout, plan.schedule, plan.layers)
     if rank is not None:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from hexad.config import Config, HexadError, blaming, load_config
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
-from hexad.parallel.pipeline.simulate import TIMELINE, Costs
-from hexad.show.schedule import Chart, read_timeline, simulated
+from hexad.parallel.pipeline.simulate import TIMELINE, Costs, simulate
+from hexad.parallel.pipeline.validate import validate
+from hexad.show.schedule import Chart, read_timeline
 from hexad.topology.layout import Layout
 from hexad.train.checks import check_config, smallest_world
 from hexad.train.pipeline import model_work, stage_costs
@@ -24,13 +25,7 @@ _DEFAULT_TIMES: Times = (1.0, 1.0, 1.0, 0.0)
 
 
 class Choice(NamedTuple):
-    """One schedule, or a step as planned and as measured.
-
-    Attributes:
-        charts: what is drawn.
-        note: added to the title.
-        step: of the run, if measured.
-    """
+    """What is drawn, an addition to the title, and the step of a run if it was measured."""
 
     charts: list[Chart]
     note: str = ""
@@ -44,11 +39,7 @@ class Choice(NamedTuple):
 
 
 def chosen(settings: tuple[str, ...], options: dict[str, Any]) -> Choice:
-    """The schedule of a command line.
-
-    Args:
-        settings: a run's directory or configuration file, and overrides.
-        options: the options given, by their names with underscores.
+    """The schedule of a command line: its arguments, and the options given by their names in Python.
 
     Raises:
         HexadError: one of them is malformed, or they contradict each other.
@@ -62,7 +53,8 @@ def chosen(settings: tuple[str, ...], options: dict[str, Any]) -> Choice:
         _refuse(options, f"--file {file}", "file", "costs")
         schedule = read_schedule(file)
         with blaming(f"--file: {file}"):
-            return Choice([_with_times(schedule, times or _DEFAULT_TIMES)])
+            validate(schedule)
+        return Choice([_with_times(schedule, times or _DEFAULT_TIMES)])
     if not settings:
         times = times or _DEFAULT_TIMES
         return Choice([_with_times(_from_options(options, times), times)])
@@ -106,7 +98,7 @@ def _from_options(options: dict[str, Any], times: Times) -> Schedule:
 
 def _with_times(schedule: Schedule, times: Times) -> Chart:
     basis = "F {:g}, B {:g}, W {:g} per rank and microbatch, message {:g}".format(*times)
-    return simulated(schedule, _equal(schedule.placement, times), basis)
+    return Chart(simulate(schedule, _equal(schedule.placement, times)), basis=basis)
 
 
 def _equal(placement: tuple[int, ...], times: Times) -> Costs:
@@ -141,4 +133,4 @@ def _from_config(config: Config, times: Times | None) -> Chart:
         tuple(time / unit for time in each) for each in (flops.forward, flops.backward, flops.weight)
     )
     costs = Costs(forward, backward, weight, activation=flops.activation)
-    return simulated(plan.schedule, costs, "times proportional to FLOPs, mean F of a rank 1")
+    return Chart(simulate(plan.schedule, costs), basis="times proportional to FLOPs, mean F of a rank 1")

@@ -65,10 +65,8 @@ def read_metrics(directory: str | Path) -> Metrics:
     path = Path(directory) / METRICS
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise HexadError(f"{path}: not found; is '{directory}' the run.dir of a started run?") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise HexadError(f"{path}: cannot be read: {error}") from None
+        raise HexadError(f"{path}: cannot be read; is it of a run that has started? ({error})") from None
     steps: dict[int, Mapping[str, Any]] = {}
     # What follows the last newline was being written when the run was stopped.
     for number, line in enumerate(text.split("\n")[:-1], 1):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from hexad.config import HexadError
 from hexad.parallel.pipeline.schedule import Action, Schedule
-from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
+from hexad.parallel.pipeline.simulate import Timeline
 from hexad.parallel.pipeline.validate import validate
 
 from .figure import PALE, PALETTE
@@ -35,18 +36,13 @@ COLOURS = dict(zip(MEANINGS, zip(PALE, PALETTE)))
 
 
 class Box(NamedTuple):
-    """An action in time; ``second`` means in a rank's second, fourth, .. stage."""
+    """An action in time; its kind is in lower case in a rank's second, fourth, .. stage."""
 
     kind: str
     microbatch: int
-    second: bool
+    colour: str
     start: float
     end: float
-
-    @property
-    def colour(self) -> str:
-        """As ``#rrggbb``."""
-        return COLOURS[self.kind][self.second]
 
 
 @dataclass(frozen=True)
@@ -54,15 +50,13 @@ class Chart:
     """A schedule with times, to be drawn.
 
     Attributes:
-        timeline: the schedule and when each of its actions starts and ends, the first at 0.
-        peak_activations: most activations held at once, per rank, in stages x microbatches.
+        timeline: a valid schedule and when each of its actions starts and ends, the first at 0.
         label: distinguishes several charts of a picture, such as ``planned``.
         unit: of time, such as ``s``; empty where only ratios have a meaning.
         basis: where the times come from, for people.
     """
 
     timeline: Timeline
-    peak_activations: tuple[int, ...]
     label: str = ""
     unit: str = ""
     basis: str = ""
@@ -81,11 +75,18 @@ class Chart:
         basis = f" ({self.basis})" if self.basis else ""
         return f"{label}bubble {self.timeline.bubble:.1%}, makespan {self.timeline.makespan:.4g}{unit}{basis}"
 
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Most activations held at once, per rank, in stages x microbatches."""
+        return validate(self.timeline.schedule).peak_activations
+
     def boxes(self, rank: int) -> list[Box]:
         """A rank's actions."""
-        second = self.timeline.schedule.stages_of(rank)[1::2]
-        actions = zip(self.timeline.schedule.ranks[rank], self.timeline.times[rank])
-        return [Box(kind, number, stage in second, *times) for (kind, stage, number), times in actions]
+        boxes, later = [], self.timeline.schedule.stages_of(rank)[1::2]
+        for action, times in zip(self.timeline.schedule.ranks[rank], self.timeline.times[rank]):
+            kind = action.kind.lower() if action.stage in later else action.kind
+            boxes.append(Box(kind, action.microbatch, COLOURS[action.kind][action.stage in later], *times))
+        return boxes
 
     def idle(self, rank: int) -> float:
         """Idle fraction of the time from first to last action of the rank where that is longest."""
@@ -103,16 +104,6 @@ class Chart:
         return [kind for kind in MEANINGS if kind in used]
 
 
-def simulated(schedule: Schedule, costs: Costs, basis: str = "") -> Chart:
-    """A schedule as it would run with these costs; ``basis`` describes them.
-
-    Raises:
-        ScheduleError: it is not valid.
-    """
-    peaks = validate(schedule).peak_activations
-    return Chart(simulate(schedule, costs), peaks, basis=basis)
-
-
 def read_timeline(path: str | Path) -> tuple[int, list[Chart]]:
     """(step, charts of it as planned and as measured) from a run's ``timeline.json``, in seconds.
 
@@ -124,7 +115,7 @@ def read_timeline(path: str | Path) -> tuple[int, list[Chart]]:
         return int(tree["step"]), [_from_tree(tree[label], label) for label in ("planned", "measured")]
     except (OSError, KeyError, TypeError, ValueError, HexadError) as error:
         raise HexadError(
-            f"{path}: cannot be read as a timeline ({error!r}); delete it, and the next run writes a new one"
+            f"{path}: cannot be read as a timeline ({error!r}); delete it to see the schedule as configured"
         ) from None
 
 
@@ -135,23 +126,17 @@ def _from_tree(tree: Mapping[str, Any], label: str) -> Chart:
         for entries in tree["ranks"]
     )
     schedule = Schedule(tree["name"], tree["microbatches"], tuple(tree["placement"]), ranks)
-    peaks = validate(schedule).peak_activations
+    validate(schedule)
     begin = min(float(entry["start"]) for entries in tree["ranks"] for entry in entries)
     times = [[(e["start"] - begin, e["end"] - begin) for e in entries] for entries in tree["ranks"]]
-    chart = Chart(Timeline.of(schedule, times), peaks, label, "s")
+    chart = Chart(Timeline.of(schedule, times), label, "s")
     if not (isfinite(chart.timeline.bubble) and chart.short() > 0):
         raise ValueError(f"{label}: found times that are not finite, or no action that takes any")
     return chart
 
 
 def schedule_text(charts: Sequence[Chart], width: int, note: str = "") -> RenderableType:
-    """Charts one above the other with the same time scale, for a terminal.
-
-    Args:
-        charts: of schedules of the same pipeline ranks.
-        width: of the terminal, in characters.
-        note: added to the heading.
-    """
+    """Charts of the same pipeline ranks below each other, with one time scale, in ``width`` characters."""
     first, schedule = charts[0], charts[0].timeline.schedule
     end, short = max(chart.timeline.makespan for chart in charts), min(chart.short() for chart in charts)
     room = max(10, width - 21)  # the columns rank, idle and peak take 21
@@ -189,9 +174,8 @@ def _row(boxes: Sequence[Box], scale: float, columns: int) -> Text:
     for box in boxes:
         left, right = max(len(row), round(box.start * scale)), min(columns, round(box.end * scale))
         if right > left:
-            kind = box.kind.lower() if box.second else box.kind
-            label = f"{kind}{box.microbatch}"
-            text = label if len(label) <= right - left else kind[: right - left]
+            label = f"{box.kind}{box.microbatch}"
+            text = label if len(label) <= right - left else box.kind[: right - left]
             row.append("·" * (left - len(row)), "dim")
             row.append(text.ljust(right - left), f"black on {box.colour}")
     return row.append("·" * (columns - len(row)), "dim")

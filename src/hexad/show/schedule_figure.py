@@ -18,12 +18,7 @@ MOST_ACTIONS = 256
 
 @styled
 def schedule_figure(charts: Sequence[Chart], note: str = "") -> Figure:
-    """One chart, or several one above the other: a row per rank, a box per action, idle time grey.
-
-    Args:
-        charts: of schedules of the same pipeline ranks.
-        note: added to the title, such as the step it was measured at.
-    """
+    """Charts of the same pipeline ranks below each other: a row per rank, a box per action, grey: idle."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -73,7 +73,7 @@ def test_pictures_show_every_rank(tmp_path: Path) -> None:
     for ending in (".svg", ".html"):
         labels = labels_of(*arguments, file=tmp_path / f"layout{ending}")
         assert {str(rank) for rank in range(64)} | {"stage 3", "data 3, context 1"} <= set(labels)
-    assert "<title>64 ranks</title>" in (tmp_path / "layout.html").read_text()
+    assert "<title>world 64, order tensor-context" in (tmp_path / "layout.html").read_text()
     width, height = png_size("layout", *options(WORLDS[1]), file=tmp_path / "layout.png")
     assert width > 600 and height > 300
 

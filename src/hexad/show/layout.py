@@ -7,7 +7,7 @@ that differ only along the fastest axis in use, usually ``tensor``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import cycle, islice, product
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,7 @@ def _grid(layout: Layout, name: str, axes: tuple[str, ...]) -> Grid:
 
 
 def _title(layout: Layout) -> str:
-    return f"{layout.world:,} rank{'s' if layout.world > 1 else ''}"
+    return f"world {layout.world:,}, order {layout.order}"
 
 
 def layout_json(layout: Layout) -> dict[str, object]:
@@ -90,17 +90,14 @@ def layout_json(layout: Layout) -> dict[str, object]:
 
 def layout_text(layout: Layout) -> RenderableType:
     """Both grids, and a table of the axes."""
-    parts: list[RenderableType] = [
-        Text(_title(layout), style="bold"),
-        Text(f"order, fastest first: {layout.order}", style="dim"),
-    ]
+    parts: list[RenderableType] = [Text(_title(layout), style="bold")]
     digits = len(str(layout.world - 1))
     for grid in grids(layout):
         panels = []
-        for stage, panel in enumerate(grid.ranks):
+        for stage, (panel, colour) in enumerate(zip(grid.ranks, cycle(PALE))):
             table = Table("", f"stage {stage}", box=None, header_style="dim")
             for label, ranks in zip(grid.rows, panel):
-                numbers = Text(" ".join(f"{rank:{digits}}" for rank in ranks), f"black on {_colour(stage)}")
+                numbers = Text(" ".join(f"{rank:{digits}}" for rank in ranks), f"black on {colour}")
                 table.add_row(Text(label, "dim"), numbers)
             panels.append(table)
         parts += [Text(), Text(grid.title), Columns(panels)]
@@ -114,10 +111,6 @@ def layout_text(layout: Layout) -> RenderableType:
         members = ", ".join(map(str, group[:8])) + (", ..." if degree > 8 else "")
         axes.add_row(axis, f"{degree:,}", f"{layout.world // degree:,}", members)
     return Group(*parts, Text(), axes)
-
-
-def _colour(stage: int) -> str:
-    return PALE[stage % len(PALE)]
 
 
 # Picture
@@ -135,7 +128,7 @@ def layout_figure(layout: Layout) -> Figure:
     heights = [0.7 + down * (0.4 + 0.3 * len(grid.rows)) for grid in shown]  # inches
     size = (max(6.4, 1.5 + across * (0.3 + 0.42 * columns)), 0.4 + sum(heights))
     figure = Figure(size, layout="constrained", label=_title(layout))
-    figure.suptitle(f"{_title(layout)}, order {layout.order}", x=0.01, ha="left", size=12, weight="bold")
+    figure.suptitle(_title(layout), x=0.01, ha="left", size=12, weight="bold")
     for grid, part in zip(shown, figure.subfigures(len(shown), 1, height_ratios=heights, squeeze=False).flat):
         _draw_grid(part, grid, across, down)
     return figure
@@ -147,8 +140,8 @@ def _draw_grid(part: SubFigure, grid: Grid, across: int, down: int) -> None:
     title = grid.title + (f"\n{grid.omitted}" if grid.omitted else "")
     part.suptitle(title, x=0.02, ha="left", size=10)
     panels: list[Axes] = list(part.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
-    for stage, (axes, ranks) in enumerate(zip(panels, grid.ranks)):
-        axes.pcolormesh(ranks, cmap=ListedColormap([_colour(stage)]), edgecolors="white", linewidth=1.5)
+    for stage, (axes, ranks, colour) in enumerate(zip(panels, grid.ranks, cycle(PALE))):
+        axes.pcolormesh(ranks, cmap=ListedColormap([colour]), edgecolors="white", linewidth=1.5)
         axes.set_title(f"stage {stage}", size=9)
         axes.set_xticks([])
         axes.set_yticks([row + 0.5 for row in range(len(ranks))], grid.rows)

@@ -64,7 +64,7 @@ def hexad_engine(parallel: dict[str, Any], world: int, dtype: str) -> tuple[Any,
     from tests.weights import WholeTensors
 
     from hexad import Engine, Layout, Mesh, Microbatch, load_config
-    from hexad.checkpoint.families import hugging_face_tensors
+    from hexad.checkpoint.published import published_tensors
 
     shape = Shape()
     config = load_config(
@@ -82,7 +82,7 @@ def hexad_engine(parallel: dict[str, Any], world: int, dtype: str) -> tuple[Any,
     mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
     engine = Engine(config, mesh)
     state = reference_weights(shape)
-    table = hugging_face_tensors(config.model)
+    table = published_tensors(config.model)
     engine.load_weights(WholeTensors({ours: place.read(state) for ours, place in table.items()}))
     tokens = random_tokens(shape)[0]
     rows = range(mesh.data.rank * MICRO, GLOBAL, MICRO * mesh.data.size)

@@ -21,7 +21,7 @@ class WholeTensors:
         """Copy the rectangles that a rank holds."""
         for chunk in chunks:
             whole = self.tensors[chunk.name.removeprefix("model.")]
-            if tuple(whole.shape) != chunk.shape:
-                raise HexadError(f"{chunk.name}: found {tuple(whole.shape)}, expected {chunk.shape}")
-            place = tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.tensor.shape))
-            chunk.tensor.copy_(whole[place])
+            shape = chunk.rectangle.shape
+            if tuple(whole.shape) != shape:
+                raise HexadError(f"{chunk.name}: found {tuple(whole.shape)}, expected {shape}")
+            chunk.tensor.copy_(whole[chunk.rectangle.slices])

@@ -18,7 +18,7 @@ _PUBLIC = {
     "Mesh": "hexad.topology.mesh",
     "Microbatch": "hexad.dataset.microbatch",
     "launch": "hexad.train.launch",
-    "load_config": "hexad.config",
+    "load_config": "hexad.model.configuration",
 }
 
 __all__ = [
@@ -36,8 +36,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from hexad.config import Config, ConfigError, HexadError, load_config
+    from hexad.config import Config, ConfigError, HexadError
     from hexad.dataset.microbatch import Microbatch
+    from hexad.model.configuration import load_config
     from hexad.topology.layout import Layout
     from hexad.topology.mesh import Axis, Mesh
     from hexad.train.engine import Engine

@@ -11,7 +11,8 @@ from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
 from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.writer import write_manifest, write_share
-from hexad.config import HexadError, load_config
+from hexad.config import HexadError
+from hexad.model.configuration import load_config
 
 
 def save(run: CheckpointDirectory, step: int, value: float = 0.0) -> Path:

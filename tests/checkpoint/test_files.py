@@ -21,7 +21,8 @@ from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.tensor_file import TensorFileWriter
 from hexad.checkpoint.writer import write_manifest, write_share
-from hexad.config import HexadError, load_config
+from hexad.config import HexadError
+from hexad.model.configuration import load_config
 
 SHAPES = st.lists(st.integers(1, 11), min_size=1, max_size=3).map(tuple)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from hexad.checkpoint.directory import find_checkpoint
 from hexad.checkpoint.reader import Checkpoint
-from hexad.config import build_config
 from hexad.dataset.tokenizer import load_tokenizer, train_bpe
 from hexad.generate.generator import load_model
+from hexad.model.configuration import build_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 

@@ -13,7 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from hexad.config import HexadError
-from hexad.config.hugging_face import CLASSES, DEFAULTS, model_settings, read_config
+from hexad.model.families import families, family
+from hexad.model.hugging_face import model_settings, read_config
 
 from ..pool import Pool
 from . import hugging_face as theirs
@@ -21,14 +22,14 @@ from .test_hugging_face import refused
 from .test_hugging_face_load import run_on
 
 
-@pytest.mark.parametrize("family", DEFAULTS)
-def test_missing_keys_mean_what_they_mean_to_transformers(family: str) -> None:
-    config = transformers.AutoConfig.for_model(family)
+@pytest.mark.parametrize("name", families())
+def test_missing_keys_mean_what_they_mean_to_transformers(name: str) -> None:
+    config, kind = transformers.AutoConfig.for_model(name), family(name)
     plain = {"head_dim": None} | {field.name: field.default for field in dataclasses.fields(config)}
-    assert {key: value for key, value in DEFAULTS[family].items() if plain[key] != value} == {}
-    bare: dict[str, Any] = {"model_type": family, "sliding_window": None}
+    assert {key: value for key, value in kind.absent.items() if plain[key] != value} == {}
+    bare: dict[str, Any] = {"model_type": name, "sliding_window": None}
     found = model_settings(bare, Path("config.json"))
-    full = config.to_dict() | {"sliding_window": None, "architectures": [CLASSES[family][0]]}
+    full = config.to_dict() | {"sliding_window": None, "architectures": [kind.classes[0]]}
     assert model_settings(json.loads(json.dumps(full, default=str)), Path("config.json")) == found
 
 

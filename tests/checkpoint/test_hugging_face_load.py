@@ -14,10 +14,11 @@ import pytest
 import torch
 import yaml
 
-from hexad.checkpoint.families import hugging_face_tensors
 from hexad.checkpoint.hugging_face import open_weights
-from hexad.config import Config, build_config, dump_config, load_config
+from hexad.checkpoint.published import published_tensors
+from hexad.config import Config, dump_config
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config, load_config
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -95,7 +96,7 @@ def check(directory: Path, layout: str, pool: Pool) -> None:
     content = theirs.tensors(directory)
     wanted = {
         f"model.{ours}": place.read(content).double().numpy()
-        for ours, place in hugging_face_tensors(config_for(load).model).items()
+        for ours, place in published_tensors(config_for(load).model).items()
     }
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("data", 1)
     results = pool.run(world, loaded, load, parallel)

@@ -10,8 +10,8 @@ import yaml
 
 from hexad.cli import demo as module
 from hexad.cli.main import run
-from hexad.config import load_config
 from hexad.dataset.corpus import DemoData
+from hexad.model.configuration import load_config
 from hexad.optim.schedule import learning_rate
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hexad.config import Config, ConfigError, HexadError, build_config, dump_config, load_config
-from hexad.config.presets import PRESETS
+from hexad.config import Config, ConfigError, HexadError, dump_config
+from hexad.model.configuration import build_config, load_config
+from hexad.model.families import presets
 
 ERRORS = [
     ("model.layer=2", "model.layer: unknown key (did you mean 'model.layers'?)"),
@@ -111,10 +112,10 @@ def test_overrides() -> None:
     assert load_config(None, ["model.rope_scaling.factor=2"]).model.rope_scaling is not None
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(presets()))
 def test_presets_fill_in_and_the_users_keys_win(name: str) -> None:
     model = build_config({"model": {"preset": name}}).model
-    for key, value in PRESETS[name].items():
+    for key, value in presets()[name].items():
         found = getattr(model, key)
         assert found == value or (isinstance(value, dict) and found is not None), key
     # Even where the user's value is the schema's default.
@@ -194,7 +195,7 @@ def test_settings_that_the_family_ignores(overrides: list[str], says: str) -> No
     assert str(caught.value).endswith("; remove it")
 
 
-@pytest.mark.parametrize("preset", [None, *sorted(PRESETS)])
+@pytest.mark.parametrize("preset", [None, *sorted(presets())])
 @pytest.mark.parametrize("family", [None, "gpt2", "llama"])
 def test_a_resolved_configuration_is_never_refused(preset: str | None, family: str | None) -> None:
     given = {"preset": preset, "family": family}

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hexad.config import ConfigError, load_config
+from hexad.config import ConfigError
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.microbatch import IGNORED, Microbatch
 from hexad.dataset.sidecar import describe, write_sidecar
 from hexad.dataset.tokenizer import load_tokenizer
+from hexad.model.configuration import load_config
 
 
 def make(prefix: Path, lengths: list[int], first: int = 0) -> str:

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from hexad.cli.main import run
-from hexad.config import ConfigError, build_config
+from hexad.config import ConfigError
 from hexad.dataset.tokenizer import train_bpe
 from hexad.generate.generator import KeyValueCache, generate
 from hexad.generate.sampling import Sampling, choose
+from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer
-from hexad.parallel.sharding import Placement, declared_parameters, initialise
-from hexad.topology.mesh import Axis
+from hexad.parallel.sharding import declared_parameters, initialise
 
+from ..layers import shard_of, whole_model
 from ..pool import Pool
 from ..train.command import Process, RunFile, call, free_port, write_run
 
@@ -31,7 +32,7 @@ def model_of(family: str) -> Transformer:
     tree = {"family": family, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24, "vocab": 50}
     positions = {"max_positions": 32} if family == "gpt2" else {}
     config = build_config({"model": {**tree, **positions, "init_std": 0.5}})
-    model = Transformer(config.model, Placement(Axis("tensor"), False, torch.float64, torch.device("cpu")))
+    model = whole_model(config.model, shard_of())
     initialise(declared_parameters(model), 7)
     return model.eval()
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from hexad.config import Config, build_config
+from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
 from hexad.plan.memory import MemoryPlan, predict
+from hexad.resolve import resolve
 from hexad.topology.layout import Layout
-from hexad.train.checks import check_config
 
 from .live import Live
 
@@ -48,7 +49,7 @@ def config_of(**groups: dict[str, Any]) -> Config:
 
 
 def _pooled(engine: Any) -> int:
-    free = engine.reducer._pool._free.values()
+    free = engine.gradients._pool._free.values()
     return sum(buffer.nbytes for buffers in free for buffer in buffers)
 
 
@@ -59,14 +60,14 @@ def measure(config: Config, world: int) -> Found:
 
     layout = Layout.from_settings(config.parallel, world)
     mesh = Mesh.create(layout, torch.device("cpu"))
-    plan = check_config(config, layout)
+    resolved = resolve(config, layout)
     micro, length = config.batch.micro, config.data.sequence
     tokens = torch.arange(micro * length).view(micro, length) % 100
     batch = [Microbatch(tokens, tokens)] * (config.batch.global_ // micro // mesh.data.size)
     with Live() as live:
-        engine = Engine(config, mesh)
+        engine = Engine(resolved, mesh)
         engine.train_step(batch)
         state = live.restart() - _pooled(engine)
         engine.train_step(batch)
     rank = torch.distributed.get_rank() if world > 1 else 0
-    return Found(state, live.peak, predict(config, layout, plan.schedule, plan.layers, rank))
+    return Found(state, live.peak, predict(resolved, rank))

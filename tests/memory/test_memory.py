@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from hexad.model.recompute import Recompute
-from hexad.model.transformer import Transformer, build_stages
-from hexad.parallel.data.buckets import Formats, make_buckets
-from hexad.parallel.shapes import padded_vocab
-from hexad.parallel.sharding import Placement, declared_parameters, initialise
-from hexad.plan.memory import rank_units, with_positions
-from hexad.plan.parameters import plan_buckets
+from hexad.model.transformer import build_stages
+from hexad.parallel.data.bucket_plan import Held
+from hexad.parallel.sharding import Shard, declared_parameters, initialise
+from hexad.plan.memory import rank_parameters, rank_stages
+from hexad.resolve import resolve
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
-from hexad.train.pipeline import pipeline_plan
 
+from ..layers import shard_of, whole_model
 from ..pool import Pool
 from .layouts import LAYOUTS, Groups
 from .live import Live
@@ -39,7 +38,7 @@ def _layer(recompute: str, sequence: bool, dtype: torch.dtype) -> int:
     axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
     model = config_of().model
     kind: Any = recompute
-    whole = Transformer(model, Placement(axis, sequence, dtype, CPU), recompute=Recompute(kind))
+    whole = whole_model(model, shard_of(axis, sequence, dtype), Recompute(kind))
     initialise(declared_parameters(whole), 1)
     tokens = torch.arange(256).view(2, 128) % 100
     where = whole._geometry(tokens, None, 0, None)
@@ -85,7 +84,6 @@ def test_a_layer_keeps_what_the_closed_form_says(
 # The state
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
@@ -97,25 +95,29 @@ def test_a_layer_keeps_what_the_closed_form_says(
         ({"family": "qwen2", "layers": 7}, {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}),
     ],
 )
-def test_planned_buckets_are_the_buckets(model: Any, parallel: Any, zero: int) -> None:
-    config = config_of(model=model, parallel={**parallel, "zero": zero}, batch={"micro": 1, "global": 48})
+def test_the_plan_has_the_parameters_of_the_modules(model: Any, parallel: Any) -> None:
+    """:func:`plan_buckets` makes the buckets of both."""
+    config = config_of(model=model, parallel=parallel, batch={"micro": 1, "global": 48})
     world = 1
     for axis in ("tensor", "pipeline", "data"):
         world *= parallel.get(axis, 1)
     layout = Layout.from_settings(config.parallel, world)
-    plan = pipeline_plan(config, layout)
-    shards = int(layout.data) if zero else 1
-    axis = Axis("tensor", tuple(range(layout.tensor)))
-    place = Placement(axis, config.parallel.sequence and axis.size > 1, torch.float32, torch.device("meta"))
-    formats = Formats(torch.float32, torch.float32, torch.float32)
-    owners = plan.schedule.placement
+    resolved = resolve(config, layout)
+    axes = {"tensor": Axis("tensor", tuple(range(layout.tensor)))}
+    sequence = config.parallel.sequence and layout.tensor > 1
+    shard = Shard(axes, sequence, torch.float32, torch.device("meta"))
+    plan = resolved.plan
     for rank in range(layout.pipeline):
-        stages = build_stages(with_positions(config), place, plan.layers, owners, rank)
-        limit = config.parallel.bucket_mb * 2**20
-        real = make_buckets(stages, limit, formats, zero, shards, 0)
-        units = rank_units(config, layout, plan.schedule, plan.layers, rank)
-        planned = plan_buckets(units, limit, 4, zero, shards)
-        assert sorted((b.layout, b.resident) for b in planned) == sorted((b.layout, b.resident) for b in real)
+        stages = build_stages(resolved.config.model, shard, plan.layers, plan.schedule.placement, rank)
+        number = {p: n for n, stage in reversed(list(stages.items())) for p in stage.parameters()}
+        real = [
+            Held.of(number[each.parameter], each.declaration, each.positions, each.uses)
+            for each in declared_parameters(*stages.values())
+        ]
+        assert rank_parameters(rank_stages(resolved, rank), layout) == real
+        assert [each.elements for each in real] == [
+            each.parameter.numel() for each in declared_parameters(*stages.values())
+        ]
 
 
 # The whole run
@@ -180,7 +182,7 @@ def test_state_is_so_many_bytes_per_parameter(zero: int, shards: int, pool: Pool
         parallel={"data": shards, "zero": zero},
     )
     model = config.model
-    width, vocab = model.hidden // model.heads, padded_vocab(int(model.vocab), 1)
+    width, vocab = model.hidden // model.heads, 1024  # 1000, padded
     attention = model.hidden * width * (2 * model.heads + 2 * int(model.kv_heads))
     parameters = model.layers * (attention + 3 * model.hidden * int(model.ffn_hidden) + 2 * model.hidden)
     parameters += 2 * vocab * model.hidden + model.hidden

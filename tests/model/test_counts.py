@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from hexad.config import ConfigError, build_config
-from hexad.config.presets import PRESETS
+from hexad.config import ConfigError
 from hexad.config.schema import ModelSettings
+from hexad.model.configuration import build_config
 from hexad.model.counts import flops_per_token, layer_costs, layer_counts, parameter_count
+from hexad.model.families import presets
 
 # Parameters of the published checkpoints (safetensors metadata on the Hugging Face hub; for tied
 # embeddings counted once).
@@ -91,10 +92,10 @@ def counted_by_transformers(model: ModelSettings) -> int:
 
 
 def test_every_preset_has_a_published_count() -> None:
-    assert set(PUBLISHED) == set(PRESETS)
+    assert set(PUBLISHED) == set(presets())
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_preset_has_exactly_the_published_parameters(name: str) -> None:
     model = model_of({"preset": name})
     assert parameter_count(model) == PUBLISHED[name]
@@ -104,7 +105,7 @@ def test_preset_has_exactly_the_published_parameters(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_preset_equals_transformers(name: str) -> None:
     model = model_of({"preset": name})
     assert parameter_count(model) == counted_by_transformers(model)
@@ -117,7 +118,7 @@ def test_small_models_equal_transformers(settings: dict) -> None:
 
 
 def test_frequency_scaling_belongs_to_llama_3_1_and_3_2() -> None:
-    factors = {name: model_of({"preset": name}).rope_scaling for name in PRESETS}
+    factors = {name: model_of({"preset": name}).rope_scaling for name in presets()}
     scaled = {name: scaling.factor for name, scaling in factors.items() if scaling}
     assert scaled == {
         "llama3.1-8b": 8.0,

@@ -11,15 +11,15 @@ import pytest
 import torch
 import transformers
 
-from hexad.checkpoint.families import hugging_face_tensors
-from hexad.config import build_config
-from hexad.model.dropout import Draws, Dropper, Site, row_keys
+from hexad.checkpoint.published import published_tensors
+from hexad.model.configuration import build_config
+from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys
 from hexad.model.dropped_attention import dropped_attention
-from hexad.model.transformer import Transformer
-from hexad.parallel.sharding import Placement, declared_parameters, load_global
+from hexad.parallel.sharding import declared_parameters, load_global
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
+from ..layers import shard_of, whole_model
 from ..pool import Pool
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def words(*values: object) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def dropped(draws: Draws, dropper: Dropper, row: int, column: int) -> bool:
+def dropped(draws: DropoutKey, dropper: Dropper, row: int, column: int) -> bool:
     """The definition, element by element."""
     key = []
     lows, highs = words(draws.seed, draws.step, "low"), words(draws.seed, draws.step, "high")
@@ -53,7 +53,7 @@ def dropped(draws: Draws, dropper: Dropper, row: int, column: int) -> bool:
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.95])
 def test_the_mask_is_the_definition(rate: float) -> None:
-    draws, dropper = Draws(12, 7, 0), Dropper(rate, 3, Site.FEED_FORWARD)
+    draws, dropper = DropoutKey(12, 7, 0), Dropper(rate, 3, Site.FEED_FORWARD)
     rows = torch.tensor([0, 1, 999, 2**31, 2**32 - 1, 2**32 + 5, 3 * 2**40 + 1])
     factors = dropper.factors(dropper.keys(row_keys(draws, rows)), 2, 33, torch.float64)
     wanted = [
@@ -63,7 +63,7 @@ def test_the_mask_is_the_definition(rate: float) -> None:
     torch.testing.assert_close(factors, torch.tensor(wanted, dtype=torch.float64))
 
 
-def mask(draws: Draws, dropper: Dropper, rows: int = 2000, columns: int = 500) -> torch.Tensor:
+def mask(draws: DropoutKey, dropper: Dropper, rows: int = 2000, columns: int = 500) -> torch.Tensor:
     keys = dropper.keys(row_keys(draws, torch.arange(rows)))
     return dropper.factors(keys, 0, columns, torch.float64) == 0
 
@@ -71,7 +71,7 @@ def mask(draws: Draws, dropper: Dropper, rows: int = 2000, columns: int = 500) -
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
 def test_as_many_are_dropped_as_should_be(rate: float) -> None:
     """In all, in rows, in columns, and in pairs of neighbours; 5 standard deviations."""
-    found = mask(Draws(1, 2, 0), Dropper(rate, 0, Site.ATTENTION)).double()
+    found = mask(DropoutKey(1, 2, 0), Dropper(rate, 0, Site.ATTENTION)).double()
     n = found.numel()
     assert abs(found.mean() - rate) < 5 * (rate * (1 - rate) / n) ** 0.5
     for dim in (0, 1):
@@ -86,14 +86,14 @@ def test_as_many_are_dropped_as_should_be(rate: float) -> None:
 
 
 def test_other_layers_sites_steps_and_seeds_are_independent() -> None:
-    base = mask(Draws(1, 2, 0), Dropper(0.5, 0, Site.ATTENTION)).double() - 0.5
+    base = mask(DropoutKey(1, 2, 0), Dropper(0.5, 0, Site.ATTENTION)).double() - 0.5
     others = [
-        mask(Draws(1, 2, 0), Dropper(0.5, 1, Site.ATTENTION)),
-        mask(Draws(1, 2, 0), Dropper(0.5, 0, Site.FEED_FORWARD)),
-        mask(Draws(1, 3, 0), Dropper(0.5, 0, Site.ATTENTION)),
-        mask(Draws(2, 2, 0), Dropper(0.5, 0, Site.ATTENTION)),
-        mask(Draws(1, 2, 0), Dropper(0.5, 0, Site.ATTENTION)).roll(1, 0),
-        mask(Draws(1, 2, 0), Dropper(0.5, 0, Site.ATTENTION)).roll(1, 1),
+        mask(DropoutKey(1, 2, 0), Dropper(0.5, 1, Site.ATTENTION)),
+        mask(DropoutKey(1, 2, 0), Dropper(0.5, 0, Site.FEED_FORWARD)),
+        mask(DropoutKey(1, 3, 0), Dropper(0.5, 0, Site.ATTENTION)),
+        mask(DropoutKey(2, 2, 0), Dropper(0.5, 0, Site.ATTENTION)),
+        mask(DropoutKey(1, 2, 0), Dropper(0.5, 0, Site.ATTENTION)).roll(1, 0),
+        mask(DropoutKey(1, 2, 0), Dropper(0.5, 0, Site.ATTENTION)).roll(1, 1),
     ]
     for other in others:
         assert abs((base * (other.double() - 0.5)).mean() * 4) < 5 / base.numel() ** 0.5
@@ -101,7 +101,7 @@ def test_other_layers_sites_steps_and_seeds_are_independent() -> None:
 
 def test_the_gradient_has_the_same_mask_and_nothing_else_is_kept() -> None:
     dropper = Dropper(0.4, 5, Site.ATTENTION)
-    rows = row_keys(Draws(3, 1, 0), torch.arange(70000))  # more than one block
+    rows = row_keys(DropoutKey(3, 1, 0), torch.arange(70000))  # more than one block
     x = torch.randn(70000, 24, dtype=torch.float64, requires_grad=True)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -124,7 +124,7 @@ def test_dropped_attention(bounds: tuple[int, ...]) -> None:
         for n in (heads, kv_heads, kv_heads)
     )
     dropper = Dropper(0.3, 1, Site.PROBABILITIES)
-    rows = row_keys(Draws(9, 0, 0), torch.arange(20 * heads).view(20, heads))
+    rows = row_keys(DropoutKey(9, 0, 0), torch.arange(20 * heads).view(20, heads))
     found = dropped_attention(q, k, v, bounds, length, rows, dropper)
     upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     gradients = torch.autograd.grad(found, (q, k, v), upstream)
@@ -146,7 +146,7 @@ def test_dropped_attention(bounds: tuple[int, ...]) -> None:
 class Masked(torch.nn.Module):
     """In the place of one of transformers' dropouts."""
 
-    def __init__(self, rate: float, layer: int, site: Site, draws: Draws) -> None:
+    def __init__(self, rate: float, layer: int, site: Site, draws: DropoutKey) -> None:
         super().__init__()
         self.dropper, self.draws = Dropper(rate, layer, site), draws
 
@@ -171,14 +171,14 @@ def test_gpt2_drops_where_transformers_does() -> None:
     )  # fmt: skip
     torch.manual_seed(3)
     theirs: Any = transformers.AutoModelForCausalLM.from_config(config).double().train()
-    draws = Draws(11, 4, 6)
+    draws = DropoutKey(11, 4, 6)
     theirs.transformer.drop = Masked(0.3, -1, Site.EMBEDDING, draws)
     for index, block in enumerate(theirs.transformer.h):
         block.attn.resid_dropout = Masked(0.3, index, Site.ATTENTION, draws)
         block.mlp.dropout = Masked(0.3, index, Site.FEED_FORWARD, draws)
-    ours = Transformer(model, Placement(Axis("tensor"), False, torch.float64, CPU))
+    ours = whole_model(model, shard_of())
     state = theirs.state_dict()
-    load_global(ours, {name: place.read(state) for name, place in hugging_face_tensors(model).items()})
+    load_global(ours, {name: place.read(state) for name, place in published_tensors(model).items()})
     tokens = torch.randint(61, (3, LENGTH))
     # Attention's own dropout is a function there, called once per layer.
     layers = iter([Masked(0.25, index, Site.PROBABILITIES, draws) for index in range(LAYERS)])
@@ -191,7 +191,7 @@ def test_gpt2_drops_where_transformers_does() -> None:
         with mock.patch.object(torch.nn.functional, "dropout", drop):
             wanted = theirs(tokens).logits
         assert next(layers, None) is None
-        found = ours.logits(ours(tokens, draws=draws))[:, :61].view_as(wanted)
+        found = ours.logits(ours(tokens, key=draws))[:, :61].view_as(wanted)
         plain = ours.logits(ours(tokens))[:, :61].view_as(wanted)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     assert (plain - wanted).abs().max() > 0.01
@@ -203,7 +203,7 @@ def _loss_and_gradients(family: str, sequence: bool, split: bool) -> tuple[float
     positions = {"max_positions": LENGTH} if family == "gpt2" else {}
     kv_heads = 4 if family == "gpt2" else 2
     model = build_config({"model": {**MODEL, "family": family, "kv_heads": kv_heads, **positions}}).model
-    ours = Transformer(model, Placement(axis, sequence, torch.float64, CPU))
+    ours = whole_model(model, shard_of(axis, sequence))
     generator = torch.Generator().manual_seed(5)
     whole = {
         piece.name: 0.2 * torch.randn(piece.shape, dtype=torch.float64, generator=generator)
@@ -216,8 +216,8 @@ def _loss_and_gradients(family: str, sequence: bool, split: bool) -> tuple[float
     total = 0.0
     parts = tokens.split(2) if split else [tokens]
     for index, part in enumerate(parts):
-        draws = Draws(1, 2, 8 + 2 * index)
-        loss = ours.loss_sum(part, part.roll(1, 1), documents, draws=draws)
+        draws = DropoutKey(1, 2, 8 + 2 * index)
+        loss = ours.loss_sum(part, part.roll(1, 1), documents, key=draws)
         loss.backward()
         total += float(loss.detach())
     found = {}

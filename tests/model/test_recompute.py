@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hexad.config import build_config
-from hexad.model.dropout import Draws
+from hexad.model.configuration import build_config
+from hexad.model.dropout import DropoutKey
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import Transformer
-from hexad.parallel.sharding import Placement, declared_parameters, initialise
-from hexad.parallel.slot import GradientSlot, ProductQueue, attach_slot
+from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
+from ..layers import CPU, Sums, shard_of, whole_model
 from ..pool import Pool
 
-CPU = torch.device("cpu")
 LENGTH, LAYERS = 12, 3
 MODEL = {"layers": LAYERS, "hidden": 32, "heads": 4, "ffn_hidden": 48, "vocab": 61}
 FULL, SELECTIVE, FIRST = Recompute("full"), Recompute("selective"), Recompute("full", 1)
@@ -35,13 +33,9 @@ def model_of(
     else:
         tree["kv_heads"] = 2
     model = build_config({"model": tree}).model
-    built = Transformer(model, Placement(axis, sequence, dtype, CPU), recompute=recompute)
+    built = whole_model(model, shard_of(axis, sequence, dtype), recompute)
     initialise(declared_parameters(built), 3)
     return built
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def gradients(
@@ -53,25 +47,18 @@ def gradients(
     sequence: bool = False,
     split: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """(gradients, bytes sent over the tensor axis); ``split``: weight gradients are put off."""
+    """(gradients, bytes sent over the tensor axis); ``split``: weight gradients are deferred."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
     model = model_of(family, recompute, axis, sequence, dtype, dropout)
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % 61
-    queue = ProductQueue()
-    found = {}
-    for declared in declared_parameters(model):
-        if split:
-            buffer = torch.full_like(declared.parameter, torch.nan)
-            slot = GradientSlot(partial(_same, buffer), declared.uses, lambda: None, queue)
-            attach_slot(declared.parameter, slot)
-            slot.begin(1)
-            found[declared.name] = buffer
-    loss = model.loss_sum(tokens, tokens.roll(1, 1), documents, draws=Draws(1, 2, 3))
     if split:
-        with queue.deferring() as later:
+        sums = Sums({p: torch.full_like(p, torch.nan) for p in model.parameters()})
+    loss = model.loss_sum(tokens, tokens.roll(1, 1), documents, key=DropoutKey(1, 2, 3))
+    if split:
+        with sums.defer():
             loss.backward()
-        ProductQueue.compute(later)
+        found = {name: sums.totals[parameter] for name, parameter in model.named_parameters()}
     else:
         loss.backward()
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

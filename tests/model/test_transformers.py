@@ -15,14 +15,16 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from hexad.checkpoint.families import hugging_face_tensors
-from hexad.config import Config, build_config
+from hexad.checkpoint.published import published_tensors
+from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
-from hexad.model.transformer import Transformer
-from hexad.parallel.sharding import Placement, declared_parameters, load_global
+from hexad.model.configuration import build_config
+from hexad.parallel.sharding import declared_parameters, load_global
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
+
+from ..layers import shard_of, whole_model
 
 TOLERANCE = 1e-10
 VOCAB, LENGTH, LAYERS, HIDDEN, HEADS = 103, 23, 3, 48, 6
@@ -104,7 +106,7 @@ def oracle(name: str) -> transformers.PreTrainedModel:
 
 def translated(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Their tensors under our names."""
-    return {ours: place.read(tensors) for ours, place in hugging_face_tensors(settings(name).model).items()}
+    return {ours: place.read(tensors) for ours, place in published_tensors(settings(name).model).items()}
 
 
 def batch(step: int = 0) -> torch.Tensor:
@@ -126,9 +128,7 @@ def pieces(model: torch.nn.Module, gradients: bool) -> Iterator[tuple[str, torch
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients(name: str) -> None:
     theirs = oracle(name)
-    ours = Transformer(
-        settings(name).model, Placement(Axis("tensor"), False, torch.float64, torch.device("cpu"))
-    )
+    ours = whole_model(settings(name).model, shard_of())
     load_global(ours, translated(name, theirs.state_dict()))
     tokens, labels = batch()[:, :-1], batch()[:, 1:]
     wanted = theirs(tokens).logits
@@ -194,9 +194,7 @@ def test_three_engine_steps_equal_a_plain_training_loop(name: str) -> None:
 def test_packed_documents_equal_separate_sequences() -> None:
     """``isolate``: the loss of a packed sample is the sum of its documents' losses, each run alone."""
     for name in ("llama", "gpt2"):
-        model = Transformer(
-            settings(name).model, Placement(Axis("tensor"), False, torch.float64, torch.device("cpu"))
-        )
+        model = whole_model(settings(name).model, shard_of())
         load_global(model, translated(name, oracle(name).state_dict()))
         tokens, labels = batch()[:2, :-1].contiguous(), batch()[:2, 1:].contiguous()
         bounds = (0, 5, 6, LENGTH, LENGTH + 11, 2 * LENGTH)

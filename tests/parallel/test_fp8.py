@@ -12,17 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hexad.config import Config, ConfigError, build_config
+from hexad.config import Config, ConfigError
 from hexad.dataset.microbatch import Microbatch
-from hexad.parallel.sharding import Placement, declared_parameters
-from hexad.parallel.slot import GradientSlot, ProductQueue, attach_slot
+from hexad.model.configuration import build_config
+from hexad.parallel.sharding import load_global
 from hexad.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelHead, fp8
+from hexad.parallel.tensor.embedding_inventory import Head
+from hexad.parallel.tensor.linear_inventory import Linear
+from hexad.resolve import check_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
-from hexad.train.checks import check_config
 from hexad.train.engine import Engine, placement
 from hexad.train.launch import check_device
 
+from ..layers import Sums, shard_of
 from ..pool import Pool
 
 CPU = torch.device("cpu")
@@ -126,14 +129,8 @@ def test_under_plain_autograd() -> None:
 # Layers
 
 
-def slots_of(layer: nn.Module, queue: ProductQueue) -> dict[str, torch.Tensor]:
-    """Slots for a layer's parameters, for one microbatch; returns where the gradients go."""
-    buffers = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in layer.named_parameters()}
-    for name, parameter in layer.named_parameters():
-        slot = GradientSlot(lambda name=name: buffers[name], 1, lambda: None, queue)  # type: ignore[misc]
-        attach_slot(parameter, slot)
-        slot.begin(1)
-    return buffers
+def _linear(sequence: bool, row: bool) -> Linear:
+    return Linear("layer", INPUTS, {"layer": OUTPUTS}, row, sequence, True, 0.1, "layer")
 
 
 def share(kind: str, sequence: bool, deferred: bool) -> dict[str, torch.Tensor]:
@@ -141,33 +138,31 @@ def share(kind: str, sequence: bool, deferred: bool) -> dict[str, torch.Tensor]:
     world = dist.get_world_size() if dist.is_initialized() else 1
     axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
     sequence = sequence and world > 1
-    place = Placement(axis, sequence, torch.bfloat16, CPU, fp8=True)
+    shard = shard_of(axis, sequence, torch.bfloat16, fp8=True)
     whole = {"weight": normal(OUTPUTS, INPUTS, seed=2), "bias": normal(OUTPUTS, seed=4)}
     x, upstream = normal(TOKENS, INPUTS, seed=1).bfloat16(), normal(TOKENS, OUTPUTS, seed=3).bfloat16()
     if kind == "column":
-        layer: nn.Module = ColumnParallelLinear(INPUTS, {"": OUTPUTS}, place, bias=True, std=0.1)
+        layer: nn.Module = ColumnParallelLinear(_linear(sequence, row=False), shard)
         x = x.chunk(world)[axis.rank] if sequence else x
         upstream = upstream.chunk(world, 1)[axis.rank]
     else:
-        layer = RowParallelLinear(INPUTS, OUTPUTS, place, bias=True, std=0.1)
+        layer = RowParallelLinear(_linear(sequence, row=True), shard)
         x = x.chunk(world, 1)[axis.rank]
         upstream = upstream.chunk(world)[axis.rank] if sequence else upstream
-    for declared in declared_parameters(layer):
-        for piece in declared.declaration.pieces:
-            name = piece.name.removeprefix(".")
-            piece.local(declared.parameter.data).copy_(piece.slice_of(whole[name]))
-    queue = ProductQueue()
-    gradients = slots_of(layer, queue)
+    load_global(layer, {f"layer.{name}": values for name, values in whole.items()})
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    sums = Sums({p: torch.empty(p.shape, dtype=torch.float32) for p in names})
     x = x.clone().requires_grad_()
     y = layer(x)
     if deferred:
-        with queue.deferring() as products:
+        with sums.defer():
             y.backward(upstream)
-        queue.compute(products)
     else:
         y.backward(upstream)
     assert x.grad is not None and y.dtype == x.grad.dtype == torch.bfloat16
-    return {"y": y.detach().double(), "x": x.grad.double()} | {n: g.double() for n, g in gradients.items()}
+    return {"y": y.detach().double(), "x": x.grad.double()} | {
+        names[parameter]: total.double() for parameter, total in sums.totals.items()
+    }
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -204,8 +199,7 @@ def test_a_layer_is_near_float64(kind: str, world: int, sequence: bool, deferred
 
 
 def test_the_head_is_not_multiplied_in_eight_bits() -> None:
-    place = Placement(Axis("tensor"), False, torch.bfloat16, CPU, fp8=True)
-    head = VocabParallelHead(64, 32, place, tied=None, std=0.1)
+    head = VocabParallelHead(Head(64, 32, False, 0.1), shard_of(dtype=torch.bfloat16, fp8=True))
     weight, x = normal(64, 32, seed=1), normal(16, 32, seed=2)
     head.weight.data.copy_(weight)
     assert off(head(x.bfloat16()), x @ weight.t()) < BF16

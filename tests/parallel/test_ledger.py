@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from hexad.config import Config, build_config
+from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
 from hexad.model.counts import parameter_count
 from hexad.topology.layout import Layout
 

@@ -7,19 +7,18 @@ from unittest import mock
 
 import pytest
 import torch
+from hexad.parallel.shapes import loss_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hexad.parallel.shapes import loss_rows, padded_vocab
-from hexad.parallel.sharding import Placement
-from hexad.parallel.slot import GradientSlot, ProductQueue, attach_slot
 from hexad.parallel.tensor import loss
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
+from ..layers import Sums, shard_of
 from ..pool import Pool
 
 CPU = torch.device("cpu")
@@ -65,7 +64,7 @@ def test_one_rank_equals_torch(
     upstream = seed if upstream is None else upstream
     wanted = by_torch(x, weight, labels, vocab, upstream)
     x.requires_grad_(), weight.requires_grad_()
-    place = Placement(Axis("tensor"), False, x.dtype, CPU)
+    place = shard_of(dtype=x.dtype)
     with mock.patch.object(loss, "loss_rows", lambda *_: min(rows, tokens)):
         found = loss.head_loss_sum(x, weight, labels, vocab, place, seed)
         with torch.no_grad():
@@ -86,25 +85,22 @@ def _share(
     sequence: bool,
     dtype: Any,
     rows: int,
-) -> tuple[float, torch.Tensor, torch.Tensor, list[int]]:
-    """Loss, this rank's gradients (the weight's from its slot), and the calls that completed the slot."""
+) -> tuple[float, torch.Tensor, torch.Tensor, int]:
+    """Loss, this rank's gradients (the weight's as accumulated), and the number of complete contributions."""
     world = torch.distributed.get_world_size()
     axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
-    place = Placement(axis, sequence, dtype, CPU)
+    place = shard_of(axis, sequence, dtype)
     mine = (x.chunk(world)[axis.rank] if sequence else x).to(dtype).clone().requires_grad_()
     shard = nn.Parameter(weight.chunk(world)[axis.rank].to(dtype).clone())
     buffer = torch.full(shard.shape, torch.nan, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
-    done: list[int] = []
-    slot = GradientSlot(lambda: buffer, 1, lambda: done.append(1), ProductQueue())
-    attach_slot(shard, slot)
-    slot.begin(2)
+    sums = Sums({shard: buffer})
     with mock.patch.object(loss, "loss_rows", lambda *_: rows):
         for _ in range(2):
             mine.grad = None
             total = loss.head_loss_sum(mine, shard, labels, vocab, place, 0.5)
             total.backward(torch.full_like(total, 0.5))
     assert mine.grad is not None and mine.grad.dtype == dtype and shard.grad is None
-    return float(total.detach()), mine.grad.double(), buffer.double() / 2, done
+    return float(total.detach()), mine.grad.double(), buffer.double() / 2, sums.complete[shard]
 
 
 @pytest.mark.parametrize("sequence", [True, False])
@@ -113,8 +109,8 @@ def _share(
 def test_divided_over_ranks(
     pool: Pool, world: int, vocab: int, rows: int, sequence: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Some ranks hold padding only; slices do not divide the tokens; the slot is complete exactly once."""
-    columns = padded_vocab(vocab, world)
+    """Some ranks hold padding only; slices do not divide the tokens; each contribution is complete once."""
+    columns = 64 * world * -(-vocab // (64 * world))
     x, weight, labels = problem(12, vocab, columns - vocab, vocab)
     weight[vocab:] = 0
     x, weight = x.to(dtype).double(), weight.to(dtype).double()
@@ -122,7 +118,7 @@ def test_divided_over_ranks(
     results = pool.run(world, _share, x, weight, labels, vocab, sequence, dtype, rows)
     for total, _, _, done in results:
         assert total == pytest.approx(float(wanted[0]), rel=max(tolerance / 4, 1e-13), abs=1e-12)
-        assert done == [1]
+        assert done == 2
     grad_x = [result[1] for result in results]
     if sequence:
         grad_x = [torch.cat(grad_x)]
@@ -149,7 +145,7 @@ def test_logits_exist_for_one_slice_at_a_time() -> None:
     tokens, hidden, vocab = 2048, 32, 256
     x = torch.randn(tokens, hidden, requires_grad=True)
     weight = torch.randn(vocab, hidden, requires_grad=True)
-    place = Placement(Axis("tensor"), False, torch.float32, CPU)
+    place = shard_of(dtype=torch.float32)
     with _Largest() as largest:
         loss.head_loss_sum(x, weight, torch.arange(tokens) % vocab, vocab, place).backward()
     assert largest.elements == tokens * hidden < tokens * vocab

@@ -1,48 +1,54 @@
-"""A flattened parameter's share as rectangles of global tensors."""
+"""A run of a flattened parameter as rectangles of global tensors."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from math import prod
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hexad.parallel.data.rectangles import overlap
-from hexad.parallel.sharding import Piece
+from hexad.parallel.rectangle import Rectangle
 
 
 @given(
-    parts=st.lists(st.integers(0, 5), min_size=1, max_size=3),
-    width=st.integers(1, 7),
-    cuts=st.lists(st.integers(0, 60), max_size=4),
-    first=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-    vector=st.booleans(),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=2),
+    offset=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    cuts=st.lists(st.integers(0, 36), max_size=4),
 )
 def test_every_element_is_in_one_rectangle(
-    parts: list[int], width: int, cuts: list[int], first: tuple[int, int], vector: bool
+    sizes: list[int], offset: tuple[int, int], cuts: list[int]
 ) -> None:
-    """A fused parameter, cut anywhere: put together again, its pieces hold what they held."""
-    rows = sum(parts)
-    shape = torch.Size((rows,) if vector else (rows, width))
-    local = torch.arange(shape.numel(), dtype=torch.float64)
-    bounds = sorted({0, local.numel(), *(min(cut, local.numel()) for cut in cuts)})
-    start = 0
-    for index, part in enumerate(parts):
-        sizes = (part, *shape[1:])
-        offset = first[: len(shape)]
-        whole = torch.full([size + 4 for size in sizes], -1.0, dtype=torch.float64)
-        piece = Piece(f"piece{index}", tuple(whole.shape), offset, sizes, start)
-        covered = torch.zeros_like(whole)
-        for low, high in pairwise(bounds):
-            found = list(overlap(piece, shape, low, local[low:high]))
-            assert len(found) <= 3
-            for smaller, values in found:
-                assert tuple(values.shape) == smaller.sizes
-                assert values.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-                smaller.slice_of(whole).copy_(values)
-                smaller.slice_of(covered).add_(1)
-        wanted = piece.local(local.view(shape))
-        assert torch.equal(piece.slice_of(whole), wanted)
-        assert covered.sum() == wanted.numel() and covered.max(dim=0).values.max() <= 1
-        start += part
+    """A rectangle, cut anywhere: its parts hold what it held, and no more than three per run."""
+    shape = tuple(size + 4 for size in sizes)
+    rectangle = Rectangle("weight", shape, offset[: len(sizes)], tuple(sizes))
+    local = torch.arange(rectangle.numel, dtype=torch.float64)
+    whole, covered = torch.full(shape, -1.0, dtype=torch.float64), torch.zeros(shape)
+    for low, high in pairwise(sorted({0, local.numel(), *(min(cut, local.numel()) for cut in cuts)})):
+        found = list(rectangle.flat_range(low, high))
+        assert len(found) <= 3
+        for position, part in found:
+            assert part.name == "weight" and part.shape == shape
+            whole[part.slices] = local[position : position + part.numel].view(part.sizes)
+            covered[part.slices] += 1
+    assert torch.equal(whole[rectangle.slices], local.view(tuple(sizes)))
+    assert covered.sum() == rectangle.numel and covered.max() <= 1
+
+
+@given(
+    rows=st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)),
+    columns=st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)),
+)
+def test_intersections(rows: tuple[int, ...], columns: tuple[int, ...]) -> None:
+    shape = (10, 10)
+    one = Rectangle("weight", shape, (rows[0], columns[0]), (rows[1], columns[1]))
+    other = Rectangle("weight", shape, (rows[2], columns[2]), (rows[3], columns[3]))
+    seen = torch.zeros(shape)
+    seen[one.slices] += 1
+    seen[other.slices] += 1
+    common = one.intersection(other)
+    assert common == other.intersection(one)
+    assert (seen == 2).sum() == (0 if common is None else prod(common.sizes))
+    if common is not None:
+        assert (seen[common.slices] == 2).all()

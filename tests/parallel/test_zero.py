@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hexad.config import Config, build_config
+from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
 from hexad.parallel.data.buckets import aligned
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
@@ -131,14 +132,13 @@ def torch_losses(config: Config, kind: str) -> list[float]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    from hexad.model.transformer import Transformer
-    from hexad.parallel.sharding import Placement, initialise
-    from hexad.topology.mesh import Axis
+    from hexad.parallel.sharding import initialise
 
-    place = Placement(Axis("tensor"), False, torch.float32, torch.device("cpu"))
-    model = Transformer(config.model, place)
+    from ..layers import shard_of, whole_model
+
+    model = whole_model(config.model, shard_of(dtype=torch.float32))
     initialise(declared_parameters(model), config.run.seed)
-    decays = {d.parameter.data_ptr(): d.declaration.decay for d in declared_parameters(model)}
+    decays = {d.parameter.data_ptr(): d.declaration.weights[0].decay for d in declared_parameters(model)}
     flags = [decays[parameter.data_ptr()] for parameter in model.parameters()]
     wrapped: nn.Module = _Loss(model)
     if kind == "ddp":

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hexad.config import Config, build_config
+from hexad.config import Config
 from hexad.dataset.microbatch import IGNORED, Microbatch
+from hexad.model.configuration import build_config
 from hexad.topology.layout import Layout
 
 from .. import pool as worker_pool
@@ -344,8 +345,8 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
 def _pieces(
     bucket: Any, share: torch.Tensor
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]:
-    for piece, values in bucket.pieces(share):
-        yield piece.name, piece.shape, piece.offset, values.detach().numpy().copy()
+    for rectangle, values in bucket.pieces(share):
+        yield rectangle.name, rectangle.shape, rectangle.offset, values.detach().numpy().copy()
 
 
 def assemble(per_rank: list[list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]]) -> Tensors:

@@ -11,15 +11,15 @@ from unittest import mock
 import torch
 
 from hexad import comm
-from hexad.model import transformer
+from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import Transformer
 from hexad.optim.adamw import BucketAdamW
-from hexad.parallel import slot
-from hexad.parallel.data import buckets, reducer
+from hexad.parallel.data import buckets, gradients, rounds
+from hexad.parallel.inventory import Parameter
 from hexad.parallel.pipeline import executor
 from hexad.parallel.tensor import cross_entropy, embedding, linear, loss
 from hexad.topology.mesh import Mesh
-from hexad.train import engine
+from hexad.train import language
 
 from .harness import VARIANTS, Case, deep
 from .mutation import Mutation, Patches, same, same_async
@@ -27,7 +27,7 @@ from .state_mutations import STATE_MUTATIONS
 
 
 def _drop_data_reduction(mesh: Mesh) -> Patches:
-    return [mock.patch.object(reducer, "all_reduce_async", same_async)]
+    return [mock.patch.object(gradients, "all_reduce_async", same_async)]
 
 
 def _average_over_data(mesh: Mesh) -> Patches:
@@ -36,22 +36,22 @@ def _average_over_data(mesh: Mesh) -> Patches:
         result.div_(axis.size)
         return comm.Pending(result)
 
-    return [mock.patch.object(reducer, "all_reduce_async", average)]
+    return [mock.patch.object(gradients, "all_reduce_async", average)]
 
 
 def _reduce_before_complete(mesh: Mesh) -> Patches:
-    original = reducer.GradientReducer.begin
+    original = rounds.Rounds.begin
 
     def begin(self: Any, microbatches: int) -> None:
         original(self, max(1, microbatches - 1))
 
-    return [mock.patch.object(reducer.GradientReducer, "begin", begin)]
+    return [mock.patch.object(rounds.Rounds, "begin", begin)]
 
 
 def _double_count_norm(mesh: Mesh) -> Patches:
     def norm(self: BucketAdamW) -> torch.Tensor:
         squares = sum(torch.linalg.vector_norm(bucket.gradient).square() for bucket in self.buckets)
-        return comm.all_reduce(torch.as_tensor(squares).clone(), self.axes.tensor).sqrt()
+        return comm.all_reduce(torch.as_tensor(squares).clone(), mesh.tensor).sqrt()
 
     return [mock.patch.object(BucketAdamW, "gradient_norm", norm)]
 
@@ -64,11 +64,11 @@ def _local_mean_loss(mesh: Mesh) -> Patches:
     def targets(self: Any, counts: torch.Tensor) -> int:
         return int(counts[0]) // self.mesh.data.size + 1
 
-    return [mock.patch.object(engine.Engine, "_targets", targets)]
+    return [mock.patch.object(language.LanguageModel, "targets", targets)]
 
 
 def _keep_partial_gradients(mesh: Mesh) -> Patches:
-    return [mock.patch.object(reducer, "all_reduce", same)]
+    return [mock.patch.object(gradients, "all_reduce", same)]
 
 
 def _drop_column_backward(mesh: Mesh) -> Patches:
@@ -104,13 +104,7 @@ def _drop_embedding_reduction(mesh: Mesh) -> Patches:
 
 
 def _overwrite_gradients(mesh: Mesh) -> Patches:
-    original = slot.GradientSlot._contributed
-
-    def contributed(self: slot.GradientSlot) -> None:
-        original(self)
-        self._fresh = True
-
-    return [mock.patch.object(slot.GradientSlot, "_contributed", contributed)]
+    return [mock.patch.object(rounds.Rounds, "fresh", lambda self, bucket, member: True)]
 
 
 def _ignore_documents(mesh: Mesh) -> Patches:
@@ -182,29 +176,29 @@ def _drop_boundary_gradient(mesh: Mesh) -> Patches:
 
 
 def _forget_product(mesh: Mesh) -> Patches:
-    original = slot.ProductQueue.compute
+    original = gradients.Gradients.compute
 
-    def compute(products: Any) -> None:
+    def compute(self: Any, products: Any) -> None:
         products.pop()
-        original(products)
+        original(self, products)
 
-    return [mock.patch.object(slot.ProductQueue, "compute", staticmethod(compute))]
+    return [mock.patch.object(gradients.Gradients, "compute", compute)]
 
 
 def _stale_deferred_gather(mesh: Mesh) -> Patches:
     def gather(tensor: torch.Tensor, axis: Any) -> comm.Pending:
         return comm.Pending(tensor.repeat(axis.size, 1))
 
-    return [mock.patch.object(slot, "all_gather_async", gather)]
+    return [mock.patch.object(gradients, "all_gather_async", gather)]
 
 
 def _count_copies(mesh: Mesh) -> Patches:
-    original = buckets.Kind.of
+    original = Parameter.traits
 
-    def of(declaration: Any) -> Any:
-        return dataclasses.replace(original(declaration), copy=False)
+    def traits(self: Any, positions: Any) -> Any:
+        return dataclasses.replace(original(self, positions), copy=False)
 
-    return [mock.patch.object(buckets.Kind, "of", of)]
+    return [mock.patch.object(Parameter, "traits", traits)]
 
 
 def _stage_norm(mesh: Mesh) -> Patches:
@@ -215,12 +209,12 @@ def _stage_norm(mesh: Mesh) -> Patches:
 
 
 def _local_layer_names(mesh: Mesh) -> Patches:
-    original = transformer.Part
+    original = ModelInventory.stage
 
-    def part(layers: range, *rest: Any) -> Any:
-        return original(range(len(layers)), *rest)
+    def stage(self: Any, layers: range, *rest: Any) -> Any:
+        return original(self, range(len(layers)), *rest)
 
-    return [mock.patch.object(transformer, "Part", part)]
+    return [mock.patch.object(ModelInventory, "stage", stage)]
 
 
 def _in(data: int = 1, tensor: int = 1, sequence: bool = True, variant: int = 0, **pipeline: Any) -> Case:

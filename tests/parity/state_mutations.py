@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 
 from hexad import comm
-from hexad.model.dropout import Draws
-from hexad.parallel.data import gatherer, reducer
+from hexad.model.dropout import DropoutKey
+from hexad.parallel.data import gatherer, gradients
 from hexad.topology.mesh import Axis, Mesh
-from hexad.train import engine
+from hexad.train import language
 
 from .harness import DROPPED, VARIANTS, Case
 from .mutation import Mutation, Patches, same_async
@@ -30,21 +30,20 @@ def _keep_own_gradient(mesh: Mesh) -> Patches:
         share = tensor.chunk(axis.size)[axis.rank]
         return comm.Pending(share if out is None else out.copy_(share))
 
-    return [mock.patch.object(reducer, "reduce_scatter_async", own)]
+    return [mock.patch.object(gradients, "reduce_scatter_async", own)]
 
 
 def _last_microbatch_only(mesh: Mesh) -> Patches:
-    original = reducer.GradientReducer._complete
+    original = gradients.Gradients.start
 
-    def complete(self: Any, round_: Any) -> None:
-        round_.first = True
-        original(self, round_)
+    def start(self: Any, number: int, first: bool) -> None:
+        original(self, number, True)
 
-    return [mock.patch.object(reducer.GradientReducer, "_complete", complete)]
+    return [mock.patch.object(gradients.Gradients, "start", start)]
 
 
 def _replicas_apart(mesh: Mesh) -> Patches:
-    return [mock.patch.object(reducer, "all_reduce_async", same_async)]
+    return [mock.patch.object(gradients, "all_reduce_async", same_async)]
 
 
 def _norm_of_share(mesh: Mesh) -> Patches:
@@ -56,12 +55,12 @@ def _norm_of_share(mesh: Mesh) -> Patches:
 
 def _drawn_by(**wrong: Any) -> Any:
     def patches(mesh: Mesh) -> Patches:
-        original = engine.Engine._draws
+        original = language.LanguageModel.key
 
-        def draws(self: Any, index: int, microbatch: Any) -> Draws:
-            return replace(original(self, index, microbatch), **wrong)
+        def key(self: Any, *arguments: Any) -> DropoutKey:
+            return replace(original(self, *arguments), **wrong)
 
-        return [mock.patch.object(engine.Engine, "_draws", draws)]
+        return [mock.patch.object(language.LanguageModel, "key", key)]
 
     return patches
 

@@ -18,13 +18,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hexad.parallel.pipeline import exchange
+from hexad.parallel.data.gradients import Gradients
+from hexad.parallel.data.pool import BufferPool
+from hexad.parallel.pipeline import executor
 from hexad.parallel.pipeline.executor import Executor, Stage
 from hexad.parallel.pipeline.schedule import Schedule, forward_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.transfers import Transfer, transfers
-from hexad.parallel.slot import ProductQueue
 from hexad.topology.mesh import Axis
+
+from ..layers import CPU
 
 
 class Stuck(Exception):
@@ -120,23 +123,22 @@ def run(schedule: Schedule, training: bool) -> tuple[float, list[float]]:
                 End(network, axis.rank, peer, outgoing, tag, tensor)
             )
 
-        patch.setattr(exchange, "send_async", start(outgoing=True))
-        patch.setattr(exchange, "receive_async", start(outgoing=False))
+        patch.setattr(executor, "send_async", start(outgoing=True))
+        patch.setattr(executor, "receive_async", start(outgoing=False))
 
         def program(rank: int) -> float:
             def stage(number: int) -> Stage[int]:
-                def compute(microbatch: int, inputs: torch.Tensor | None) -> torch.Tensor:
+                def compute(microbatch: int, inputs: torch.Tensor | None, _: float | None) -> torch.Tensor:
                     return weights[number] * (torch.tensor(microbatch + 1.0) if inputs is None else inputs)
 
                 return compute
 
             own = {number: stage(number) for number, at in enumerate(schedule.placement) if at == rank}
             axis = Axis("pipeline", tuple(range(schedule.pipeline)), rank)
-            executor = Executor(
-                schedule, own, axis, lambda _: torch.empty(()), ProductQueue(), torch.device("cpu")
-            )
+            none = Gradients([], {}, {}, axis, BufferPool(CPU))
+            ours = Executor(schedule, own, axis, lambda _: torch.empty(()), none, CPU)
             try:
-                total = executor.run(range(schedule.microbatches), 1.0 if training else None)
+                total = ours.run(range(schedule.microbatches), 1.0 if training else None)
             finally:
                 network.leave(rank)
             return 0.0 if total is None else float(total)

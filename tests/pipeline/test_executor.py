@@ -14,21 +14,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from hexad.config import Config, build_config
+from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer, build_stages
-from hexad.parallel.data import BufferPool, Formats, GradientReducer, StateSharding, make_buckets
+from hexad.parallel.data.buckets import Formats, make_buckets
+from hexad.parallel.data.gradients import Deferred, Gradients
+from hexad.parallel.data.pool import BufferPool
+from hexad.parallel.data.sharding import StateSharding
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import Schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.validate import validate
-from hexad.parallel.sharding import Placement, declared_parameters, initialise
-from hexad.parallel.slot import ProductQueue
+from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.topology.mesh import Axis
 
+from ..layers import CPU, shard_of
 from ..pool import Pool
 
-CPU = torch.device("cpu")
 _MICRO, _SEQUENCE, _VOCAB, _HIDDEN = 2, 6, 31, 12
 
 
@@ -46,9 +49,8 @@ def llama(layers: int) -> Config:
 
 def stages_on(rank: int, layers: int, schedule: Schedule) -> dict[int, Transformer]:
     """One layer per stage."""
-    place = Placement(Axis("tensor"), False, torch.float64, CPU)
     each = [range(layer, layer + 1) for layer in range(layers)]
-    stages = build_stages(llama(layers).model, place, each, schedule.placement, rank)
+    stages = build_stages(llama(layers).model, shard_of(), each, schedule.placement, rank)
     initialise(declared_parameters(*stages.values()), 3)
     return stages
 
@@ -61,11 +63,11 @@ class Alone(nn.Module):
         self.stage = stage
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.stage.part.first:
+        if self.stage.inventory.first:
             return self.stage(x)
         tokens = torch.zeros(_MICRO, _SEQUENCE, dtype=torch.int64)
         hidden = self.stage(tokens, inputs=x)
-        return self.stage.logits(hidden) if self.stage.part.last else hidden
+        return self.stage.logits(hidden) if self.stage.inventory.last else hidden
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -117,11 +119,11 @@ def executor_of(
     stages: dict[int, Transformer],
     axis: Axis,
     wrap: Callable[..., Any] = lambda compute: compute,
-    queue: ProductQueue | None = None,
+    sums: Gradients | None = None,
 ) -> Executor[Microbatch]:
-    def runner(stage: Transformer) -> Callable[[Microbatch, torch.Tensor | None], torch.Tensor]:
-        def compute(microbatch: Microbatch, inputs: torch.Tensor | None) -> torch.Tensor:
-            if stage.part.last:
+    def runner(stage: Transformer) -> Callable[..., torch.Tensor]:
+        def compute(microbatch: Microbatch, inputs: torch.Tensor | None, _: float | None) -> torch.Tensor:
+            if stage.inventory.last:
                 return stage.loss_sum(microbatch.tokens, microbatch.labels, None, inputs)
             return stage(microbatch.tokens, inputs=inputs)
 
@@ -131,7 +133,8 @@ def executor_of(
         return torch.empty(microbatch.tokens.numel(), _HIDDEN, dtype=torch.float64)
 
     runners = {number: wrap(runner(stage)) for number, stage in stages.items()}
-    return Executor(schedule, runners, axis, buffer, queue or ProductQueue(), CPU)
+    sums = sums or Gradients([], {}, {}, axis, BufferPool(CPU))
+    return Executor(schedule, runners, axis, buffer, sums, CPU)
 
 
 @pytest.mark.parametrize(
@@ -153,19 +156,19 @@ def test_the_gradients_of_torch_pipelining(
             torch.testing.assert_close(ours[parameter], gradient, rtol=1e-11, atol=1e-13, msg=parameter)
 
 
-class WatchedQueue(ProductQueue):
+class WatchedGradients(Gradients):
     """Remembers which deferred products are still held, by backward pass."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.passes: list[list[weakref.ref[torch.Tensor]]] = []
 
     @contextmanager
-    def deferring(self) -> Iterator[Any]:
-        with super().deferring() as later:
+    def defer(self) -> Iterator[Deferred]:
+        with super().defer() as later:
             yield later
-        assert later, "no linear layer put its weight gradient off"
-        self.passes.append([weakref.ref(operand) for product in later for operand in product[1:3]])
+        assert later, "no linear layer deferred its weight gradient"
+        self.passes.append([weakref.ref(operand) for _, product in later for operand in product[:2]])
 
     def held(self) -> int:
         """Backward passes of which any operand is alive."""
@@ -190,33 +193,33 @@ def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, 
     world, rank = dist.get_world_size(), dist.get_rank()
     schedule = build_schedule(name, world, microbatches, virtual)
     stages = stages_on(rank, schedule.stages, schedule)
-    queue, alone = WatchedQueue(), Axis("data")
+    alone = Axis("data")
     formats = Formats(torch.float64, torch.float64, torch.float64)
-    buckets = make_buckets(stages, 1e9, formats, 0, 1, 0)
+    sharding = {"dense": StateSharding(0, alone, alone, ())}
+    buckets = make_buckets(stages, 1e9, formats, 0, sharding)
     for bucket in buckets:
         bucket.allocate(formats, 0, False, 3)
-    sharding = StateSharding(0, alone, alone)
-    reducer = GradientReducer(buckets, sharding, alone, alone, queue, BufferPool(CPU))
+    sums = WatchedGradients(buckets, sharding, {}, alone, BufferPool(CPU))
     axis = Axis("pipeline", tuple(range(world)), rank, dist.group.WORLD)
     graphs: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
 
     def marking(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def run(microbatch: Microbatch, inputs: torch.Tensor | None) -> torch.Tensor:
+        def run(*arguments: Any) -> torch.Tensor:
             nonlocal most
-            result = Mark.apply(compute(microbatch, inputs), graphs)
-            most = max(most, len(graphs) + queue.held())
+            result = Mark.apply(compute(*arguments), graphs)
+            most = max(most, len(graphs) + sums.held())
             return result
 
         return run
 
-    executor = executor_of(schedule, stages, axis, marking, queue)
+    executor = executor_of(schedule, stages, axis, marking, sums)
     for _ in range(2):
-        reducer.begin(microbatches)
+        sums.begin(microbatches)
         executor.run(microbatches_of(*batch(microbatches)), 1.0)
-        reducer.finish()
+        sums.finish()
     gc.collect()
-    return executor.peak_activations, most, len(graphs) + queue.held()
+    return executor.peak_activations, most, len(graphs) + sums.held()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hexad.config import AgreedError, HexadError, load_config
+from hexad.config import AgreedError, HexadError
+from hexad.model.configuration import load_config
 from hexad.topology.cluster import published_peaks
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hexad.config import HexadError, build_config
+from hexad.config import HexadError
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
@@ -54,7 +55,7 @@ def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatc
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_an_engine_leaves_nothing_behind(zero: int) -> None:
-    """Parameters, slots, reducer and hooks refer to each other; buffers and process groups go with them."""
+    """Parameters, gradients and hooks refer to each other; buffers and process groups go with them."""
     config = build_config(
         {
             "model": {
@@ -72,7 +73,7 @@ def test_an_engine_leaves_nothing_behind(zero: int) -> None:
     )
     engine = Engine(config, Mesh.create(Layout(world=1), CPU))
     engine.train_step(batch(1))
-    things = (engine.reducer, engine.gatherer, *engine.buckets, *engine.stages.values())
+    things = (engine.gradients, engine.gatherer, *engine.buckets, *engine.stages.values())
     left = [weakref.ref(thing) for thing in things]
     left += [weakref.ref(bucket.gradient) for bucket in engine.buckets]
     del engine, things

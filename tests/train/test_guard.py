@@ -32,7 +32,7 @@ def spoilt(how: str, samples: range) -> Iterator[None]:
     made, veto = Engine.train_step, Engine._veto
 
     def step(engine: Engine, *arguments: Any) -> Any:
-        first, real = engine.mesh.tensor.rank == 0, engine.reducer.finish
+        first, real = engine.mesh.tensor.rank == 0, engine.gradients.finish
 
         def finish() -> None:
             real()
@@ -40,11 +40,11 @@ def spoilt(how: str, samples: range) -> Iterator[None]:
                 engine.buckets[0].gradient[0] = math.nan
 
         if how == "nan" and engine.samples in samples:
-            engine.reducer.finish = finish  # type: ignore[method-assign]
+            engine.gradients.finish = finish  # type: ignore[method-assign]
         try:
             return made(engine, *arguments)
         finally:
-            engine.reducer.finish = real  # type: ignore[method-assign]
+            engine.gradients.finish = real  # type: ignore[method-assign]
 
     def lower(engine: Engine, loss: Any, limit: float) -> Any:
         hit = engine.samples in samples and engine.mesh.tensor.rank == 0

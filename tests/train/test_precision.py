@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hexad.config import Config, ConfigError, build_config
+from hexad.config import Config, ConfigError
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
 from hexad.optim.scaling import LossScaler
+from hexad.resolve import check_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.checks import check_config
 from hexad.train.engine import Engine
 
 from ..pool import Pool
@@ -129,19 +130,19 @@ def poisoned(config: Config, vector: bool, value: float) -> tuple[list[bool], bo
     engine = engine_of(config)
     last = dist.get_rank() == dist.get_world_size() - 1
     skipped, scales, unchanged = [], [], True
-    first = next(
-        round_
-        for round_ in engine.reducer._rounds
-        if vector == (round_.bucket.members[0].parameter.dim() == 1)
+    chosen = next(
+        number
+        for number, bucket in enumerate(engine.buckets)
+        if vector == (bucket.members[0].parameter.dim() == 1)
     )
-    complete = first._complete
+    start = engine.gradients.start
 
-    def poison(round_: Any) -> None:
-        if engine.step == 1 and last:
-            engine.reducer._gradients(round_.bucket)[0] = value
-        complete(round_)
+    def poison(number: int, first: bool) -> None:
+        if number == chosen and engine.step == 1 and last:
+            engine.gradients._whole(number)[0] = value
+        start(number, first)
 
-    first._complete = poison
+    engine.gradients.start = poison  # type: ignore[method-assign]
     for _ in range(3):
         before = [chunk.tensor.clone() for chunk in engine.chunks()]
         result = engine.train_step(batch_of(engine))

@@ -8,7 +8,7 @@ import math
 import pytest
 import yaml
 
-from hexad.config import load_config
+from hexad.model.configuration import load_config
 
 from ..pool import Pool
 from .command import FOUR, RunFile, call

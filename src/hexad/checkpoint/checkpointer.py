@@ -83,7 +83,7 @@ class Checkpointer:
         """
         self.wait()
         self._last = last
-        held = {chunk.name: chunk.shape for chunk in chunks}
+        held = {chunk.name: chunk.rectangle.shape for chunk in chunks}
         mine = list(to_write(chunks))
         if self.config.checkpoint.asynchronous:
             self._saving = self._writer.submit(

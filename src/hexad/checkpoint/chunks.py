@@ -7,10 +7,12 @@ saved, any other loads; each rank reads only the rectangles it holds.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+
+from hexad.parallel.rectangle import Rectangle
 
 _PART_BYTES = 4 * 2**20
 """Copies smaller than this are written by one of the ranks that hold them, larger ones by several."""
@@ -18,27 +20,27 @@ _PART_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a global tensor.
+    """A rectangle of a global tensor, with its values.
 
     Attributes:
-        name: of the global tensor.
-        shape: global shape.
-        offset: where the rectangle begins.
+        rectangle: which.
         tensor: its values; saving reads them, loading overwrites them.
         holder: (i, n): this is rank number i of n that hold the same rectangle; None where ranks that are not
             among them write it.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    rectangle: Rectangle
     tensor: torch.Tensor
     holder: tuple[int, int] | None = (0, 1)
 
+    @property
+    def name(self) -> str:
+        """Of the global tensor."""
+        return self.rectangle.name
+
     def rows(self, begin: int, end: int) -> Chunk:
         """Some of its rows."""
-        offset = (self.offset[0] + begin, *self.offset[1:])
-        return replace(self, offset=offset, tensor=self.tensor[begin:end])
+        return replace(self, rectangle=self.rectangle.rows(begin, end), tensor=self.tensor[begin:end])
 
 
 def to_write(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -50,19 +52,8 @@ def to_write(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         mine, holders = chunk.holder
         rows = chunk.tensor.shape[0]
         parts = max(1, min(holders, rows, chunk.tensor.nbytes // _PART_BYTES))
-        # Small chunks take turns by their name and place (not by Python's hash, which ranks do not share).
-        first = zlib.crc32(f"{chunk.name}{chunk.offset}".encode())
+        # Small chunks take turns by their name and offset (not by Python's hash, which ranks do not share).
+        first = zlib.crc32(f"{chunk.name}{chunk.rectangle.offset}".encode())
         part = (mine - first) % holders
         if part < parts:
             yield chunk.rows(rows * part // parts, rows * (part + 1) // parts)
-
-
-def intersection(
-    offset: Sequence[int], sizes: Sequence[int], other_offset: Sequence[int], other_sizes: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The rectangle that two have in common, as (offset, sizes), or None."""
-    low = tuple(map(max, offset, other_offset))
-    high = tuple(min(o + s, p + t) for o, s, p, t in zip(offset, sizes, other_offset, other_sizes))
-    if any(begin >= end for begin, end in zip(low, high)):
-        return None
-    return low, tuple(end - begin for begin, end in zip(low, high))

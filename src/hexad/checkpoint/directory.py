@@ -126,16 +126,14 @@ def check_same_model(path: Path, saved_config: dict[str, Any], config: Config) -
 def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
     """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
     wanted = config.model_dump(mode="json", by_alias=True)
-    silent = {"run.dir", "run.device", "run.timeout"}
-    schedule = config.lr_schedule
-    if schedule.decay_steps != "auto" or schedule.kind in ("constant", "inverse_sqrt"):
-        silent.add("run.steps")  # otherwise it moves the learning-rate schedule
+    # What run.steps changes of the learning-rate schedule is said by lr_schedule.decay_steps.
+    silent = {"run.dir", "run.device", "run.timeout", "run.steps"}
     return [
         f"{group}.{name}: {saved[group][name]} -> {value}"
         for group in ("run", "model", "data", "batch", "precision", "optimizer", "lr_schedule")
         for name, value in wanted[group].items()
         if f"{group}.{name}" not in silent and (group != "model" or name in _FREE)
-        if name in saved.get(group, {}) and saved[group][name] != value
+        if saved.get(group, {}).get(name, "auto") not in (value, "auto")  # auto: as older versions saved it
     ]
 
 

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 
 from hexad.config import Config, HexadError
 from hexad.config.schema import ModelSettings
-from hexad.config.sources import hugging_face_directory
+from hexad.model.sources import hugging_face_directory
+from hexad.parallel.rectangle import Rectangle
 
 from .chunks import Chunk
 from .directory import check_same_model, find_checkpoint
-from .families import HuggingFaceTensor, base_prefix, hugging_face_tensors, is_buffer
+from .published import PublishedTensor, base_prefix, is_buffer, published_tensors
 from .reader import Checkpoint
 
 SLICE_BYTES = 64 * 2**20
@@ -69,7 +71,7 @@ class HuggingFaceModel:
 
     def __init__(self, directory: Path, model: ModelSettings) -> None:
         self.directory = directory
-        self.tensors = hugging_face_tensors(model)
+        self.tensors = published_tensors(model)
         self.files: list[str] = []
         self._open = ExitStack()
         try:
@@ -78,7 +80,7 @@ class HuggingFaceModel:
             self.dtypes = {ours: self._checked(ours, place) for ours, place in self.tensors.items()}
             self._tied = model.tied_embeddings and HEAD in self._slices
             if self._tied:
-                self._checked(HEAD, HuggingFaceTensor(HEAD, self.tensors["embedding.weight"].shape))
+                self._checked(HEAD, replace(self.tensors["embedding.weight"], name=HEAD))
         except BaseException:
             self._open.close()
             raise
@@ -92,9 +94,10 @@ class HuggingFaceModel:
         for chunk in chunks:
             name = chunk.name.removeprefix("model.")
             place = self.tensors.get(name)
-            if place is None or place.shape != chunk.shape:
+            shape = chunk.rectangle.shape
+            if place is None or place.shape != shape:
                 found = "it is missing" if place is None else f"its shape is {place.shape}"
-                raise HexadError(f"{self.directory}: {name} of shape {chunk.shape}: {found}")
+                raise HexadError(f"{self.directory}: {name} of shape {shape}: {found}")
             dtype = self.dtypes[name]
             if torch.promote_types(dtype, chunk.tensor.dtype) != chunk.tensor.dtype:
                 raise HexadError(
@@ -103,26 +106,28 @@ class HuggingFaceModel:
                     f"{'fp64' if dtype == torch.float64 else 'fp32'}"
                 )
             for row, rows in row_slices(chunk.tensor.shape, dtype.itemsize):
-                part = chunk.tensor.detach().narrow(0, row, rows)
-                part.copy_(self.read(name, (chunk.offset[0] + row, *chunk.offset[1:]), part.shape))
+                part = chunk.rectangle.rows(row, row + rows)
+                chunk.tensor.detach().narrow(0, row, rows).copy_(self.read(part.named(name)))
 
-    def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(self, rectangle: Rectangle) -> torch.Tensor:
         """A rectangle of one of our tensors, in the format it is stored in.
 
         Raises:
             HexadError: it cannot be read, or a head that is tied has other values than the embedding.
         """
-        place = self.tensors[name]
-        values = self._slice(self._names[name], place.place(offset, sizes))
+        name = rectangle.name
+        tensor = self.tensors[name]
+        place = tensor.place(rectangle)
+        values = self._slice(self._names[name], place)
         if self._tied and name == "embedding.weight":
-            head = self._slice(HEAD, place.place(offset, sizes))
+            head = self._slice(HEAD, place)
             # As bytes: NaN is not equal to itself.
             if head.dtype != values.dtype or not torch.equal(_bytes(head), _bytes(values)):
                 raise HexadError(
                     f"{self.directory}: {HEAD} and {self._names[name]} differ, but config.json says "
                     "tie_word_embeddings; set it to false there, or remove the tensor that is not meant"
                 )
-        return values.t() if place.transposed else values
+        return values.t() if tensor.transposed else values
 
     def _slice(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
         try:
@@ -173,7 +178,7 @@ class HuggingFaceModel:
                 )
         return names
 
-    def _checked(self, ours: str, place: HuggingFaceTensor) -> torch.dtype:
+    def _checked(self, ours: str, place: PublishedTensor) -> torch.dtype:
         """The format of a tensor, whose shape and format are those of weights."""
         name = self._names.get(ours, ours)
         found, dtype = self._slices[name], DTYPES.get(self._slices[name].get_dtype())

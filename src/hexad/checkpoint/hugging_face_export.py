@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from hexad.config import Config, HexadError, build_config
-from hexad.config.hugging_face import CONFIG_FILE
-from hexad.config.hugging_face_json import architecture, config_json
+from hexad.config import Config, HexadError
+from hexad.model.configuration import build_config
+from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
 
 from .directory import write_durably
-from .families import HuggingFaceTensor, hugging_face_tensors
 from .hugging_face import INDEX_FILE, SINGLE_FILE, row_slices
 from .hugging_face_files import (
     GENERATION_FILE,
@@ -26,6 +25,7 @@ from .hugging_face_files import (
     write_byte_tokenizer,
     write_json,
 )
+from .published import PublishedTensor, published_tensors
 from .reader import Checkpoint
 from .tensor_file import TensorFileWriter
 
@@ -44,7 +44,7 @@ class _Target:
     """One of their tensors: our parts of it in order, and the format it is written in."""
 
     name: str
-    parts: tuple[tuple[str, HuggingFaceTensor], ...]
+    parts: tuple[tuple[str, PublishedTensor], ...]
     dtype: torch.dtype
 
     @property
@@ -79,8 +79,6 @@ def saved_config(checkpoint: Checkpoint) -> Config:
     """The configuration a checkpoint was written with; what it began with plays no part any more."""
     tree = dict(checkpoint.manifest.config)
     tree["model"] = {name: value for name, value in tree["model"].items() if name != "load"}
-    if tree["model"]["family"] != "gpt2":
-        tree["model"].pop("max_positions", None)
     return build_config(tree)
 
 
@@ -101,11 +99,13 @@ def export_model(
         HexadError: ``transformers`` has no such model; the checkpoint is damaged; a value is beyond the range
             of ``dtype``; or ``to`` is not empty or cannot be written.
     """
-    family = architecture(config.model)
+    kind = architecture(config.model)
     notes = []
-    if family != config.model.family:
-        notes.append(f"written as {family}: {config.model.family} has no such biases, norms or sizes there")
-    if family != "gpt2" and config.model.dropout:
+    if kind.name != config.model.family:
+        notes.append(
+            f"written as {kind.name}: {config.model.family} has no such biases, norms or sizes there"
+        )
+    if "dropout" not in kind.keys and config.model.dropout:
         notes.append(f"model.dropout {config.model.dropout} has no place in its {CONFIG_FILE}")
     wanted = None if dtype == "auto" and checkpoint.manifest.weights_only else FORMATS[_format(config, dtype)]
     targets = _targets(checkpoint, config, wanted)
@@ -122,7 +122,7 @@ def export_model(
             _write_index(partial, shards)
         notes += _write_beside(partial, config, word, eod)
     parameters = sum(torch.Size(target.shape).numel() for target in targets)
-    return Exported(family, word, list(shards), parameters, notes)
+    return Exported(kind.name, word, list(shards), parameters, notes)
 
 
 def _format(config: Config, dtype: str) -> str:
@@ -131,12 +131,12 @@ def _format(config: Config, dtype: str) -> str:
 
 def _targets(checkpoint: Checkpoint, config: Config, dtype: torch.dtype | None) -> list[_Target]:
     """Their tensors; without ``dtype`` in the format in which they are stored."""
-    parts: dict[str, list[tuple[str, HuggingFaceTensor]]] = {}
-    for ours, place in hugging_face_tensors(config.model).items():
+    parts: dict[str, list[tuple[str, PublishedTensor]]] = {}
+    for ours, place in published_tensors(config.model).items():
         parts.setdefault(place.name, []).append((ours, place))
     targets = []
     for name, found in parts.items():
-        found.sort(key=lambda entry: entry[1].part)
+        found.sort(key=lambda entry: entry[1].row)
         kept = torch.float16
         for index, (ours, place) in enumerate(found):
             tensor = checkpoint.manifest.tensors.get(f"model.{ours}")
@@ -213,10 +213,7 @@ def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) 
     given = Path(config.data.tokenizer)
     folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
     special: dict[str, Any] = special_tokens(folder, eod)
-    length, scaling = config.data.sequence, config.model.rope_scaling
-    if scaling is not None and length <= scaling.original_positions:
-        length = int(scaling.original_positions * scaling.factor)  # what the scaling is for
-    write_json(directory / CONFIG_FILE, config_json(config.model, length, dtype, special))
+    write_json(directory / CONFIG_FILE, config_json(config.model, dtype, special))
     if not (directory / GENERATION_FILE).exists() and special["eos_token_id"] is not None:
         known = {key: value for key, value in special.items() if value is not None}
         write_json(directory / GENERATION_FILE, {"_from_model_config": True, **known})

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import torch
 
-from hexad.config import Config, HexadError, build_config
-from hexad.config.hugging_face import CONFIG_FILE, model_settings, positions, read_config
+from hexad.config import Config, HexadError
+from hexad.model.configuration import build_config
+from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
+from hexad.parallel.rectangle import Rectangle
 
 from .directory import sync_directory
 from .hugging_face import HuggingFaceModel, row_slices
 from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
 from .manifest import STEP_NAME, FileRecord, file_checksum
-from .writer import Rectangle, Share, open_share, share_name, write_manifest
+from .writer import Part, Share, open_share, share_name, write_manifest
 
 PRECISIONS = {
     torch.float64: "fp64",
@@ -61,9 +63,9 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
     if STEP_NAME.fullmatch(to.name):
         raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
     path, raw = source / CONFIG_FILE, read_config(source)
-    settings, length = model_settings(raw, path), positions(raw, path)
+    settings = model_settings(raw, path)
     with appearing(to, "--to") as partial:
-        plain = build_config({"model": settings, "data": {"sequence": length}})
+        plain = build_config({"model": settings, "data": {"sequence": settings["max_positions"]}})
         check(plain)
         with HuggingFaceModel(source, plain.model) as model:
             config, others = _with_files(plain, model, partial, to.resolve())
@@ -106,14 +108,13 @@ def _with_files(
 
 def _written(model: HuggingFaceModel, directory: Path) -> Share:
     """All weights in one tensor file."""
-    rectangles = []
-    for name, place in model.tensors.items():
-        word = str(model.dtypes[name]).removeprefix("torch.")
-        begin = (0,) * len(place.shape)
-        rectangles.append(Rectangle(f"model.{name}", word, place.shape, begin, place.shape))
-    with open_share(directory, 0, rectangles) as writer:
-        for name, place in model.tensors.items():
-            for row, rows in row_slices(place.shape, model.dtypes[name].itemsize):
-                begin = (row, *(0 for _ in place.shape[1:]))
-                writer.write(model.read(name, begin, (rows, *place.shape[1:])))
-        return Share(share_name(0), writer.close(), tuple(rectangles))
+    wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
+    parts = tuple(
+        Part(whole.named(f"model.{name}"), str(model.dtypes[name]).removeprefix("torch."))
+        for name, whole in wholes.items()
+    )
+    with open_share(directory, 0, parts) as writer:
+        for name, whole in wholes.items():
+            for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize):
+                writer.write(model.read(whole.rows(row, row + rows)))
+        return Share(share_name(0), writer.close(), parts)

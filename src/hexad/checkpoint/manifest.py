@@ -22,6 +22,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from hexad.config import HexadError
+from hexad.parallel.rectangle import Rectangle
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
@@ -69,20 +70,15 @@ class Stored:
 
     Attributes:
         file: its name.
-        offset, sizes: the rectangle; ``sizes`` are never zero.
+        rectangle: which; it is never empty.
         begin: where its values begin in the file, in bytes; they follow each other in row-major order.
         block: the number of its first block among the file's.
     """
 
     file: str
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
+    rectangle: Rectangle
     begin: int
     block: int
-
-
-Entry = tuple[int, Sequence[int], Sequence[int], int, int]
-"""A :class:`Stored` with its file by number."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +99,17 @@ class StoredTensor:
     names: Sequence[str]
 
     @staticmethod
-    def pack(entries: Iterable[Entry]) -> str:
-        """Rectangles as rows of int64 (file, block, begin, offset, sizes), compressed, in base64."""
-        rows = [(file, block, begin, *offset, *sizes) for file, offset, sizes, begin, block in entries]
+    def pack(parts: Iterable[Stored], names: Sequence[str]) -> str:
+        """Rectangles as rows of int64 (file, block, begin, offset, sizes), compressed, in base64.
+
+        As JSON numbers the 0.6 million rectangles of a large run would take seconds to decode and gigabytes
+        of objects; packed they take 0.3 s, and only the tensors that a rank asks for are unpacked.
+        """
+        number = {name: index for index, name in enumerate(names)}
+        rows = [
+            (number[part.file], part.block, part.begin, *part.rectangle.offset, *part.rectangle.sizes)
+            for part in parts
+        ]
         return b64encode(zlib.compress(np.array(rows, dtype="<i8").tobytes(), 1)).decode()
 
     def _rows(self) -> NDArray[np.int64]:
@@ -114,10 +118,15 @@ class StoredTensor:
 
     @cached_property
     def stored(self) -> tuple[Stored, ...]:
-        """The rectangles."""
+        """The rectangles; they carry no name."""
         dims = len(self.shape)
         return tuple(
-            Stored(self.names[file], tuple(places[:dims]), tuple(places[dims:]), begin, block)
+            Stored(
+                self.names[file],
+                Rectangle("", self.shape, tuple(places[:dims]), tuple(places[dims:])),
+                begin,
+                block,
+            )
             for file, block, begin, *places in self._rows().tolist()
         )
 

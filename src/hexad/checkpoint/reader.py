@@ -14,8 +14,9 @@ import torch
 import xxhash
 
 from hexad.config import HexadError
+from hexad.parallel.rectangle import Rectangle
 
-from .chunks import Chunk, intersection
+from .chunks import Chunk
 from .manifest import Manifest, Stored, check_file, check_size, damaged, read_manifest, unreadable
 from .tensor_file import rows_per_block
 
@@ -25,22 +26,21 @@ _OPEN_FILES = 8
 
 @dataclass(frozen=True)
 class _Part:
-    """The rectangle (of the global tensor) that a chunk and a stored one have in common."""
+    """The rectangle that a chunk and a stored one have in common."""
 
     chunk: Chunk
     stored: Stored
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
+    common: Rectangle
     dtype: torch.dtype
 
     def rows(self) -> tuple[int, int]:
         """Its first row and the one after its last, among the stored rectangle's."""
-        low = self.offset[0] - self.stored.offset[0]
-        return low, low + self.sizes[0]
+        low = self.common.offset[0] - self.stored.rectangle.offset[0]
+        return low, low + self.common.sizes[0]
 
     def span(self) -> tuple[int, int]:
         """The bytes of the file in which these rows stand."""
-        row = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
+        row = math.prod(self.stored.rectangle.sizes[1:]) * self.dtype.itemsize
         low, high = self.rows()
         return self.stored.begin + low * row, self.stored.begin + high * row
 
@@ -95,12 +95,12 @@ class Checkpoint:
         found, tensor = 0, self.manifest.tensors[chunk.name]
         dtype = _dtype(tensor.dtype)
         for stored in tensor.stored:
-            common = intersection(chunk.offset, chunk.tensor.shape, stored.offset, stored.sizes)
+            common = chunk.rectangle.intersection(stored.rectangle)
             if common is not None:
-                found += math.prod(common[1])
-                yield _Part(chunk, stored, *common, dtype)
+                found += common.numel
+                yield _Part(chunk, stored, common, dtype)
         if found != chunk.tensor.numel():
-            raise damaged(self.path, f"tensor {chunk.name} is not whole")
+            raise damaged(self.path, f"tensor {chunk.name} is incomplete")
 
     def read(
         self, name: str, offset: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -115,17 +115,17 @@ class Checkpoint:
             raise HexadError(f"checkpoint {self.path}: tensor {name} is missing")
         out = torch.empty(tuple(tensor.shape if sizes is None else sizes), dtype=_dtype(tensor.dtype))
         begin = tuple(offset) if offset is not None else (0,) * len(tensor.shape)
-        self.fill([Chunk(name, tensor.shape, begin, out)])
+        self.fill([Chunk(Rectangle(name, tensor.shape, begin, tuple(out.shape)), out)])
         return out
 
     def _check(self, chunk: Chunk) -> None:
         tensor = self.manifest.tensors.get(chunk.name)
         if tensor is None:
             raise HexadError(f"checkpoint {self.path}: tensor {chunk.name} is missing")
-        if tensor.shape != chunk.shape:
+        if tensor.shape != chunk.rectangle.shape:
             raise HexadError(
                 f"checkpoint {self.path}: tensor {chunk.name} has shape {tensor.shape}, "
-                f"the model wants {chunk.shape}"
+                f"the model wants {chunk.rectangle.shape}"
             )
         if torch.promote_types(_dtype(tensor.dtype), chunk.tensor.dtype) != chunk.tensor.dtype:
             raise HexadError(
@@ -143,20 +143,21 @@ class Checkpoint:
 
     def _read(self, part: _Part) -> None:
         """Copy the rectangle that a chunk and a stored one have in common, block by block."""
-        chunk, stored, dtype = part.chunk, part.stored, part.dtype
-        width = math.prod(stored.sizes[1:])
-        step = rows_per_block(stored.sizes, dtype.itemsize)
-        target = chunk.tensor.detach()
-        for dim in range(1, len(part.sizes)):
-            target = target.narrow(dim, part.offset[dim] - chunk.offset[dim], part.sizes[dim])
+        stored, dtype, common = part.stored, part.dtype, part.common
+        held, wanted = stored.rectangle, part.chunk.rectangle
+        width = math.prod(held.sizes[1:])
+        step = rows_per_block(held.sizes, dtype.itemsize)
+        target = part.chunk.tensor.detach()
+        for dim in range(1, len(common.sizes)):
+            target = target.narrow(dim, common.offset[dim] - wanted.offset[dim], common.sizes[dim])
         low, high = part.rows()
         for block in range(low // step, -(-high // step)):
-            first, last = block * step, min((block + 1) * step, stored.sizes[0])
+            first, last = block * step, min((block + 1) * step, held.sizes[0])
             begin, end = max(low, first), min(high, last)
-            to = target.narrow(0, stored.offset[0] + begin - chunk.offset[0], end - begin)
+            to = target.narrow(0, held.offset[0] + begin - wanted.offset[0], end - begin)
             place = stored.begin + first * width * dtype.itemsize
             # Straight to where the values belong, if the whole block belongs there as it stands.
-            whole = (begin, end) == (first, last) and part.sizes[1:] == stored.sizes[1:]
+            whole = (begin, end) == (first, last) and common.sizes[1:] == held.sizes[1:]
             if whole and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
                 self._block(stored.file, stored.block + block, place, to.flatten().view(torch.uint8))
                 continue
@@ -165,9 +166,9 @@ class Checkpoint:
                 self._buffer = torch.empty(count, dtype=torch.uint8)
             data = self._buffer[:count]
             self._block(stored.file, stored.block + block, place, data)
-            rows = data.view(dtype).view(last - first, *stored.sizes[1:])[begin - first : end - first]
-            for dim in range(1, len(part.sizes)):
-                rows = rows.narrow(dim, part.offset[dim] - stored.offset[dim], part.sizes[dim])
+            rows = data.view(dtype).view(last - first, *held.sizes[1:])[begin - first : end - first]
+            for dim in range(1, len(common.sizes)):
+                rows = rows.narrow(dim, common.offset[dim] - held.offset[dim], common.sizes[dim])
             to.copy_(rows)
 
     def _block(self, file: str, number: int, begin: int, out: torch.Tensor) -> None:

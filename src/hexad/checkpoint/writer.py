@@ -11,48 +11,45 @@ import torch
 import xxhash
 
 from hexad.config import Config, dump_config
+from hexad.parallel.rectangle import Rectangle
 
 from .chunks import Chunk
 from .directory import write_durably
-from .manifest import MANIFEST_FILE, Entry, FileRecord, Manifest, StoredTensor
+from .manifest import MANIFEST_FILE, FileRecord, Manifest, Stored, StoredTensor
 from .tensor_file import TensorFileWriter, block_count
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """What of a global tensor a file holds: ``dtype`` in torch's word."""
+class Part:
+    """A rectangle as a file holds it: ``dtype`` in torch's word."""
 
-    name: str
+    rectangle: Rectangle
     dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, chunk: Chunk) -> Rectangle:
+    def of(cls, chunk: Chunk) -> Part:
         """That of a chunk."""
-        dtype = str(chunk.tensor.dtype).removeprefix("torch.")
-        return cls(chunk.name, dtype, chunk.shape, chunk.offset, tuple(chunk.tensor.shape))
+        return cls(chunk.rectangle, str(chunk.tensor.dtype).removeprefix("torch."))
 
     @property
     def key(self) -> str:
         """Its name in the file: ``model.norm.weight[0:64]``."""
-        ranges = (f"{o}:{o + s}" for o, s in zip(self.offset, self.sizes))
-        return f"{self.name}[{','.join(ranges)}]"
+        ranges = (f"{part.start}:{part.stop}" for part in self.rectangle.slices)
+        return f"{self.rectangle.name}[{','.join(ranges)}]"
 
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor file as it was written, and the rectangles it holds, in its order."""
+    """A tensor file as it was written, and what it holds, in its order."""
 
     file: str
     record: FileRecord
-    rectangles: tuple[Rectangle, ...]
+    parts: tuple[Part, ...]
 
 
-def open_share(directory: Path, number: int, rectangles: Sequence[Rectangle]) -> TensorFileWriter:
-    """A writer of ``rank-<number>.safetensors``, which takes the rectangles' values in their order."""
-    tensors = [(r.key, getattr(torch, r.dtype), r.sizes) for r in rectangles]
+def open_share(directory: Path, number: int, parts: Sequence[Part]) -> TensorFileWriter:
+    """A writer of ``rank-<number>.safetensors``, which takes the values of ``parts`` in their order."""
+    tensors = [(part.key, getattr(torch, part.dtype), part.rectangle.sizes) for part in parts]
     return TensorFileWriter(directory / share_name(number), tensors)
 
 
@@ -69,11 +66,11 @@ def write_share(directory: Path, rank: int, chunks: Sequence[Chunk]) -> Share | 
     """
     if not chunks:
         return None
-    rectangles = tuple(Rectangle.of(chunk) for chunk in chunks)
-    with open_share(directory, rank, rectangles) as writer:
+    parts = tuple(Part.of(chunk) for chunk in chunks)
+    with open_share(directory, rank, parts) as writer:
         for chunk in chunks:
             writer.write(chunk.tensor)
-        return Share(share_name(rank), writer.close(), rectangles)
+        return Share(share_name(rank), writer.close(), parts)
 
 
 def write_manifest(
@@ -103,22 +100,22 @@ def write_manifest(
     text = dump_config(config).encode()
     write_durably(directory / "config.yaml", text)
     files = {"config.yaml": FileRecord(len(text), xxhash.xxh3_128_hexdigest(text)), **(others or {})}
-    stored: dict[str, list[Entry]] = {}
+    stored: dict[str, list[Stored]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for number, share in enumerate(shares, start=len(files)):
+    for share in shares:
         files[share.file] = share.record
         begin, block = share.record.header, 1
-        for rectangle in share.rectangles:
-            kinds[rectangle.name] = (rectangle.dtype, rectangle.shape)
-            entry = number, rectangle.offset, rectangle.sizes, begin, block
-            stored.setdefault(rectangle.name, []).append(entry)
-            dtype: torch.dtype = getattr(torch, rectangle.dtype)
-            begin += torch.Size(rectangle.sizes).numel() * dtype.itemsize
+        for part in share.parts:
+            rectangle = part.rectangle
+            kinds[rectangle.name] = (part.dtype, rectangle.shape)
+            stored.setdefault(rectangle.name, []).append(Stored(share.file, rectangle, begin, block))
+            dtype: torch.dtype = getattr(torch, part.dtype)
+            begin += rectangle.numel * dtype.itemsize
             block += block_count(rectangle.sizes, dtype.itemsize)
     names = list(files)
     tensors = {
-        name: StoredTensor(*kinds[name], StoredTensor.pack(entries), names)
-        for name, entries in stored.items()
+        name: StoredTensor(*kinds[name], StoredTensor.pack(parts, names), names)
+        for name, parts in stored.items()
     }
     tree = config.model_dump(mode="json", by_alias=True)
     manifest = Manifest(dict(progress), tree, tensors, files, dict(origin))

@@ -113,10 +113,10 @@ def verify(directory: str, as_json: bool) -> int:
 def import_command(source: str, target: str, as_json: bool) -> None:
     """Make a checkpoint (weights only, step 0) of a Hugging Face model."""
     from hexad.checkpoint.hugging_face_import import import_model
+    from hexad.resolve import resolve
     from hexad.topology.layout import Layout
-    from hexad.train.checks import check_config
 
-    imported = import_model(Path(source), Path(target), lambda config: check_config(config, Layout(world=1)))
+    imported = import_model(Path(source), Path(target), lambda config: resolve(config, Layout(world=1)))
     config, where = imported.config, Path(target).resolve()
     if as_json:
         print_json(

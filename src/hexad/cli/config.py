@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from hexad.config import dump_config, load_config
+from hexad.config import dump_config
+from hexad.model.configuration import load_config
 
 from .options import degrees, json_option, overrides_argument, print_json
 
@@ -36,12 +37,12 @@ def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @json_option
 def check(path: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> None:
     """Check a configuration as 'hexad train' would before starting."""
+    from hexad.resolve import resolve, smallest_world
     from hexad.topology.layout import Layout
-    from hexad.train.checks import check_config, smallest_world
 
-    resolved = load_config(path, overrides)
-    layout = Layout.from_settings(resolved.parallel, world or smallest_world(resolved))
-    check_config(resolved, layout)
+    given = load_config(path, overrides)
+    layout = Layout.from_settings(given.parallel, world or smallest_world(given))
+    resolve(given, layout)
     sizes = degrees(layout)
     if as_json:
         print_json({"ok": True, "world": layout.world, "degrees": sizes})

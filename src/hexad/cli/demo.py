@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from hexad.config import HexadError, build_config, load_config
-from hexad.config.load import apply_override
+from hexad.config import HexadError, apply_override
+from hexad.model.configuration import build_config, load_config
 from hexad.parallel.pipeline.simulate import TIMELINE
 
 from .options import overrides_argument

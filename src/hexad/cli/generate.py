@@ -62,10 +62,10 @@ def generate(source: str, nproc: int, **options: Any) -> int:
 def _config(request: dict[str, Any]) -> Config:
     from hexad.checkpoint.directory import check_same_model
     from hexad.checkpoint.manifest import read_manifest
-    from hexad.config import build_config
-    from hexad.config.load import apply_override
+    from hexad.config import apply_override
+    from hexad.model.configuration import build_config
+    from hexad.resolve import resolve
     from hexad.topology.layout import Layout
-    from hexad.train.checks import check_config
 
     path = Path(request["checkpoint"])
     saved = read_manifest(path).config
@@ -76,8 +76,6 @@ def _config(request: dict[str, Any]) -> Config:
         tree["precision"]["dtype"] = "bf16"  # what the weights are kept in: any device generates
     model = tree.get("model", {})
     model.pop("load", None)  # the weights are the checkpoint's, wherever they once came from
-    if model.get("family") != "gpt2":
-        model.pop("max_positions", None)  # stated by the run, of use to gpt2 only
     for override in request["overrides"]:
         apply_override(tree, override)
     config = build_config(tree)
@@ -85,8 +83,7 @@ def _config(request: dict[str, Any]) -> Config:
         raise ConfigError("precision.dtype", "found fp8, which generation does not multiply in; use bf16")
     config = _with_ranks(config, "tensor" in tree["parallel"], request["nproc"])
     check_same_model(path, saved, config)
-    check_config(config, Layout.from_settings(config.parallel, request["nproc"]))
-    return config
+    return resolve(config, Layout.from_settings(config.parallel, request["nproc"])).config
 
 
 def _with_ranks(config: Config, tensor_given: bool, nproc: int) -> Config:
@@ -136,14 +133,13 @@ def generate_here(request: dict[str, Any]) -> None:
     from hexad.generate.generator import generate as generate_tokens
     from hexad.generate.generator import load_model
     from hexad.train.launch import launch
-    from hexad.train.pipeline import pipeline_plan
 
     config = _config(request)
     sampling = _sampling(request)
     with launch(config) as run:
         tokenizer = run.agreed(lambda: _tokenizer(config))
-        plan = pipeline_plan(config, run.mesh.layout)
-        model = load_model(config, Path(request["checkpoint"]), run.mesh, plan.layers)
+        layers = run.resolved.plan.layers
+        model = load_model(config, Path(request["checkpoint"]), run.mesh, layers)
         prompt = tokenizer.encode(request["prompt"])
         count, eod = request["tokens"], tokenizer.eod
         new = list(generate_tokens(model, prompt, count, sampling, eod, run.mesh.pipeline))

@@ -14,8 +14,9 @@ from typing import Any
 import click
 from rich.console import Console, RenderableType
 
-from hexad.config import HexadError, load_config
+from hexad.config import HexadError
 from hexad.config.schema import ParallelSettings
+from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import write_schedule
 from hexad.show.figure import save_figure
 from hexad.show.layout import layout_figure, layout_json, layout_text

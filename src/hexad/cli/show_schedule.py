@@ -7,15 +7,16 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hexad.config import Config, HexadError, blaming, load_config
+from hexad.config import Config, HexadError, blaming
+from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import TIMELINE, Costs, simulate
 from hexad.parallel.pipeline.validate import validate
+from hexad.resolve import resolve, smallest_world
+from hexad.resolve.stages import stage_costs
 from hexad.show.schedule import Chart, read_timeline
 from hexad.topology.layout import Layout
-from hexad.train.checks import check_config, smallest_world
-from hexad.train.pipeline import model_work, stage_costs
 
 from .options import split_settings
 
@@ -124,10 +125,11 @@ def _times(text: str) -> Times:
 
 def _from_config(config: Config, times: Times | None) -> Chart:
     """The schedule that the trainer would run."""
-    plan = check_config(config, Layout.from_settings(config.parallel, smallest_world(config)))
+    resolved = resolve(config, Layout.from_settings(config.parallel, smallest_world(config)))
+    plan = resolved.plan
     if times:
         return _with_times(plan.schedule, times)
-    flops = stage_costs(model_work(config), plan.layers, plan.schedule.pipeline)
+    flops = stage_costs(resolved.config, plan.layers, plan.schedule.pipeline)
     unit = sum(flops.forward) / plan.schedule.pipeline
     forward, backward, weight = (
         tuple(time / unit for time in each) for each in (flops.forward, flops.backward, flops.weight)

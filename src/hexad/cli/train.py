@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from hexad.config import Config, ConfigError, blaming, dump_config, load_config
-from hexad.topology.layout import Layout
-from hexad.train.checks import check_config, smallest_world, working_layout
+from hexad.config import Config, ConfigError, blaming, dump_config
+from hexad.model.configuration import load_config
+from hexad.resolve import Resolved, check_config, resolve, smallest_world, working_layout
 from hexad.train.environment import environment
 
 from .options import degrees, json_option, overrides_argument, print_json, start_local
@@ -38,9 +38,11 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     ranks = environment().world if joined else nproc or smallest_world(config)
     layout = working_layout(config, ranks)
     check_config(config, layout)
-    _check_data(config)
+    vocab = _check_data(config)
+    if dry_run or ranks > 1:  # a single rank resolves it itself
+        resolved = resolve(config, layout, vocab)
     if dry_run:
-        _print_plan(config, layout, as_json)
+        _print_plan(resolved, as_json)
         return 0
     return start(ranks, [path, *overrides], config.faults.restarts)
 
@@ -63,13 +65,13 @@ def train_here(arguments: list[str]) -> None:
     train_run(load_config(path, overrides))
 
 
-def _check_data(config: Config) -> None:
-    """Missing data is found before any process is started."""
+def _check_data(config: Config) -> int:
+    """Missing data is found before any process is started; returns the tokenizer's vocabulary size."""
     from hexad.dataset.indexed import IndexedDataset
     from hexad.dataset.tokenizer import load_tokenizer
 
     with blaming("data.tokenizer"):
-        load_tokenizer(config.data.tokenizer)
+        vocab = load_tokenizer(config.data.tokenizer).vocab_size
     if config.data.train is None:
         raise ConfigError("data.train", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]")
     wanted = {"data.train": config.data.train}
@@ -81,19 +83,16 @@ def _check_data(config: Config) -> None:
         for _, prefix in [(1.0, data)] if isinstance(data, str) else data:
             with blaming(field):
                 IndexedDataset(prefix)
+    return vocab
 
 
-def _print_plan(config: Config, layout: Layout, as_json: bool) -> None:
-    from hexad.dataset.tokenizer import load_tokenizer
+def _print_plan(resolved: Resolved, as_json: bool) -> None:
     from hexad.show.memory import components
-    from hexad.train.loop import with_vocab
-    from hexad.train.pipeline import pipeline_plan
 
     from .show_memory import plans_of
 
-    config = with_vocab(config, load_tokenizer(config.data.tokenizer))
-    plan = pipeline_plan(config, layout)
-    memory, per_rank = plans_of(config, layout, plan)
+    config, layout, plan = resolved.config, resolved.layout, resolved.plan
+    memory, per_rank = plans_of(resolved)
     sizes = degrees(layout)
     if as_json:
         print_json(

@@ -1,7 +1,7 @@
-"""One tree of typed settings; the lowest layer of the house."""
+"""One tree of typed settings, its file format, and the errors a user can cause."""
 
 from .errors import USER_ERROR, AgreedError, ConfigError, HexadError, blaming, did_you_mean
-from .load import build_config, dump_config, load_config, setting_names
+from .load import apply_override, dump_config, parse_config, read_tree, setting_names
 from .schema import Config
 
 __all__ = [
@@ -10,10 +10,11 @@ __all__ = [
     "Config",
     "ConfigError",
     "HexadError",
+    "apply_override",
     "blaming",
-    "build_config",
     "did_you_mean",
     "dump_config",
-    "load_config",
+    "parse_config",
+    "read_tree",
     "setting_names",
 ]

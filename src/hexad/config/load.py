@@ -1,4 +1,4 @@
-"""From YAML and ``a.b=value`` overrides to a checked, fully resolved :class:`Config`."""
+"""From YAML and ``a.b=value`` overrides to a checked :class:`Config`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from .errors import ConfigError, HexadError, did_you_mean
-from .families import check_used, complete_model
 from .schema import Config
 
 
@@ -41,26 +40,27 @@ def _parse_yaml(text: str, source: str) -> Any:
         raise HexadError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def load_config(path: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Read a configuration file, apply ``a.b=value`` overrides and check it.
+def read_tree(
+    path: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The raw settings of a configuration file with ``a.b=value`` overrides applied.
 
     Args:
         path: a YAML file, an already parsed mapping, or None for all defaults.
         overrides: ``parallel.tensor=2`` style strings; values are YAML.
 
     Raises:
-        ConfigError: an unknown or malformed setting, naming it and the nearest known one.
         HexadError: a missing file or text that is not YAML.
     """
     if path is None:
-        tree: Any = {}
+        tree: dict[str, Any] = {}
     elif isinstance(path, Mapping):
         tree = deepcopy(dict(path))  # overrides are set in place, at any depth
     else:
         tree = _read(Path(path))
     for override in overrides:
         apply_override(tree, override)
-    return build_config(tree)
+    return tree
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -92,21 +92,16 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     here[last] = _parse_yaml(text, f"override {name}")
 
 
-def build_config(tree: Mapping[str, Any]) -> Config:
-    """A checked :class:`Config` from a raw tree; presets and ``auto`` model settings are filled in."""
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """A checked :class:`Config` from a raw tree.
+
+    Raises:
+        ConfigError: an unknown or malformed setting, naming it and the nearest known one.
+    """
     try:
-        config = Config.model_validate(tree)
+        return Config.model_validate(tree)
     except ValidationError as error:
         raise _readable(error) from None
-    if config.model.load is not None and config.checkpoint.load is not None:
-        raise ConfigError(
-            "model.load",
-            f"found {config.model.load!r} beside checkpoint.load {config.checkpoint.load!r}, which brings "
-            "weights too; remove one of the two",
-        )
-    model = complete_model(config.model)
-    check_used(config.model, model, config.data.sequence)
-    return config.model_copy(update={"model": model})
 
 
 # What to expect where several forms are good, or an item of a list has one: setting -> (whole, item).
@@ -217,8 +212,5 @@ def _nearest(field: str, model: type[BaseModel]) -> str:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML, in the order of the schema."""
-    tree = config.model_dump(mode="json", by_alias=True)
-    if config.model.family != "gpt2":  # a number here would have to follow data.sequence
-        tree["model"]["max_positions"] = "auto"
-    return yaml.safe_dump(tree, sort_keys=False, width=110)
+    """The configuration as YAML, in the order of the schema."""
+    return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, width=110)

@@ -12,7 +12,7 @@ from hexad.checkpoint.reader import Checkpoint
 from hexad.comm import agreed, all_gather, broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.model.transformer import DTYPES, Transformer, build_stages
-from hexad.parallel.sharding import Placement, declared_parameters
+from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.topology.mesh import Axis, Mesh
 
 from .sampling import Sampling, choose
@@ -53,16 +53,16 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh, layers: Sequence[ra
     """
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
-    place = Placement(mesh.tensor, False, stored, mesh.device)
+    shard = Shard({"tensor": mesh.tensor}, False, stored, mesh.device)
     rank = mesh.pipeline.rank
-    model = build_stages(config.model, place, layers, range(len(layers)), rank)[rank]
+    model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
     chunks = []
     for declared in declared_parameters(model):
-        declared.parameter.data.zero_()
-        for piece in declared.declaration.pieces:
-            local = piece.local(declared.parameter.data)
-            if local.numel():
-                chunks.append(Chunk(f"model.{piece.name}", piece.shape, piece.offset, local))
+        values = declared.parameter.data.zero_()
+        for start, rectangle, _ in declared.pieces:
+            if rectangle.numel:
+                local = values.narrow(0, start, rectangle.sizes[0])
+                chunks.append(Chunk(rectangle.named(f"model.{rectangle.name}"), local))
 
     def fill() -> None:
         with Checkpoint(checkpoint) as opened:
@@ -101,7 +101,7 @@ def generate(
             f"{len(prompt)} prompt tokens and {tokens} new ones exceed the model's "
             f"{model.positions.weight.shape[0]} positions",
         )
-    device = model.place.device
+    device = model.shard.device
     pipeline = pipeline or Axis("pipeline")
     generator = torch.Generator().manual_seed(sampling.seed)
     caches = [KeyValueCache(total) for _ in model.layers]
@@ -110,7 +110,7 @@ def generate(
         hidden = model(fresh, stores=caches, start=start, inputs=_from_stage_before(model, fresh, pipeline))
         start += fresh.shape[1]
         fresh = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        if model.part.last:
+        if model.inventory.last:
             fresh.fill_(choose(_last_logits(model, hidden[-1:]), sampling, generator)[0])
         else:
             send_async(hidden, pipeline, pipeline.rank + 1).wait()
@@ -122,7 +122,7 @@ def generate(
 
 def _from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) -> torch.Tensor | None:
     """``[tokens, hidden]`` of the new tokens; None on the first stage."""
-    if model.part.first:
+    if model.inventory.first:
         return None
     buffer = torch.empty(fresh.numel(), model.hidden, dtype=model.dtype, device=fresh.device)
     return receive_async(buffer, pipeline, pipeline.rank - 1).wait()
@@ -130,5 +130,5 @@ def _from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) 
 
 def _last_logits(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
     """``[1, vocab]`` logits on the CPU, gathered from the tensor ranks and without padding."""
-    parts = all_gather(model.logits(hidden).contiguous(), model.place.axis)
+    parts = all_gather(model.logits(hidden).contiguous(), model.shard.tensor)
     return parts.reshape(1, -1)[:, : model.vocab].float().cpu()

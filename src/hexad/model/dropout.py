@@ -23,7 +23,7 @@ _BLOCK = 1 << 20  # elements hashed at a time: what the temporaries of one pass 
 
 
 @dataclass(frozen=True)
-class Draws:
+class DropoutKey:
     """What a microbatch's random numbers are drawn from.
 
     Attributes:
@@ -70,15 +70,15 @@ def _low(values: torch.Tensor) -> torch.Tensor:
     return (((values + _HALF) & 0xFFFFFFFF) - _HALF).to(torch.int32)
 
 
-def row_keys(draws: Draws, rows: torch.Tensor) -> torch.Tensor:
+def row_keys(key: DropoutKey, rows: torch.Tensor) -> torch.Tensor:
     """int32 ``[2, ...]``: keys of the rows of a microbatch, for all layers.
 
     Args:
-        draws: of the microbatch.
+        key: of the microbatch.
         rows: int64 ``[...]``, global numbers from 0 on.
     """
     low, high = _low(rows), _low(rows >> 32)
-    words = zip(_words(draws.seed, draws.step, "low"), _words(draws.seed, draws.step, "high"))
+    words = zip(_words(key.seed, key.step, "low"), _words(key.seed, key.step, "high"))
     return torch.stack([_mix_(_mix_(low ^ first) ^ high ^ second) for first, second in words])
 
 

@@ -19,6 +19,7 @@ def dropped_attention(
     length: int,
     rows: torch.Tensor,
     dropper: Dropper,
+    scale: float,
 ) -> torch.Tensor:
     """Causal attention inside each span of tokens, probabilities dropped after the softmax.
 
@@ -33,11 +34,12 @@ def dropped_attention(
         length: tokens of a sequence; an element's column is its key's place in it.
         rows: int32 ``[2, tokens, heads]``, each query's keys for all layers.
         dropper: the layer's.
+        scale: what scores are multiplied by.
 
     Returns:
         ``[tokens, heads * width]``.
     """
-    return _DroppedAttention.apply(q, k, v, tuple(bounds), length, rows, dropper)
+    return _DroppedAttention.apply(q, k, v, tuple(bounds), length, rows, dropper, scale)
 
 
 class _Span:
@@ -47,10 +49,17 @@ class _Span:
     """
 
     def __init__(
-        self, q: torch.Tensor, k: torch.Tensor, begin: int, length: int, keys: torch.Tensor, dropper: Dropper
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        begin: int,
+        length: int,
+        keys: torch.Tensor,
+        dropper: Dropper,
+        scale: float,
     ) -> None:
-        tokens, kv_heads, width = k.shape
-        self.scale = width**-0.5
+        tokens, kv_heads, _ = k.shape
+        self.scale = scale
         self.q = self.grouped(q, kv_heads)
         self.k = k.transpose(0, 1).unsqueeze(1)
         wide = _wide(self.q) @ _wide(self.k).transpose(2, 3)
@@ -99,9 +108,10 @@ class _DroppedAttention(torch.autograd.Function):
         length: int,
         rows: torch.Tensor,
         dropper: Dropper,
+        scale: float,
     ) -> torch.Tensor:
         ctx.save_for_backward(q, k, v, rows)
-        ctx.arguments = bounds, length, dropper
+        ctx.arguments = bounds, length, dropper, scale
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part, span in _spans(q, k, rows, *ctx.arguments):
             out[part] = span.output(v[part])
@@ -115,7 +125,7 @@ class _DroppedAttention(torch.autograd.Function):
         for part, span in _spans(q, k, rows, *ctx.arguments):
             for result, values in zip(results, span.gradients(v[part], gradient[part])):
                 result[part] = values
-        return (*results, None, None, None, None)
+        return (*results, None, None, None, None, None)
 
 
 def _spans(
@@ -125,8 +135,9 @@ def _spans(
     bounds: tuple[int, ...],
     length: int,
     dropper: Dropper,
+    scale: float,
 ) -> Iterator[tuple[slice, _Span]]:
     keys = dropper.keys(rows)
     for begin, end in pairwise(bounds):
         part = slice(begin, end)
-        yield part, _Span(q[part], k[part], begin, length, keys[:, part], dropper)
+        yield part, _Span(q[part], k[part], begin, length, keys[:, part], dropper, scale)

@@ -1,32 +1,25 @@
-"""Normalisation layers. Every tensor rank holds their weights whole."""
+"""Normalisation layers. Every tensor rank holds their weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from hexad.config.schema import ModelSettings
-from hexad.parallel.sharding import Placement, ShardedModule, replicated
+from hexad.parallel.sharding import Shard, ShardedModule
 
-from .ops import rms_norm
+from .norms_inventory import Norm
+from .ops import layer_norm, rms_norm
 
 
 class RmsNorm(ShardedModule):
-    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467).
-
-    Args:
-        partial: each tensor rank normalises only part of the activations, so that weight gradients are parts.
-    """
+    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467)."""
 
     weight: nn.Parameter
 
-    def __init__(self, width: int, eps: float, place: Placement, *, partial: bool) -> None:
-        super().__init__()
-        self.eps = eps
-        self.declare(
-            "weight", place.parameter(width), replicated("weight", (width,), partial=partial, fill=1.0)
-        )
+    def __init__(self, inventory: Norm, shard: Shard) -> None:
+        super().__init__(shard)
+        self.eps = inventory.eps
+        self.declare(*inventory.parameters)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` -> the same."""
@@ -34,25 +27,21 @@ class RmsNorm(ShardedModule):
 
 
 class LayerNorm(ShardedModule):
-    """LayerNorm (Ba et al., arXiv 1607.06450); ``partial`` as for :class:`RmsNorm`."""
+    """LayerNorm (Ba et al., arXiv 1607.06450)."""
 
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, width: int, eps: float, place: Placement, *, partial: bool) -> None:
-        super().__init__()
-        self.eps = eps
-        self.declare(
-            "weight", place.parameter(width), replicated("weight", (width,), partial=partial, fill=1.0)
-        )
-        self.declare("bias", place.parameter(width), replicated("bias", (width,), partial=partial))
+    def __init__(self, inventory: Norm, shard: Shard) -> None:
+        super().__init__(shard)
+        self.eps = inventory.eps
+        self.declare(*inventory.parameters)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` -> the same."""
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def residual_norm(model: ModelSettings, place: Placement) -> RmsNorm | LayerNorm:
-    """The family's norm over the residual stream."""
-    kind = LayerNorm if model.family == "gpt2" else RmsNorm
-    return kind(model.hidden, model.norm_eps, place, partial=place.sequence)
+def make_norm(inventory: Norm, shard: Shard) -> RmsNorm | LayerNorm:
+    """The norm that an inventory describes."""
+    return (LayerNorm if inventory.kind == "layer" else RmsNorm)(inventory, shard)

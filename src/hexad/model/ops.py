@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hexad.parallel.slot import own_gradient
+from hexad.parallel.gradients import own_gradient
+
+from .recompute import recomputable
 
 
 def _by_hand(x: torch.Tensor) -> bool:
@@ -43,6 +45,7 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight, None
 
 
+@recomputable
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dim (Zhang & Sennrich, arXiv 1910.07467), computed in at least float32."""
     if _by_hand(x):
@@ -68,12 +71,25 @@ class _SwiGlu(torch.autograd.Function):
         return result
 
 
+@recomputable
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of ``[tokens, 2 * width]`` = ``[gate | up]`` (Shazeer, arXiv 2002.05202)."""
     if _by_hand(gate_up):
         return _SwiGlu.apply(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+@recomputable
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """LayerNorm over the last dim (Ba et al., arXiv 1607.06450)."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+@recomputable
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415)."""
+    return F.gelu(x, approximate="tanh")
 
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:

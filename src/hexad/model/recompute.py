@@ -1,22 +1,34 @@
-"""Activations that are computed again in the backward pass instead of kept."""
+"""Activations that are recomputed in the backward pass instead of kept.
+
+A layer is wrapped from outside (:meth:`Recompute.wrap`); its code does not know. Selective recompute concerns
+functions that are cheap, marked with :func:`recomputable`; full recompute repeats the layer's forward pass.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from hexad.config.schema import MemorySettings
+from hexad.parallel.tensor.linear import RowParallelLinear
 
-Kind = Literal["none", "selective", "full"]
+from .inventory import Recomputed
+
+Function = TypeVar("Function", bound=Callable[..., torch.Tensor])
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the layers of a stage compute again (Korthikanti et al., arXiv 2205.05198, section 5).
+    """What the layers of a stage recompute (Korthikanti et al., arXiv 2205.05198, section 5).
 
     Attributes:
         kind: ``full``: everything but the layer's input (Chen et al., arXiv 1604.06174). ``selective``: what
@@ -25,7 +37,7 @@ class Recompute:
         layers: how many layers of the stage, from its first on; None for all.
     """
 
-    kind: Kind = "none"
+    kind: Recomputed = "none"
     layers: int | None = None
 
     @classmethod
@@ -34,44 +46,121 @@ class Recompute:
         layers = settings.recompute_layers
         return cls(settings.recompute, None if layers == "all" else layers)
 
-    def of(self, position: int) -> Kind:
-        """What the stage's layer number ``position`` does."""
-        return self.kind if self.layers is None or position < self.layers else "none"
+    def wrap(self, position: int, layer: nn.Module, last: RowParallelLinear) -> nn.Module:
+        """The stage's layer number ``position``, which recomputes from now on where it is one of those.
+
+        ``last`` is the layer's last product: when its forward pass is repeated, the result is not used.
+        """
+        if self.kind != "none" and (self.layers is None or position < self.layers):
+            wrapped = _selective(layer.forward) if self.kind == "selective" else _full(layer.forward, last)
+            layer.forward = wrapped
+        return layer
 
 
-class made_again(saved_tensors_hooks):
-    """While inside, ``tensor`` is not kept for the backward pass: ``make`` computes it again when it is due.
+def _full(forward: Callable[..., torch.Tensor], last: RowParallelLinear) -> Callable[..., torch.Tensor]:
+    def recomputing(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        repeated = False
 
-    Whatever shares its memory, such as a slice, is cut from the new one. ``make`` must return the same values
-    in the same memory layout, and be quick: it runs once for all slices that are needed at a time.
+        def run(x: torch.Tensor) -> torch.Tensor:
+            nonlocal repeated
+            last.unused, repeated = repeated, True
+            try:
+                return forward(x, *rest)
+            finally:
+                last.unused = False
+
+        if not torch.is_grad_enabled():
+            return forward(x, *rest)
+        # Nothing here draws from a generator: dropout is a function of the element.
+        return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+
+    return recomputing
+
+
+def _selective(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def recomputing(*arguments: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return forward(*arguments)
+        with _Selective() as scope:
+            token = _SCOPE.set(scope)
+            try:
+                return forward(*arguments)
+            finally:
+                _SCOPE.reset(token)
+
+    return recomputing
+
+
+def recomputable(function: Function) -> Function:
+    """Mark a function whose result, in a layer that recomputes selectively, is not kept for the backward pass
+    but computed again from its arguments, which are kept anyway.
+
+    It must return the same values in the same memory layout, and be quick. A result that is a view of an
+    argument is kept as any other tensor.
     """
 
-    def __init__(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
-        address = tensor.untyped_storage().data_ptr()
-        source = _Source(make)
+    @wraps(function)
+    def call(*arguments: Any) -> torch.Tensor:
+        scope = None if torch.compiler.is_compiling() else _SCOPE.get()
+        if scope is None:
+            return function(*arguments)
+        token = _SCOPE.set(None)  # what it is made of is its own affair
+        try:
+            result = function(*arguments)
+        finally:
+            _SCOPE.reset(token)
+        kept = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in arguments)
+        scope.register(result, lambda: function(*kept), kept)
+        return result
 
-        def pack(saved: torch.Tensor) -> Any:
-            if saved.untyped_storage().data_ptr() != address:
-                return saved
-            source.uses += 1
-            return source, saved.shape, saved.stride(), saved.storage_offset()
+    return call  # type: ignore[return-value]
 
-        super().__init__(pack, _unpack)
+
+class _Selective(saved_tensors_hooks):
+    """While inside, registered results are not kept for the backward pass. Whatever shares a result's memory,
+    such as a slice, is cut from the recomputed one."""
+
+    def __init__(self) -> None:
+        self._sources: dict[int, _Source] = {}
+        super().__init__(self._pack, _unpack)
+
+    def register(
+        self, result: torch.Tensor, compute: Callable[[], torch.Tensor], kept: tuple[Any, ...]
+    ) -> None:
+        """Recompute ``result`` by ``compute``, unless it lies in the memory of what is ``kept``."""
+        storage = result.untyped_storage()
+        address = storage.data_ptr()
+        tensors = (each for each in kept if isinstance(each, torch.Tensor))
+        if all(each.untyped_storage().data_ptr() != address for each in tensors):
+            self._sources[address] = _Source(compute, weakref.ref(storage))
+
+    def _pack(self, saved: torch.Tensor) -> Any:
+        storage = saved.untyped_storage()
+        source = self._sources.get(storage.data_ptr())
+        if source is None or source.storage() is not storage:  # or other values at the same address
+            return saved
+        source.uses += 1
+        return source, saved.shape, saved.stride(), saved.storage_offset()
+
+
+# The layer that recomputes selectively, as far as the running thread is inside one.
+_SCOPE: ContextVar[_Selective | None] = ContextVar("hexad.recompute", default=None)
 
 
 class _Source:
-    """Makes a tensor again, and holds it until all that was cut from it has been asked for."""
+    """Recomputes a tensor, and holds it until all that was cut from it has been asked for."""
 
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, compute: Callable[[], torch.Tensor], storage: weakref.ref[Any]) -> None:
         self.uses = 0
-        self._make = make
+        self.storage = storage
+        self._compute = compute
         self._made: torch.Tensor | None = None
         self._asked = 0
 
     def get(self) -> torch.Tensor:
         if self._made is None:
             with torch.no_grad():
-                self._made = self._make()
+                self._made = self._compute()
         made = self._made
         self._asked += 1
         if self._asked % self.uses == 0:

@@ -4,49 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from hexad.comm import Pending, all_reduce
 from hexad.config.schema import OptimizerSettings
-from hexad.parallel.data import Bucket
+from hexad.parallel.data.buckets import Bucket
+from hexad.parallel.data.sharding import Shardings
+from hexad.parallel.inventory import Grid
 from hexad.topology.mesh import Axis
 
 _STATE = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class NormAxes:
-    """The axes over which squares of gradients are summed: ``tensor`` those of divided parameters, ``shards``
-    (data ranks that keep different shares) and ``pipeline`` all."""
-
-    tensor: Axis
-    shards: Axis
-    pipeline: Axis
-
-
 class BucketAdamW:
-    """PyTorch's fused AdamW over this rank's share of every bucket.
+    """PyTorch's fused AdamW over this rank's shard of every bucket.
 
     Master values and state are where the buckets' master is: on the device, or in the host's memory.
 
     Args:
         buckets: those whose kind says so get weight decay.
         settings: ``optimizer`` settings.
-        axes: over which the gradient norm is summed.
+        sharding: which ranks hold other shards of a bucket, or copies of it.
+        pipeline: the axis whose ranks hold other stages.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], settings: OptimizerSettings, axes: NormAxes) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], settings: OptimizerSettings, sharding: Shardings, pipeline: Axis
+    ) -> None:
         self.buckets = buckets
         self.settings = settings
-        self.axes = axes
+        self.sharding = sharding
+        self.pipeline = pipeline
         self._updates = [self._adamw(bucket) for bucket in buckets]
 
     def _adamw(self, bucket: Bucket) -> torch.optim.AdamW:
         """One optimizer per bucket, so that a bucket can be gathered while the next is updated."""
         settings, master = self.settings, bucket.master
-        decay = settings.weight_decay if bucket.kind.decay else 0.0
+        decay = settings.weight_decay if bucket.traits.decay else 0.0
         adamw = torch.optim.AdamW(
             [master], lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay, fused=True
         )
@@ -59,19 +55,31 @@ class BucketAdamW:
     def gradient_norm(self) -> torch.Tensor:
         """Euclidean norm of the whole model's gradient, as a scalar tensor on the device.
 
-        Parameters divided over the tensor axis are summed over it; those that several ranks hold count once.
-        Those too are summed over it, in parts, so that all ranks see the same bits, and a NaN of any.
+        Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
+        once, and is summed over it too, in parts, so that all ranks see the same bits, and a NaN of any.
         """
-        squares = torch.zeros(2, dtype=self._wide, device=self.buckets[0].gradient.device)
+        device = self.buckets[0].gradient.device
+        total = torch.zeros(1, dtype=self._wide, device=device)
+        for grid, sharding in self.sharding.items():
+            part = torch.zeros(1, dtype=self._wide, device=device)
+            for copies, squares in sorted(self._squares(grid).items()):
+                part += squares / copies
+            for axis in (sharding.shards, *sharding.model):
+                part = all_reduce(part, axis)
+            total += part
+        return all_reduce(total, self.pipeline)[0].sqrt()
+
+    def _squares(self, grid: Grid) -> dict[int, torch.Tensor]:
+        """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""
+        found: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:
-            if not bucket.kind.copy:
+            traits = bucket.traits
+            if traits.grid == grid and not traits.copy:
+                axes = self.sharding[grid].model
+                copies = prod(axis.size for axis in axes if axis.name not in traits.divided)
                 norm = torch.linalg.vector_norm(bucket.gradient, dtype=self._wide)
-                squares[0 if bucket.kind.sharded else 1] += norm.square()
-        squares[1] /= self.axes.tensor.size
-        total = squares.sum(0, keepdim=True)
-        for axis in (self.axes.shards, self.axes.tensor, self.axes.pipeline):
-            total = all_reduce(total, axis)
-        return total[0].sqrt()
+                found[copies] = found.get(copies, torch.zeros_like(norm)) + norm.square()
+        return found
 
     @torch.no_grad()
     def step(

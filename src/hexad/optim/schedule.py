@@ -7,6 +7,13 @@ import math
 from hexad.config.schema import LrScheduleSettings
 
 
+def decay_steps(schedule: LrScheduleSettings, total_steps: int) -> int:
+    """``lr_schedule.decay_steps`` as a number: ``auto`` is the end of the run, of wsd its last fifth."""
+    if schedule.decay_steps != "auto":
+        return schedule.decay_steps
+    return max(1, total_steps // 5) if schedule.kind == "wsd" else total_steps
+
+
 def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: int, step: int) -> float:
     """Learning rate of step ``step``, counted from 1.
 
@@ -24,12 +31,9 @@ def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: int, s
     if schedule.kind == "inverse_sqrt":
         return max(low, peak * math.sqrt(max(warmup, 1) / max(step, 1)))
     if schedule.kind == "wsd":
-        length = max(1, total_steps // 5) if schedule.decay_steps == "auto" else schedule.decay_steps
-        begin = max(warmup, total_steps - length)
-        end = total_steps
+        begin, end = max(warmup, total_steps - decay_steps(schedule, total_steps)), total_steps
     else:
-        begin = warmup
-        end = total_steps if schedule.decay_steps == "auto" else schedule.decay_steps
+        begin, end = warmup, decay_steps(schedule, total_steps)
     if end <= begin:  # the run ends with its warm-up
         return peak
     done = 1.0 if step >= end else max(0, step - begin) / (end - begin)

@@ -1,14 +1,14 @@
-"""How each parameter relates to the model's global tensors: declared where it is made, never inferred.
+"""Parameters of this rank: allocated from what an inventory declares, and found again in a module.
 
-A parallel layer registers its parameters with :meth:`ShardedModule.declare`. Initialisation, flat buffers,
-gradient norms, checkpoints and tests all read these declarations.
+Initialisation, buckets, gradient norms, checkpoints and tests read the declarations; nothing is inferred
+from a tensor's shape.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -16,31 +16,44 @@ from torch import nn
 
 from hexad.topology.mesh import Axis
 
+from .inventory import Parameter, Position, Positions, Weight
+from .rectangle import Rectangle
+
 _BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where and how a layer holds its share.
+class Shard:
+    """Which shard of every layer this rank holds, and how.
 
     Attributes:
-        axis: the tensor axis.
+        axes: by name; one that is missing has size 1.
         sequence: activations between the parallel layers are divided over tokens (sequence parallel).
         dtype: of parameters and activations.
         device: of both.
         deferred: parameters have no memory of their own: an engine puts them into its buckets, so that a
-            model need never exist whole on a rank that keeps only a share of it.
+            rank that keeps only its shard never holds a complete model.
         fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
     """
 
-    axis: Axis
-    sequence: bool
-    dtype: torch.dtype
-    device: torch.device
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    sequence: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     deferred: bool = False
     fp8: bool = False
 
-    def parameter(self, *shape: int) -> nn.Parameter:
+    @property
+    def tensor(self) -> Axis:
+        """The tensor axis."""
+        return self.axes.get("tensor") or Axis("tensor")
+
+    @property
+    def positions(self) -> Positions:
+        """This rank's place along every axis."""
+        return {name: Position(axis.rank, axis.size) for name, axis in self.axes.items()}
+
+    def parameter(self, shape: tuple[int, ...]) -> nn.Parameter:
         """An uninitialised parameter."""
         if self.deferred:
             return nn.Parameter(absent(torch.Size(shape), self.dtype, self.device))
@@ -48,148 +61,85 @@ class Placement:
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Stands for values that are not on this rank: one NaN that looks like a tensor of ``shape``.
+    """Stands for values that are not on this rank: an expanded NaN placeholder of ``shape``.
 
-    Whoever computes with it by mistake gets NaN, not stale numbers.
+    Computing with it by mistake gives NaN, not stale numbers.
     """
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle of one global tensor inside a local parameter.
-
-    Attributes:
-        name: of the global tensor; in a declaration relative to the module, from
-            :func:`declared_parameters` fully qualified.
-        shape: global shape (without padding).
-        offset: where this rank's rectangle begins in the global tensor.
-        sizes: the rectangle's shape; zero rows where padding has left this rank nothing.
-        start: first row of the rectangle in the local parameter.
-        std: standard deviation of its initial values; 0 means the constant ``fill``.
-        fill: initial value where ``std`` is 0.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int = 0
-    std: float = 0.0
-    fill: float = 0.0
-
-    def local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The view of ``parameter`` (or of anything of its shape) that holds this piece."""
-        return parameter.narrow(0, self.start, self.sizes[0])
-
-    def slice_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of the global tensor that this piece holds.
-
-        Raises:
-            ValueError: ``whole`` has another shape.
-        """
-        if tuple(whole.shape) != self.shape:
-            raise ValueError(f"{self.name}: found shape {tuple(whole.shape)}, expected {self.shape}")
-        for dim, (offset, size) in enumerate(zip(self.offset, self.sizes)):
-            whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
-        return whole
-
-
-@dataclass(frozen=True)
-class Declaration:
-    """What a parameter is.
-
-    Attributes:
-        pieces: the global tensors it holds parts of. Fused projections have several.
-        sharded: divided over the tensor axis; otherwise every tensor rank holds the same values.
-        partial: not sharded, but each tensor rank computes only part of the gradient, so that the parts must
-            be summed over the tensor axis.
-        decay: whether weight decay applies.
-        tied: another pipeline rank holds the same values for another use (a tied embedding), so that the
-            gradients of both must be summed.
-        copy: the second one of such a pair, which the gradient norm leaves out.
-    """
-
-    pieces: tuple[Piece, ...]
-    sharded: bool
-    partial: bool
-    decay: bool
-    tied: bool = False
-    copy: bool = False
 
 
 class ShardedModule(nn.Module):
     """A module that declares how its parameters are sharded."""
 
-    def __init__(self) -> None:
+    def __init__(self, shard: Shard) -> None:
         super().__init__()
-        self.declarations: dict[str, Declaration] = {}
+        self.shard = shard
+        self.declarations: dict[str, Parameter] = {}
 
-    def declare(self, name: str, parameter: nn.Parameter, declaration: Declaration) -> None:
-        """Register ``parameter`` as ``self.<name>`` with its declaration."""
-        self.register_parameter(name, parameter)
-        self.declarations[name] = declaration
-
-
-def replicated(
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    partial: bool,
-    decay: bool = False,
-    std: float = 0.0,
-    fill: float = 0.0,
-) -> Declaration:
-    """Declare a parameter that every tensor rank holds whole."""
-    piece = Piece(name, shape, (0,) * len(shape), shape, std=std, fill=fill)
-    return Declaration((piece,), sharded=False, partial=partial, decay=decay)
+    def declare(self, *declarations: Parameter) -> None:
+        """Allocate this rank's shard of each, registered under the last part of its name."""
+        for declaration in declarations:
+            name = declaration.name.rpartition(".")[2]
+            shape = declaration.local_shape(self.shard.positions)
+            self.register_parameter(name, self.shard.parameter(shape))
+            self.declarations[name] = declaration
 
 
 @dataclass(frozen=True)
-class DeclaredParameter:
-    """A parameter found in a model: its first name, itself, its declaration, and how many modules use it."""
+class Declared:
+    """A parameter found in a module.
 
-    name: str
-    parameter: nn.Parameter
-    declaration: Declaration
-    uses: int
-
-
-def declared_parameters(*models: nn.Module) -> list[DeclaredParameter]:
-    """Every parameter of the models (stages) once, in order of registration, pieces fully qualified.
-
-    A piece name that begins with a dot is relative to the module's parent: ``attention.qkv`` with the piece
-    ``.q.weight`` is ``attention.q.weight``.
-
-    Raises:
-        TypeError: a parameter that no module declares.
+    Attributes:
+        parameter: this rank's tensor.
+        declaration: what it holds.
+        positions: this rank's place along the axes that divide it.
+        uses: how many modules use it.
+        plain: no module has declared it, and its values are those the module came with.
     """
-    found: dict[nn.Parameter, DeclaredParameter] = {}
-    for path, module in chain.from_iterable(model.named_modules() for model in models):
+
+    parameter: nn.Parameter
+    declaration: Parameter
+    positions: Positions
+    uses: int = 1
+    plain: bool = False
+
+    @property
+    def pieces(self) -> list[tuple[int, Rectangle, Weight]]:
+        """(first row in the tensor, rectangle, weight) of everything it holds."""
+        return self.declaration.pieces(self.positions)
+
+
+def declared_parameters(*stages: nn.Module) -> list[Declared]:
+    """Every parameter of the stages once, in order of registration.
+
+    A parameter that no module declares counts as replicated: every rank holds all of it, and computes its
+    complete gradient.
+    """
+    found: dict[nn.Parameter, Declared] = {}
+    for path, module in chain.from_iterable(stage.named_modules() for stage in stages):
         for name, parameter in module.named_parameters(recurse=False):
-            declaration = getattr(module, "declarations", {}).get(name)
             if parameter in found:
-                known = found[parameter]
-                found[parameter] = DeclaredParameter(known.name, parameter, known.declaration, known.uses + 1)
-                continue
-            if declaration is None:
-                raise TypeError(f"parameter {path}.{name} does not declare how it is sharded")
-            pieces = tuple(_qualified(piece, path) for piece in declaration.pieces)
-            full = replace(declaration, pieces=pieces)
-            found[parameter] = DeclaredParameter(f"{path}.{name}", parameter, full, 1)
+                found[parameter] = replace(found[parameter], uses=found[parameter].uses + 1)
+            elif isinstance(module, ShardedModule) and name in module.declarations:
+                found[parameter] = Declared(parameter, module.declarations[name], module.shard.positions)
+            else:
+                declaration = _replicated(f"{path}.{name}".removeprefix("."), parameter)
+                found[parameter] = Declared(parameter, declaration, {}, plain=True)
     return list(found.values())
 
 
-def _qualified(piece: Piece, path: str) -> Piece:
-    if piece.name.startswith("."):
-        name = (path.rpartition(".")[0] + piece.name).removeprefix(".")
-    else:
-        name = f"{path}.{piece.name}"
-    return replace(piece, name=name)
+def _replicated(name: str, parameter: nn.Parameter) -> Parameter:
+    """The declaration of a plain module's parameter: vectors get no weight decay, and the elements of a list
+    of modules are gathered one by one."""
+    path = name.split(".")[:-1]
+    number = next((index for index, part in enumerate(path) if part.isdigit()), len(path))
+    shape = tuple(parameter.shape) or (1,)
+    unit = ".".join(path[: number + 1])
+    return Parameter(name, (Weight(name, shape, decay=parameter.dim() > 1, unit=unit),))
 
 
 @torch.no_grad()
-def initialise(parameters: Iterable[DeclaredParameter], seed: int) -> None:
+def initialise(parameters: Iterable[Declared], seed: int) -> None:
     """Fill parameters from (seed, global name) alone.
 
     All layouts and devices agree bit for bit. Values are drawn on the CPU in float32, in blocks of rows that
@@ -197,38 +147,41 @@ def initialise(parameters: Iterable[DeclaredParameter], seed: int) -> None:
     """
     for declared in parameters:
         declared.parameter.zero_()
-        for piece in declared.declaration.pieces:
-            local = piece.local(declared.parameter)
-            if piece.std == 0.0:
-                local.fill_(piece.fill)
+        for start, rectangle, weight in declared.pieces:
+            local = declared.parameter.narrow(0, start, rectangle.sizes[0])
+            if weight.std == 0.0:
+                local.fill_(weight.fill)
                 continue
-            for first, block in _blocks(piece, seed):
-                rows = local.narrow(0, first, block.shape[0])
-                rows.copy_(block)
+            for first, block in _blocks(rectangle, weight.std, seed):
+                local.narrow(0, first, block.shape[0]).copy_(block)
 
 
-def _blocks(piece: Piece, seed: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first local row, values) of each block of rows that the piece holds."""
-    begin, end = piece.offset[0], piece.offset[0] + piece.sizes[0]
-    columns = slice(piece.offset[1], piece.offset[1] + piece.sizes[1])
-    for block in range(begin // _BLOCK_ROWS, -(-end // _BLOCK_ROWS)):
+def _blocks(rectangle: Rectangle, std: float, seed: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first local row, values) of each block of rows that the rectangle has a part in."""
+    rows, columns = rectangle.slices
+    for block in range(rows.start // _BLOCK_ROWS, -(-rows.stop // _BLOCK_ROWS)):
         top = block * _BLOCK_ROWS
-        rows = min(_BLOCK_ROWS, piece.shape[0] - top)
-        digest = hashlib.blake2b(f"{seed}/{piece.name}/{block}".encode(), digest_size=8).digest()
+        count = min(_BLOCK_ROWS, rectangle.shape[0] - top)
+        digest = hashlib.blake2b(f"{seed}/{rectangle.name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values = torch.empty(rows, piece.shape[1]).normal_(0.0, piece.std, generator=generator)
-        low, high = max(begin, top), min(end, top + rows)
-        yield low - begin, values[low - top : high - top, columns]
+        values = torch.empty(count, rectangle.shape[1]).normal_(0.0, std, generator=generator)
+        low, high = max(rows.start, top), min(rows.stop, top + count)
+        yield low - rows.start, values[low - top : high - top, columns]
 
 
 @torch.no_grad()
-def load_global(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill every parameter with its slices of whole global tensors, given by name.
+def load_global(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill every parameter with its slices of complete global tensors, given by name.
 
     Raises:
         KeyError: a tensor is missing. ValueError: one has another shape.
     """
     for declared in declared_parameters(model):
         declared.parameter.zero_()
-        for piece in declared.declaration.pieces:
-            piece.local(declared.parameter).copy_(piece.slice_of(tensors[piece.name]))
+        for start, rectangle, _ in declared.pieces:
+            whole = tensors[rectangle.name]
+            if tuple(whole.shape) != rectangle.shape:
+                raise ValueError(
+                    f"{rectangle.name}: found shape {tuple(whole.shape)}, expected {rectangle.shape}"
+                )
+            declared.parameter.narrow(0, start, rectangle.sizes[0]).copy_(whole[rectangle.slices])

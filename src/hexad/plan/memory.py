@@ -8,14 +8,17 @@ from itertools import pairwise
 from typing import Any
 
 from hexad.config import Config
-from hexad.config.schema import ModelSettings
-from hexad.parallel.pipeline.schedule import Schedule
+from hexad.model.inventory import ModelInventory, Stage
+from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets
+from hexad.parallel.inventory import Execution, Position, Positions
+from hexad.resolve import Resolved
 from hexad.topology.layout import Layout
 
-from .activations import WIDTHS, Stage
-from .division import Division
-from .parameters import Unit, plan_buckets, stage_units
-from .step import Peak, Step
+from .state import StateBuffers
+from .step import Peak, StageMemory, Step
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""``precision.dtype`` -> bytes of a parameter's or an activation's element."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +31,10 @@ class MemoryPlan:
         gradients: this rank keeps between microbatches.
         master: wide values that the optimizer updates, where they are not the parameters themselves.
         optimizer: both moments of every parameter that this rank updates.
-        activations: by kind (see :data:`hexad.plan.activations.Kept`).
+        activations: by kind (see :data:`hexad.parallel.inventory.Kept`).
         buffers: what is needed for a moment: communication, gradients of activations, slices of logits.
         host: of the above, in the host's memory (``memory.offload``), not part of the total.
-        action: what the rank does at the peak, for people.
+        action: what the rank does at the peak.
     """
 
     rank: int
@@ -70,92 +73,113 @@ class MemoryPlan:
         }
 
 
-def predict(
-    config: Config, layout: Layout, schedule: Schedule, layers: tuple[range, ...], rank: int
-) -> MemoryPlan:
-    """What the rank needs when it needs the most.
-
-    Args:
-        config: resolved; ``model.vocab`` is a number.
-        layout: of the run.
-        schedule: of a training step.
-        layers: of every stage.
-        rank: global.
-    """
+def predict(resolved: Resolved, rank: int) -> MemoryPlan:
+    """What a rank (by its global number) needs when it needs the most."""
+    config, layout, schedule = resolved.config, resolved.layout, resolved.plan.schedule
     pipeline = layout.coordinates(rank)["pipeline"]
-    numbers = schedule.stages_of(pipeline)
-    final = schedule.stages - 1
-    stages = {n: Stage(config, layout, len(layers[n]), n == 0, n == final) for n in numbers}
-    units = rank_units(config, layout, schedule, layers, pipeline)
-    shards = int(layout.data) // config.parallel.replicas if config.parallel.zero else 1
-    zero = config.parallel.zero
-    byte = WIDTHS[config.precision.dtype]
-    wide = max(byte, 4)
-    gradient = 2 if config.precision.reduce == "bf16" else wide
-    buckets = plan_buckets(units, config.parallel.bucket_mb * 2**20, gradient, zero, shards)
-    shared = sum(bucket.size // shards for bucket in buckets)
+    run, zero = execution(config, layout), config.parallel.zero
+    stages = rank_stages(resolved, pipeline)
+    held = rank_parameters(stages, layout)
+    buckets = rank_buckets(config, layout, held)
+    numbers = {each.parameter.name: number for number, each in enumerate(held)}
+    count = config.memory.recompute_layers
+    memory = {
+        number: StageMemory(
+            stage,
+            run,
+            config.memory.recompute,
+            len(stage.layers) if count == "all" else min(count, len(stage.layers)),
+            numbers,
+        )
+        for number, stage in stages.items()
+    }
+    widths = run.byte, run.gradient
+    buffers = StateBuffers(buckets, zero, widths, whole=run.cpu)
+    peak = Step(schedule, pipeline, memory, held, buckets, buffers, zero).peak
+    peak = max(peak, _update(buckets, run), key=lambda each: each.total)
+    return _plan(rank, config, run, buckets, peak, buffers.pooled)
+
+
+def _plan(
+    rank: int, config: Config, run: Execution, buckets: list[BucketPlan], peak: Peak, pooled: int
+) -> MemoryPlan:
+    """The peak beside the state."""
+    shared = sum(bucket.share for bucket in buckets)
     resident = sum(bucket.size for bucket in buckets if bucket.resident)
-    separate = sum(b.size // shards for b in buckets if byte != wide or not b.resident)
-    whole = sum(bucket.size for bucket in buckets)
-    moments = 2 * shared * wide
+    separate = sum(bucket.share for bucket in buckets if run.byte != run.wide or not bucket.resident)
+    moments = 2 * shared * run.wide
     offload = config.memory.offload == "optimizer"
-    host = moments + shared * wide if offload else 0
-    absent = sum(b.size // shards * byte for b in buckets if not b.resident) if offload else 0
-    together = config.model.tied_embeddings and {0, final} <= set(numbers)
-    cpu = config.run.device == "cpu"
-    widths = byte, gradient
-    division = Division(units, buckets, zero, shards, schedule.microbatches, widths, cpu, together)
-    peak = Step(schedule, pipeline, stages, units, division).peak
-    # The optimizer takes one bucket's gradients after the other in the format of its moments, each while it
-    # still has those before.
-    shares = [
-        bucket.size // shards * wide for bucket in sorted(buckets, key=lambda bucket: min(bucket.places))
-    ]
-    update = max(map(sum, pairwise([0, *shares]))) if gradient < wide else 0
-    if update > peak.total:
-        peak = Peak(Counter(), update, "update")
+    absent = sum(bucket.share for bucket in buckets if not bucket.resident) * run.byte if offload else 0
     return MemoryPlan(
         rank=rank,
-        parameters=resident * byte + absent,
-        gradients=gradient * (whole if zero < 2 else shared),
-        master=0 if offload else separate * wide,
+        parameters=resident * run.byte + absent,
+        gradients=run.gradient * (sum(b.size for b in buckets) if config.parallel.zero < 2 else shared),
+        master=0 if offload else separate * run.wide,
         optimizer=0 if offload else moments,
         activations={kind: size for kind, size in peak.kept.items() if size},
-        buffers=peak.transient + division.pooled,
-        host=host,
+        buffers=peak.transient + pooled,
+        host=moments + shared * run.wide if offload else 0,
         action=peak.action,
     )
 
 
-def largest(config: Config, layout: Layout, schedule: Schedule, layers: tuple[range, ...]) -> MemoryPlan:
-    """Of all ranks, one that needs the most: ranks differ by their pipeline coordinate only."""
-    return max(per_pipeline_rank(config, layout, schedule, layers), key=lambda plan: plan.total)
+def _update(buckets: list[BucketPlan], run: Execution) -> Peak:
+    """The optimizer takes one bucket's gradients after the other in the format of its moments, each while it
+    still has those before."""
+    shares = [bucket.share * run.wide for bucket in buckets]
+    most = max(map(sum, pairwise([0, *shares]))) if run.gradient < run.wide else 0
+    return Peak(Counter(), most, "update")
 
 
-def per_pipeline_rank(
-    config: Config, layout: Layout, schedule: Schedule, layers: tuple[range, ...]
-) -> list[MemoryPlan]:
-    """One rank's plan for every pipeline coordinate."""
-    ranks = next(layout.iter_groups("pipeline"))
-    return [predict(config, layout, schedule, layers, rank) for rank in ranks]
+def execution(config: Config, layout: Layout) -> Execution:
+    """How a rank computes a microbatch."""
+    precision = config.precision
+    byte = WIDTHS[precision.dtype]
+    return Execution(
+        config.batch.micro,
+        config.data.sequence,
+        layout.tensor,
+        config.parallel.sequence and layout.tensor > 1,
+        byte,
+        2 if precision.reduce == "bf16" else max(byte, 4),
+        precision.dtype == "fp8",
+        config.run.device == "cpu",
+        config.data.documents == "isolate",
+    )
 
 
-def rank_units(
-    config: Config, layout: Layout, schedule: Schedule, layers: tuple[range, ...], pipeline: int
-) -> list[list[Unit]]:
-    """The units of each of a pipeline rank's stages."""
-    model = with_positions(config)
-    owners, final = schedule.placement, schedule.stages - 1
-    tied = "own" if not model.tied_embeddings else "here" if owners[0] == owners[final] else "copy"
-    sequence = config.parallel.sequence and layout.tensor > 1
+def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, Stage]:
+    """The stages of a pipeline rank, by number, ascending."""
+    config, plan = resolved.config, resolved.plan
+    sequence = config.parallel.sequence and resolved.layout.tensor > 1
+    whole = ModelInventory(config.model, sequence)
+    return whole.stages(plan.layers, plan.schedule.placement, pipeline)
+
+
+def rank_parameters(stages: dict[int, Stage], layout: Layout) -> list[Held]:
+    """The parameters of a pipeline rank, in the order of the model; any rank along the other axes."""
+    positions: Positions = {"tensor": Position(0, layout.tensor)}
+    tied = any(stage.head is not None and stage.head.tied == "here" for stage in stages.values())
     return [
-        stage_units(model, layout.tensor, sequence, len(layers[n]), n == 0, n == final, tied)
-        for n in schedule.stages_of(pipeline)
+        Held.of(number, parameter, positions, 2 if tied and parameter.unit == "embedding" else 1)
+        for number, stage in stages.items()
+        for parameter in stage.parameters
     ]
 
 
-def with_positions(config: Config) -> ModelSettings:
-    """The model settings with ``max_positions: auto`` resolved to ``data.sequence``."""
-    if config.model.max_positions != "auto":
-        return config.model
-    return config.model.model_copy(update={"max_positions": config.data.sequence})
+def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[BucketPlan]:
+    """The buckets of a pipeline rank."""
+    parallel = config.parallel
+    shards = int(layout.data) // parallel.replicas if parallel.zero else 1
+    gradient = execution(config, layout).gradient
+    return plan_buckets(held, parallel.bucket_mb * 2**20, gradient, parallel.zero, {"dense": shards})
+
+
+def largest(resolved: Resolved) -> MemoryPlan:
+    """Of all ranks, one that needs the most: ranks differ by their pipeline coordinate only."""
+    return max(per_pipeline_rank(resolved), key=lambda plan: plan.total)
+
+
+def per_pipeline_rank(resolved: Resolved) -> list[MemoryPlan]:
+    """One rank's plan for every pipeline coordinate."""
+    return [predict(resolved, rank) for rank in next(resolved.layout.iter_groups("pipeline"))]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from hexad.parallel.pipeline.schedule import Action, Schedule
+from hexad.model.inventory import Recomputed, Stage
+from hexad.parallel.data.bucket_plan import BucketPlan, Held
+from hexad.parallel.data.gathering import Gathering
+from hexad.parallel.inventory import Execution, Kept
+from hexad.parallel.pipeline.exchange import Exchange
+from hexad.parallel.pipeline.schedule import Action, Message, Schedule
+from hexad.parallel.pipeline.transfers import transfers
 
-from .activations import Kept, Stage
-from .backward import Layer, Moment, weights
-from .division import Division
-from .messages import Messages
-from .parameters import Place, Unit
+from .state import StateBuffers
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,111 @@ class Peak:
         return self.kept.total() + self.transient
 
 
+class StageMemory:
+    """What a stage's actions hold and need, computed once.
+
+    Args:
+        stage: of the model.
+        run: how a microbatch is computed.
+        recompute: ``memory.recompute``.
+        count: layers that recompute, from the stage's first on.
+        numbers: number of each of its parameters on the rank, by name.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        run: Execution,
+        recompute: Recomputed,
+        count: int,
+        numbers: Mapping[str, int],
+    ) -> None:
+        self.stage, self.run, self.recompute, self.count = stage, run, recompute, count
+        self.stream = run.stream(stage.model.settings.hidden)
+        self.kept = stage.kept(run, recompute, count)
+        self.operands = stage.operands(run)
+        self.kept_bytes, self.operand_bytes = self.kept.total(), self.operands.total()
+        units: dict[str, list[int]] = {}
+        for parameter in stage.parameters:
+            units.setdefault(parameter.unit, []).append(numbers[parameter.name])
+        if stage.head is not None and stage.head.tied == "here":
+            units["head"] = [numbers["embedding.weight"]]
+        self.units = units
+        self.vectors = {
+            parameter.name: numbers[parameter.name] for parameter in stage.parameters if not parameter.matrix
+        }
+        self.numbers = numbers
+        self.moments = {split: list(self._backward(split)) for split in (False, True)}
+        self.weight_moments = list(self._weights())
+
+    @property
+    def forward(self) -> int:
+        """Bytes that the layers' ``F`` needs above what is kept, its output included."""
+        return self.stage.block.ffn.forward(self.run) + (0 if self.stage.last else self.stream)
+
+    def _backward(self, split: bool) -> Iterator[tuple[int, int, list[int], str | None]]:
+        """(bytes needed, bytes left, parameters whose gradients are complete, unit that backward reaches),
+        above what is held when the action begins."""
+        stage, run, stream = self.stage, self.run, self.stream
+        base = stream
+        if stage.norm is not None:
+            yield max(stream, stage.norm.backward(run)), stream, self._vectors("norm"), None
+            base -= 2 * stream  # the head's gradient was kept, and the final norm has given up its input
+        kinds: list[Recomputed] = [self.recompute] * self.count
+        kinds += ["none"] * (len(stage.layers) - self.count)
+        for index, number in reversed(list(enumerate(stage.layers))):
+            unit, kind = f"layers.{number}", kinds[index]
+            reached: str | None = unit
+            for needed, left, weights in self._moments(kind, split):
+                done = [] if split else [self.numbers[f"{unit}.{name}"] for name in weights]
+                yield base + needed, base + left, done, reached
+                reached = None
+            base -= stage.block.kept(run, kind).total()
+            base += stage.block.operands(run).total() if split else 0
+            last = number == stage.layers[-1]
+            base += stream if last and not stage.last else 0  # what was received is held to the end
+            yield base, base, self._vectors(unit), None
+        first = [number for unit in ("positions", "embedding") for number in self.units.get(unit, [])]
+        yield base, base, first, None
+
+    def _moments(self, kind: Recomputed, split: bool) -> list[tuple[int, int, list[str]]]:
+        """Those of any layer, with weights named from the layer."""
+        prefix = f"layers.{self.stage.layers.start}."
+        return [
+            (needed, left, [weight.name.removeprefix(prefix) for weight in weights])
+            for needed, left, weights in self.stage.block.backward(self.run, kind, split)
+        ]
+
+    def _weights(self) -> Iterator[tuple[int, int, list[int], str | None]]:
+        """The same of ``W``."""
+        block, released = self.stage.block, 0
+        prefix = f"layers.{self.stage.layers.start}."
+        for number in reversed(self.stage.layers):
+            for needed, left, weights in block.weight_moments(self.run):
+                names = [weight.name.removeprefix(prefix) for weight in weights]
+                done = [self.numbers[f"layers.{number}.{name}"] for name in names]
+                yield needed - released, left - released, done, None
+            released += block.operands(self.run).total()
+
+    def _vectors(self, unit: str) -> list[int]:
+        """Parameters too small to matter, but with a place in the order of reductions."""
+        return [number for name, number in reversed(self.vectors.items()) if name.startswith(f"{unit}.")]
+
+
 class Step:
-    """Walks the rank's actions.
+    """Walks a rank's actions.
+
+    The steady part of a schedule is counted once: of every stage's actions of one kind the first two and the
+    last are walked in detail, with gradients and gathers; what they needed at the most holds for the others.
 
     Args:
         schedule: of the step.
         pipeline: the rank.
         stages: it holds, by number, ascending.
-        units: of each of them.
-        division: counts what reductions and gathers need; its buffers are not part of the peak.
+        held: the rank's parameters, by number.
+        buckets: of these.
+        buffers: counts what reductions and gathers need; its buffers are not part of the peak.
+        zero: ``parallel.zero``.
 
     Attributes:
         peak: of the step.
@@ -48,119 +145,153 @@ class Step:
         self,
         schedule: Schedule,
         pipeline: int,
-        stages: Mapping[int, Stage],
-        units: Sequence[Sequence[Unit]],
-        division: Division,
+        stages: Mapping[int, StageMemory],
+        held: Sequence[Held],
+        buckets: Sequence[BucketPlan],
+        buffers: StateBuffers,
+        zero: int,
     ) -> None:
         self.peak = Peak(Counter(), 0, "")
-        self._held: Kept = Counter()
-        self._stages, self._units, self._division = stages, units, division
-        self._positions = {number: position for position, number in enumerate(stages)}
-        self._messages = Messages(schedule, pipeline)
-        for action in schedule.ranks[pipeline]:
-            self._messages.before(action)
-            self._act(action)
-            self._messages.after(action)
+        self._schedule, self._stages, self._buffers = schedule, stages, buffers
+        self._own = schedule.stages_of(pipeline)
+        self._handed: set[Message] = set()
+        self._exchange: Exchange[None] = Exchange(schedule, transfers(schedule)[pipeline], _Counted())
+        self._kept: Counter[int] = Counter()
+        self._operands: Counter[int] = Counter()
+        self._bytes = 0
+        self._gathers = {number: self._gathering(stage, held, buckets) for number, stage in stages.items()}
+        self._seen: Counter[tuple[str, int]] = Counter()
+        self._most: dict[tuple[str, int], int] = {}
+        actions = schedule.ranks[pipeline]
+        totals = Counter((action.kind, action.stage) for action in actions)
+        # Without sharded gradients only a step's last contributions matter.
+        detailed = {key: {0, 1, count - 1} if zero >= 2 else {count - 1} for key, count in totals.items()}
+        buffers.begin(len(next(iter(detailed.values()))))
+        for action in actions:
+            self._before(action)
+            self._act(action, self._seen[action[:2]] in detailed[action[:2]])
+            self._seen[action[:2]] += 1
+            self._after(action)
 
-    def _act(self, action: Action) -> None:
-        stage = self._stages[action.stage]
-        if action.kind == "F":
-            self._held.update(stage.kept())
-            self._forward(action, stage)
-        elif action.kind == "W":
-            blocks = [place for layer in self._blocks(action.stage) for place in layer]
-            self._contribute(action, 0, weights(stage), blocks)
-            self._held.subtract(stage.products())
-        else:
-            self._backward(action, stage, split=action.kind == "B")
-            self._held.subtract(stage.kept())
-            if action.kind == "B":
-                self._held.update(stage.products())
+    def _gathering(
+        self, stage: StageMemory, held: Sequence[Held], buckets: Sequence[BucketPlan]
+    ) -> tuple[Gathering, dict[str, int]]:
+        """The order of a stage's gathers, and the number of every unit."""
+        absent = {
+            number: bucket
+            for bucket, plan in enumerate(buckets)
+            for number in plan.members
+            if not plan.resident
+        }
+        of_unit, layers = [], []
+        for numbers in stage.units.values():
+            of_unit.append(list(dict.fromkeys(absent[number] for number in numbers if number in absent)))
+            layers.append(all(not held[number].parameter.weights[0].apart for number in numbers))
+        order = Gathering(of_unit, layers, self._buffers)
+        return order, {unit: number for number, unit in enumerate(stage.units)}
 
-    def _level(self, action: Action, transient: int, moving: int) -> None:
-        """So many bytes are needed beside what is held; ``moving`` by reductions."""
-        stream = next(iter(self._stages.values())).sizes.stream
-        transient += moving + self._messages.held * stream
-        if self._held.total() + transient > self.peak.total:
-            self.peak = Peak(Counter(self._held), transient, str(action))
+    def _before(self, action: Action) -> None:
+        """What the action needs belongs to it from now on."""
+        message = self._schedule.received(action)
+        if message is not None:
+            self._exchange.receive(message)
+        elif action.kind == "F":
+            self._handed.discard(Message("F", action.stage - 1, action.microbatch))
+        elif action.kind != "W":
+            self._handed.discard(Message("B", action.stage + 1, action.microbatch))
 
-    def _forward(self, action: Action, stage: Stage) -> None:
-        position, division = self._positions[action.stage], self._division
-        coming = division.absent(position)
-        for unit, after in pairwise(coming):
-            division.fetch(position, unit)
-            division.fetch(position, after)
-            division.release(position, unit)
-        for unit in coming[-1:]:
-            division.fetch(position, unit)
-        output = 0 if stage.last else stage.sizes.stream
-        self._level(action, stage.forward_peak() + output, division.moving)
-        if stage.last:
-            most, then = stage.loss()
-            self._level(action, most, division.moving)
-            self._level(action, then, division.contribute_head())
-        for unit in coming[-1:]:
-            division.release(position, unit)
+    def _after(self, action: Action) -> None:
+        """What the action made leaves for its next stage."""
+        message = self._schedule.sent(action)
+        if message is not None:
+            self._exchange.send(message, None)
+        elif action.kind != "W":
+            made = Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
+            if made.target in self._own:
+                self._handed.add(made)
 
-    def _backward(self, action: Action, stage: Stage, split: bool) -> None:
-        position, division, stream = self._positions[action.stage], self._division, stage.sizes.stream
-        units = self._units[position]
-        blocks = [number for number, unit in enumerate(units) if unit.block]
-        if stage.last:
-            self._level(action, max(stream, stage.norm()), division.moving)
-            self._vectors(position, len(units) - 2)
-        # The gradient that layers pass on. The head's was kept, and the final norm has given up its input.
-        base = stream - (2 * stream if stage.last else 0)
-        kinds = ["none"] * (stage.layers - stage.again) + [stage.kind] * stage.again
-        matrices = self._blocks(action.stage)
-        for index, unit in enumerate(reversed(blocks)):
-            self._turn(position, unit, blocks)
-            layer = Layer(stage, kinds[index], split)
-            self._contribute(action, base, layer.moments, [] if split else matrices[index])
-            self._vectors(position, unit)  # the first norm's are the last
-            base -= sum(stage.block(kinds[index]).values())
-            base += sum(stage.products().values()) // stage.layers if split else 0
-            if index == 0 and not stage.last:
-                base += stream  # what was received is held to the end
-        if blocks:
-            division.release(position, blocks[0])
-        for unit in reversed(range(blocks[0] if blocks else 0)):
-            self._vectors(position, unit, matrices=True)
+    def _act(self, action: Action, detailed: bool) -> None:
+        stage, kind = self._stages[action.stage], action.kind
+        if kind == "F":
+            self._hold(self._kept, action.stage, stage.kept_bytes)
+        key = action[:2]
+        if detailed or key not in self._most:
+            walk = self._forward if kind == "F" else self._backward
+            most = walk(action, stage, detailed)
+            self._most[key] = max(most, self._most.get(key, most))
+        self._level(action, self._most[key])
+        if kind == "W":
+            self._hold(self._operands, action.stage, -stage.operand_bytes)
+        elif kind != "F":
+            self._hold(self._kept, action.stage, -stage.kept_bytes)
+        if kind == "B":
+            self._hold(self._operands, action.stage, stage.operand_bytes)
 
-    def _turn(self, stage: int, unit: int, blocks: Sequence[int]) -> None:
-        """The weights of the layer after go, this one's and those of the one before come."""
-        if unit + 1 in blocks:
-            self._division.release(stage, unit + 1)
-        self._division.fetch(stage, unit)
-        if unit - 1 in blocks:
-            self._division.fetch(stage, unit - 1)
+    def _hold(self, counts: Counter[int], stage: int, size: int) -> None:
+        counts[stage] += 1 if size > 0 else -1
+        self._bytes += size
 
-    def _blocks(self, stage: int) -> list[list[Place]]:
-        """The matrices of the stage's layers, in the order of backward."""
-        position = self._positions[stage]
-        return [
-            [
-                Place(position, number, i)
-                for i in reversed(range(len(unit.parameters)))
-                if unit.parameters[i].matrix
-            ]
-            for number, unit in reversed(list(enumerate(self._units[position])))
-            if unit.block
-        ]
+    def _level(self, action: Action, transient: int) -> None:
+        """So many bytes are needed beside what is held; boundary tensors are those of the first stage."""
+        stream = next(iter(self._stages.values())).stream
+        transient += (self._exchange.held + len(self._handed)) * stream
+        if self._bytes + transient > self.peak.total:
+            kept: Kept = Counter()
+            for number, stage in self._stages.items():
+                for counts, parts in ((self._kept, stage.kept), (self._operands, stage.operands)):
+                    for name, size in parts.items():
+                        kept[name] += counts[number] * size
+            self.peak = Peak(kept, transient, str(action))
 
-    def _vectors(self, stage: int, unit: int, matrices: bool = False) -> None:
-        """Gradients that are too small to matter, but have a place in the order of reductions."""
-        parameters = self._units[stage][unit].parameters
-        for index in reversed(range(len(parameters))):
-            if matrices or not parameters[index].matrix:
-                self._division.contribute(Place(stage, unit, index))
+    def _forward(self, action: Action, stage: StageMemory, detailed: bool) -> int:
+        """Walk ``F``; returns the bytes needed at the most."""
+        order, units = self._gathers[action.stage]
+        buffers = self._buffers
+        for unit in units.values() if detailed else ():
+            order.enter(unit)
+            if unit < len(units) - 1:
+                order.leave(unit)
+        most = stage.forward + buffers.moving
+        if stage.stage.head is not None:
+            needed, left = stage.stage.head.loss(stage.run)
+            most = max(most, needed + buffers.moving)
+            buffers.restart()
+            if detailed:
+                buffers.contribute(stage.units["head"])
+            most = max(most, left + buffers.most)
+        if detailed:
+            order.leave(len(units) - 1)
+        return most
 
-    def _contribute(
-        self, action: Action, base: int, moments: Sequence[Moment], places: Sequence[Place]
-    ) -> None:
-        """Walk ``moments``, each but what follows the last place with a gradient at its end."""
-        division = self._division
-        for index, moment in enumerate(moments):
-            self._level(action, base + moment.most, division.moving)
-            if index < len(places):
-                self._level(action, base + moment.then, division.contribute(places[index]))
+    def _backward(self, action: Action, stage: StageMemory, detailed: bool) -> int:
+        """Walk ``B``, ``W`` or ``BW``; returns the bytes needed at the most."""
+        order, units = self._gathers[action.stage]
+        moments = stage.weight_moments if action.kind == "W" else stage.moments[action.kind == "B"]
+        buffers, most, reached = self._buffers, 0, None
+        for needed, left, done, unit in moments:
+            if detailed and unit is not None:
+                reached = units[unit]
+                order.turn(reached)
+            most = max(most, needed + buffers.moving)
+            if detailed and done:
+                buffers.restart()
+                buffers.contribute(done)
+                most = max(most, left + buffers.most)
+        if reached is not None:
+            order.leave(reached)
+        return most
+
+
+class _Counted:
+    """Transfers of nothing: what is under way is counted, not moved."""
+
+    def send(self, message: None, peer: int, tag: int) -> _Counted:
+        """Start a transfer."""
+        return self
+
+    def receive(self, microbatch: int, peer: int, tag: int) -> _Counted:
+        """Start a transfer."""
+        return self
+
+    def wait(self) -> None:
+        """It is over."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .layout import Layout
 
 TRAINING_AXES = ("tensor", "context", "pipeline", "data", "expert")
+"""Axes that a step's traffic is counted for."""
 
 
 class Call(NamedTuple):
@@ -101,6 +102,40 @@ class Mesh:
         self.context = axes["context"]
         self.pipeline = axes["pipeline"]
         self.data = axes["data"]
+
+    def gradient_axis(self, grid: str = "dense") -> Axis:
+        """The ranks over which the gradients of a grid's weights are summed: those that have other tokens."""
+        return self.combined("data", "context") if grid == "dense" else self._expert_axis("expert_data")
+
+    def model_axes(self, grid: str = "dense") -> tuple[Axis, ...]:
+        """The axes that may divide the weights of a grid."""
+        if grid == "dense":
+            return (self.tensor,)
+        return (self._expert_axis("expert_tensor"), self._expert_axis("expert"))
+
+    def combined(self, *names: str) -> Axis:
+        """Several axes of the dense grid as one; its traffic counts as the first one's.
+
+        Every rank of the default process group calls this together. An axis that alone has more than one rank
+        stands for itself.
+        """
+        large = [self.axes[name] for name in names if self.axes[name].size > 1]
+        if len(large) < 2:
+            return large[0] if large else self.axes[names[0]]
+        ranks = tuple(self.layout.group(self.rank, *names))
+        return self._part(self.axes[names[0]], ranks)
+
+    def _expert_axis(self, name: str) -> Axis:
+        """An axis of the expert grid, made when it is first asked for; every rank calls this together. Its
+        traffic counts as that of the dense grid's counterpart."""
+        if name not in self.axes:
+            counted = self.axes[{"expert_data": "data", "expert_tensor": "tensor"}[name]]
+            ranks = tuple(self.layout.group(self.rank, name))
+            part = Axis(name, ranks, ranks.index(self.rank), None, counted.sent, counted.calls, counted.trace)
+            if len(ranks) > 1:
+                part.group = self._part(counted, ranks).group
+            self.axes[name] = part
+        return self.axes[name]
 
     def pair(self, axis: Axis, one: int, other: int) -> Axis:
         """Two places of an axis as an axis of their own, whose traffic counts as the whole one's.

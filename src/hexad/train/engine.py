@@ -1,45 +1,46 @@
-"""One training step: the only place where it happens."""
+"""A model with its gradients and optimizer on one rank; the parts of a step: accumulate, reduce, update."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.hugging_face import WeightSource
-from hexad.comm import Pending, agreed, all_reduce, all_reduce_async
-from hexad.config import Config, ConfigError, HexadError
-from hexad.config.schema import ModelSettings, PrecisionSettings
+from hexad.comm import Pending, agreed, all_reduce, all_reduce_async, broadcast
+from hexad.config import Config, HexadError
+from hexad.config.schema import PrecisionSettings
 from hexad.dataset.microbatch import Microbatch
-from hexad.model.dropout import Draws
 from hexad.model.recompute import Recompute
-from hexad.model.transformer import DTYPES, Transformer, build_stages
-from hexad.optim.adamw import BucketAdamW, NormAxes
+from hexad.model.transformer import DTYPES, build_stages
+from hexad.optim.adamw import BucketAdamW
 from hexad.optim.scaling import LossScaler
 from hexad.optim.schedule import learning_rate
-from hexad.parallel.data import (
-    Bucket,
-    BufferPool,
-    Formats,
-    GradientReducer,
-    ParameterGatherer,
-    StateSharding,
-    make_buckets,
-)
+from hexad.parallel.data.buckets import Bucket, Formats, make_buckets
+from hexad.parallel.data.gatherer import ParameterGatherer
+from hexad.parallel.data.gradients import Gradients
+from hexad.parallel.data.pool import BufferPool
+from hexad.parallel.data.sharding import StateSharding
+from hexad.parallel.inventory import Grid
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
-from hexad.parallel.sharding import Placement
-from hexad.parallel.slot import ProductQueue
+from hexad.parallel.sharding import declared_parameters
+from hexad.resolve import PipelinePlan, Resolved, forward_plan, resolve, training_schedule
 from hexad.topology.mesh import Axis, Mesh
 
-from .checks import check_config
 from .faults import Fault, FaultGuard
-from .pipeline import training_schedule
+from .language import LanguageModel, Task, compute, training_shard
+
+Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
+"""What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
+first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
+scalar."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +70,6 @@ class StepResult:
     limit: float | None = None
 
 
-@dataclass(frozen=True)
-class Task:
-    """What the pipeline's stages are given of one microbatch.
-
-    Attributes:
-        microbatch: on the device.
-        seed: what the loss's sum is multiplied by before it is differentiated; None for evaluation.
-        draws: of the random numbers of dropout; None for evaluation.
-    """
-
-    microbatch: Microbatch
-    seed: float | None = None
-    draws: Draws | None = None
-
-
 def formats(precision: PrecisionSettings) -> Formats:
     """The number formats of parameters, gradients and master values."""
     parameters = DTYPES[precision.dtype]
@@ -91,26 +77,28 @@ def formats(precision: PrecisionSettings) -> Formats:
     return Formats(parameters, torch.bfloat16 if precision.reduce == "bf16" else master, master)
 
 
-def with_positions(config: Config) -> ModelSettings:
-    """The model settings with ``max_positions: auto`` resolved to ``data.sequence``."""
-    if config.model.max_positions != "auto":
-        return config.model
-    return config.model.model_copy(update={"max_positions": config.data.sequence})
-
-
-def placement(config: Config, tensor: Axis, device: torch.device) -> Placement:
-    """How the model's layers hold their shares for training."""
-    sequence = config.parallel.sequence and tensor.size > 1
-    dtype = config.precision.dtype
-    return Placement(tensor, sequence, DTYPES[dtype], device, deferred=True, fp8=dtype == "fp8")
+def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: float | None) -> torch.Tensor:
+    """A plain module's loss of a microbatch."""
+    result: torch.Tensor = stage(microbatch) if inputs is None else stage(inputs)
+    return result
 
 
 class Engine:
-    """A model with its gradients and optimizer on this rank's share of the mesh.
+    """Modules with their gradients and optimizer on this rank's share of the mesh.
+
+    ``Engine(config, mesh)`` builds the language model that a configuration describes (:meth:`from_config`),
+    for which :meth:`train_step` is a whole step. Other modules come as ``Engine(stages, mesh, config)``:
+    declared ones (:class:`~hexad.parallel.sharding.ShardedModule`) or plain modules, whose parameters count
+    as replicated. A loop of one's own calls the parts of a step: :meth:`accumulate`, :meth:`reduce`,
+    :meth:`update`; or :meth:`begin` and its own backward passes in place of ``accumulate``.
 
     Args:
-        config: resolved; ``model.vocab`` must be a number.
+        stages: a configuration; or this rank's pipeline stages by number, or the module that is the only one.
         mesh: from :func:`hexad.launch`.
+        config: settings of everything but the model, where ``stages`` are modules.
+        plan: of the pipeline; by default one stage per rank, ``parallel.schedule`` as configured.
+        compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss.
+        boundary: makes an empty tensor of what crosses a microbatch's stage boundaries.
 
     Attributes:
         step: steps made so far.
@@ -123,53 +111,141 @@ class Engine:
         ConfigError: settings that do not fit each other or the mesh.
     """
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        self.plan = plan = check_config(config, mesh.layout)
-        if config.model.vocab == "auto":
-            raise ConfigError(
-                "model.vocab", "found 'auto', expected a number: the tokenizer's vocabulary size"
-            )
-        self.config = config
+    def __init__(
+        self,
+        stages: Config | Resolved | nn.Module | Mapping[int, nn.Module],
+        mesh: Mesh,
+        config: Config | None = None,
+        *,
+        plan: PipelinePlan | None = None,
+        compute: Compute = _call,
+        boundary: Callable[[Any], torch.Tensor] | None = None,
+    ) -> None:
         self.mesh = mesh
+        self.stages: dict[int, nn.Module]
+        self.language: LanguageModel | None = None
+        if isinstance(stages, Config):
+            stages = resolve(stages, mesh.layout)
+        if isinstance(stages, Resolved):
+            self._build(stages)
+        else:
+            assert config is not None, "modules come with a configuration of everything else"
+            self.config = config
+            self.plan = plan or forward_plan(config, mesh.layout)
+            alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
+            self.stages = alone or dict(stages)  # type: ignore[arg-type]
+            self._compute, self._boundary = compute, boundary
         self.step = self.updates = self.samples = 0
-        place = placement(config, mesh.tensor, mesh.device)
-        owners = plan.schedule.placement
-        recompute = Recompute.from_settings(config.memory)
-        self.stages = build_stages(
-            with_positions(config), place, plan.layers, owners, mesh.pipeline.rank, recompute
-        )
-        parallel = config.parallel
-        self.sharding = StateSharding.create(parallel.zero, parallel.replicas, mesh)
-        self.buckets = self._allocated(formats(config.precision))
-        tied = Axis("pipeline")
-        if config.model.tied_embeddings:
-            tied = mesh.pair(mesh.pipeline, owners[0], owners[-1])
-        self._products = ProductQueue()
-        pool = BufferPool(mesh.device)
-        self.reducer = GradientReducer(self.buckets, self.sharding, mesh.tensor, tied, self._products, pool)
-        self.gatherer = ParameterGatherer(
-            self.stages, self.buckets, self.sharding, pool, hooks=not config.run.compile
-        )
-        axes = NormAxes(mesh.tensor, self.sharding.shards, mesh.pipeline)
-        self.optimizer = BucketAdamW(self.buckets, config.optimizer, axes)
-        self.scaler = LossScaler(config.precision)
-        self.guard = FaultGuard(config.faults)
+        self._allocate()
+        self.scaler = LossScaler(self.config.precision)
+        self.guard = FaultGuard(self.config.faults)
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
-        self._executors: dict[tuple[bool, int], Executor[Task]] = {}
-        if config.run.compile:
-            for stage in self.stages.values():
+        self._executors: dict[tuple[bool, int], Executor[Any]] = {}
+
+    @classmethod
+    def from_config(cls, config: Config | Resolved, mesh: Mesh) -> Engine:
+        """The engine of the language model that a configuration describes."""
+        return cls(config, mesh)
+
+    def _build(self, resolved: Resolved) -> None:
+        """The language model's stages."""
+        self.config, self.plan = resolved.config, resolved.plan
+        self.language = LanguageModel(self.config, self.mesh)
+        self._compute, self._boundary = compute, self.language.boundary
+        stages = build_stages(
+            self.config.model,
+            training_shard(self.config, self.mesh),
+            self.plan.layers,
+            self.plan.schedule.placement,
+            self.mesh.pipeline.rank,
+            Recompute.from_settings(self.config.memory),
+        )
+        if self.config.run.compile:
+            for stage in stages.values():
                 for layer in stage.layers.values():
                     layer.compile()
+        self.stages = dict(stages)
 
-    def _allocated(self, formats: Formats) -> list[Bucket]:
-        """This rank's parameters in buckets, with their initial values."""
-        config, sharding = self.config, self.sharding
-        stage, shards = config.parallel.zero, sharding.shards
-        limit = config.parallel.bucket_mb * 2**20
-        buckets = make_buckets(self.stages, limit, formats, stage, shards.size, shards.rank)
-        for bucket in buckets:
-            bucket.allocate(formats, stage, config.memory.offload == "optimizer", config.run.seed)
-        return buckets
+    def _allocate(self) -> None:
+        """Buckets, gradients, gathers and the optimizer of this rank's stages."""
+        config, mesh, parallel = self.config, self.mesh, self.config.parallel
+        found = declared_parameters(*self.stages.values())
+        grids: list[Grid] = sorted({each.declaration.weights[0].grid for each in found})
+        # The order is that of all ranks: each makes the same process groups.
+        self.sharding = {
+            grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid) for grid in grids
+        }
+        kinds, limit = formats(config.precision), parallel.bucket_mb * 2**20
+        self.buckets = make_buckets(self.stages, limit, kinds, parallel.zero, self.sharding)
+        for bucket in self.buckets:
+            self._share_plain_values(bucket)
+            bucket.allocate(kinds, parallel.zero, config.memory.offload == "optimizer", config.run.seed)
+        tied, owners = Axis("pipeline"), self.plan.schedule.placement
+        if any(bucket.traits.tied for bucket in self.buckets) or config.model.tied_embeddings is True:
+            tied = mesh.pair(mesh.pipeline, owners[0], owners[-1])
+        pool = BufferPool(mesh.device)
+        self.gradients = Gradients(self.buckets, self.sharding, mesh.axes, tied, pool)
+        hooks = not config.run.compile
+        self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks)
+        self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, mesh.pipeline)
+
+    def _share_plain_values(self, bucket: Bucket) -> None:
+        """Plain modules begin with the values of the first data rank, as in PyTorch's DDP."""
+        for declared in bucket.members:
+            if declared.plain:
+                values = declared.parameter.data.to(self.mesh.device).contiguous()
+                declared.parameter.data = broadcast(values, self.mesh.gradient_axis())
+
+    # The parts of a step
+
+    def begin(self, microbatches: int) -> None:
+        """Start accumulating the gradients of this many microbatches: of :meth:`accumulate`, or of backward
+        passes of the caller's own, each of a loss already divided by what it is averaged over in the whole
+        global batch."""
+        if self.config.run.compile:
+            self.gatherer.settle()
+        self.gradients.begin(microbatches)
+
+    def accumulate(
+        self, microbatches: Sequence[Any], scale: float = 1.0, record: bool = False
+    ) -> torch.Tensor | None:
+        """Run forward and backward passes of this data rank's microbatches by the pipeline's schedule.
+
+        Call :meth:`begin` before. All pipeline ranks pass the same microbatches.
+
+        Args:
+            microbatches: what ``compute`` takes.
+            scale: what the sum of all losses is multiplied by before it is differentiated.
+            record: time the pipeline's actions, see :meth:`recorded`.
+
+        Returns:
+            float64 sum of the losses on the rank of the last stage; None on others.
+        """
+        executor = self._executor(len(microbatches), training=True)
+        total = executor.run(list(microbatches), scale, record)
+        if record:
+            self._recorded = (executor.began, executor.times)
+        return total
+
+    def reduce(self) -> None:
+        """Wait until gradients are summed over the data ranks, and sum those that are partial."""
+        self.gradients.finish()
+
+    def update(self, lr: float, veto: Pending | None = None) -> float:
+        """Clip and update; returns the gradient norm before clipping.
+
+        Args:
+            lr: learning rate.
+            veto: anything but 0 forbids the update; the same on all ranks.
+
+        A norm that is not finite, or a veto, leaves everything unchanged but the loss scale.
+        """
+        norm = self.optimizer.step(lr, self.scaler.scale, self.gatherer.publish, veto)
+        finite = math.isfinite(norm)
+        self.scaler.update(not finite)
+        self.step += 1
+        self.updates += finite and (veto is None or not bool(veto.wait()))
+        return norm
 
     def train_step(self, microbatches: Sequence[Microbatch], record: bool = False) -> StepResult:
         """Accumulate this data rank's microbatches, reduce, clip and update.
@@ -177,44 +253,35 @@ class Engine:
         Every rank of the mesh calls this together with the same number of microbatches; tensor and pipeline
         ranks of one data rank pass the same ones. Microbatch ``i`` of data rank ``r`` of ``D`` holds the
         sequences from number ``(i * D + r) * rows`` on of the global batch, as the loader hands them out:
-        dropout is drawn by that number. With ``record`` the pipeline's actions are timed, see
+        dropout is keyed by that number. With ``record`` the pipeline's actions are timed, see
         :meth:`recorded`.
 
         Raises:
             HexadError: no microbatch, no target token, different numbers of microbatches, or token ids
                 outside the vocabulary.
         """
+        language = self._language()
         self.mesh.trace.step = self.step + 1
-        counting = self._count(microbatches)
-        executor = self._executor(len(microbatches), training=True)
-        if self.config.run.compile:
-            self.gatherer.settle()
-        placed = [self._placed(microbatch) for microbatch in microbatches]
-        self.reducer.begin(len(placed))
-        # Every rank looks at the counts before any waits for another stage, so that all refuse them alike.
-        targets = self._targets(counting.wait())
+        counting = language.count(microbatches)
+        placed = [language.placed(microbatch) for microbatch in microbatches]
+        self.begin(len(placed))
+        # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
+        targets = language.targets(counting.wait())
+        tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
         scale = self.scaler.scale
-        seed = scale / targets
-        tasks = [Task(m, seed, self._draws(index, m)) for index, m in enumerate(placed)]
-        total = executor.run(tasks, seed, record)
-        if record:
-            self._recorded = (executor.began, executor.times)
+        total = self.accumulate(tasks, scale / targets, record)
         total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         loss = all_reduce_async(total, self.mesh.data)
-        self.reducer.finish()
+        self.reduce()
         loss = all_reduce_async(loss.wait(), self.mesh.pipeline)
         schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
         lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
         limit = self.guard.limit
         veto = None if limit is None else self._veto(loss, limit * targets)
-        norm = self.optimizer.step(lr, scale, self.gatherer.publish, veto)
+        norm = self.update(lr, veto)
+        self.samples += sum(each.tokens.shape[0] for each in placed) * self.mesh.data.size
         finite = math.isfinite(norm)
         spike = finite and veto is not None and bool(veto.wait())
-        self.scaler.update(not finite)
-        self.step += 1
-        self.updates += finite and not spike
-        sequences = sum(microbatch.tokens.shape[0] for microbatch in placed)
-        self.samples += sequences * self.mesh.data.size
         mean = float(loss.wait()) / targets
         fault: Fault | None = "spike" if spike else None
         if not finite and self.scaler.exhausted:
@@ -230,17 +297,18 @@ class Engine:
         """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing.
 
         Raises:
-            HexadError: no microbatch, or token ids outside the vocabulary; in stage 3, which gathers weights
+            HexadError: no microbatch, or token ids outside the vocabulary; in ZeRO 3, which gathers weights
                 for each microbatch, different numbers of them on the data ranks.
         """
+        language = self._language()
         if not microbatches:
             raise HexadError("evaluate needs at least one microbatch")
-        if self.sharding.stage == 3:
-            _same_number(self._count(microbatches).wait(), self.mesh.data.size)
+        if self.config.parallel.zero == 3:
+            language.same_number(language.count(microbatches).wait())
         executor = self._executor(len(microbatches), training=False)
         if self.config.run.compile:
             self.gatherer.settle()
-        total = executor.run([Task(self._placed(microbatch)) for microbatch in microbatches])
+        total = executor.run([Task(language.placed(microbatch)) for microbatch in microbatches])
         targets = sum(microbatch.targets() for microbatch in microbatches)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if total is not None:
@@ -248,24 +316,36 @@ class Engine:
         loss_sum, count = all_reduce(all_reduce(result, self.mesh.data), self.mesh.pipeline).tolist()
         return loss_sum, int(count)
 
+    def _language(self) -> LanguageModel:
+        if self.language is None:
+            raise HexadError(
+                "the engine was given modules: call begin, accumulate, reduce and update; complete steps are "
+                "those of a language model, Engine(config, mesh)"
+            )
+        return self.language
+
+    # The state
+
     def chunks(self) -> list[Chunk]:
-        """This rank's share of the state: master weights and optimizer state, as views."""
-        self.gatherer.settle()  # who overwrites them must not be overwritten by what is still under way
+        """This rank's shard of the state: master weights and optimizer state, as views."""
+        self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
         return [
-            Chunk(f"{kind}.{piece.name}", piece.shape, piece.offset, values, self._holder(bucket))
+            Chunk(rectangle.named(f"{kind}.{rectangle.name}"), values, self._holder(bucket))
             for bucket in self.buckets
             for kind, tensor in (("model", bucket.master), *self.optimizer.state(bucket))
-            for piece, values in bucket.pieces(tensor)
+            for rectangle, values in bucket.pieces(tensor)
         ]
 
     def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
         """This rank's number among those that hold the same rectangles of a bucket, and how many they are."""
-        if bucket.kind.copy:
+        if bucket.traits.copy:
             return None  # the stage with the embedding writes it
-        replicas, tensor = self.sharding.replicas, self.mesh.tensor
-        if bucket.kind.sharded:
-            return replicas.rank, replicas.size
-        return replicas.rank * tensor.size + tensor.rank, replicas.size * tensor.size
+        sharding = self.sharding[bucket.traits.grid]
+        number, holders = sharding.replicas.rank, sharding.replicas.size
+        for axis in sharding.model:
+            if axis.name not in bucket.traits.divided:
+                number, holders = number * axis.size + axis.rank, holders * axis.size
+        return number, holders
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps beside :meth:`chunks`, in JSON's types."""
@@ -278,7 +358,7 @@ class Engine:
         }
 
     def restored(self, progress: Mapping[str, Any]) -> None:
-        """Go on from :meth:`progress`, after :meth:`chunks` have been overwritten."""
+        """Resume from :meth:`progress`, after :meth:`chunks` have been overwritten."""
         self.step, self.samples = progress["step"], progress["samples"]
         self.updates = progress.get("updates", self.step)
         self.scaler.restore(progress.get("loss_scale", {}))
@@ -288,9 +368,9 @@ class Engine:
 
     def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:
         """As :meth:`restored`, but with the data from ``samples`` on; faults since then still count."""
-        row = self.guard.row
+        streak = self.guard.streak
         self.restored(progress)
-        self.guard.row, self.samples = row, samples
+        self.guard.streak, self.samples = streak, samples
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:
@@ -310,6 +390,8 @@ class Engine:
             self.gatherer.publish(bucket)
         self.gatherer.settle()
 
+    # The pipeline
+
     @property
     def peak_activations(self) -> int:
         """Most pairs of stage and microbatch that this rank has held at once."""
@@ -321,7 +403,7 @@ class Engine:
         assert self._recorded is not None, "no step was recorded"
         return self._recorded
 
-    def _executor(self, microbatches: int, training: bool) -> Executor[Task]:
+    def _executor(self, microbatches: int, training: bool) -> Executor[Any]:
         """The executor for this many microbatches, made when it is first needed."""
         key = (training, microbatches)
         if key not in self._executors:
@@ -329,81 +411,7 @@ class Engine:
                 schedule = training_schedule(self.config, self.plan, microbatches)
             else:
                 schedule = forward_schedule(self.plan.schedule.placement, microbatches)
-            stages = {number: self._stage(stage) for number, stage in self.stages.items()}
-            self._executors[key] = Executor(
-                schedule, stages, self.mesh.pipeline, self._boundary, self._products, self.mesh.device
-            )
+            stages = {number: partial(self._compute, stage) for number, stage in self.stages.items()}
+            axis, device = self.mesh.pipeline, self.mesh.device
+            self._executors[key] = Executor(schedule, stages, axis, self._boundary, self.gradients, device)
         return self._executors[key]
-
-    @staticmethod
-    def _stage(stage: Transformer) -> Callable[[Task, torch.Tensor | None], torch.Tensor]:
-        """What a stage computes of a microbatch: hidden states, and the last stage the loss."""
-
-        def compute(task: Task, inputs: torch.Tensor | None) -> torch.Tensor:
-            tokens, documents = task.microbatch.tokens, task.microbatch.documents
-            if stage.part.last:
-                labels = task.microbatch.labels
-                return stage.loss_sum(tokens, labels, documents, inputs, task.seed, task.draws)
-            return stage(tokens, documents, inputs=inputs, draws=task.draws)
-
-        return compute
-
-    def _draws(self, index: int, microbatch: Microbatch) -> Draws:
-        """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""
-        first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.tokens.shape[0]
-        return Draws(self.config.run.seed, self.step, first)
-
-    def _boundary(self, task: Task) -> torch.Tensor:
-        """An empty tensor for the hidden states between two stages."""
-        place = placement(self.config, self.mesh.tensor, self.mesh.device)
-        rows = task.microbatch.tokens.numel() // (place.axis.size if place.sequence else 1)
-        return torch.empty((rows, self.config.model.hidden), dtype=place.dtype, device=place.device)
-
-    def _placed(self, microbatch: Microbatch) -> Microbatch:
-        """Check a microbatch and move it to the device."""
-        vocab = int(self.config.model.vocab)
-        for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
-            low, high = (int(x) for x in ids.aminmax())
-            if low < lowest or high >= vocab or (lowest and -100 < low < 0):
-                bad = high if high >= vocab else low
-                raise HexadError(
-                    f"{name} id {bad} is outside the model's vocabulary of {vocab} (model.vocab)"
-                )
-        if microbatch.documents is not None:
-            _check_documents(microbatch.documents, *microbatch.tokens.shape)
-        return microbatch.to(self.mesh.device)
-
-    def _count(self, microbatches: Sequence[Microbatch]) -> Pending:
-        """Start summing (target tokens, microbatches, microbatches squared) over the data ranks."""
-        if not microbatches:
-            raise HexadError("train_step needs at least one microbatch")
-        number = len(microbatches)
-        counts = [sum(m.targets() for m in microbatches), number, number**2]
-        return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.mesh.data)
-
-    def _targets(self, counts: torch.Tensor) -> int:
-        """The global number of targets, from :meth:`_count`'s sums."""
-        _same_number(counts, self.mesh.data.size)
-        targets = int(counts[0])
-        if targets == 0:
-            raise HexadError("no position of the global batch has a target: all labels are -100")
-        return targets
-
-
-def _same_number(counts: torch.Tensor, ranks: int) -> None:
-    _, number, squares = counts.tolist()
-    # Equality in Cauchy-Schwarz: only when every rank has the same number.
-    if number**2 != squares * ranks:
-        raise HexadError("data ranks were given different numbers of microbatches in one step")
-
-
-def _check_documents(documents: tuple[int, ...], sequences: int, length: int) -> None:
-    """Offsets that miss the start of a sequence would let attention reach across sequences in silence."""
-    total = sequences * length
-    starts = set(range(0, total, length))
-    ascending = all(a < b for a, b in pairwise(documents))
-    if not ascending or documents[-1] != total or documents[0] != 0 or not starts <= set(documents):
-        raise HexadError(
-            f"Microbatch.documents: found {documents}, expected rising offsets from 0 to {total} with each "
-            f"sequence's start ({length} tokens each) among them"
-        )

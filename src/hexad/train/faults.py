@@ -12,7 +12,7 @@ from hexad.config.schema import FaultSettings
 Fault = Literal["not_finite", "spike"]
 
 
-class Row(NamedTuple):
+class Streak(NamedTuple):
     """Faults in a row: how many, and the largest number of a step among them."""
 
     length: int = 0
@@ -25,13 +25,13 @@ class FaultGuard:
     Its state goes into checkpoints: a run that goes on from one judges as the run that wrote it.
 
     Attributes:
-        row: the faults since the last update beyond them.
+        streak: the faults since the last update beyond them.
     """
 
     def __init__(self, settings: FaultSettings) -> None:
         self.settings = settings
         self._losses: deque[float] = deque(maxlen=settings.spike_window)
-        self.row = Row()
+        self.streak = Streak()
 
     @property
     def limit(self) -> float | None:
@@ -45,10 +45,10 @@ class FaultGuard:
         if made:
             if self.settings.spike is not None:
                 self._losses.append(loss)
-            if step > self.row.last:
-                self.row = Row()
+            if step > self.streak.last:
+                self.streak = Streak()
         elif fault is not None:
-            self.row = Row(self.row.length + 1, max(self.row.last, step))
+            self.streak = Streak(self.streak.length + 1, max(self.streak.last, step))
 
     def action(self, fault: Fault) -> Literal["stop", "skip", "roll_back"]:
         """What the settings ask to do about a fault."""
@@ -57,16 +57,16 @@ class FaultGuard:
     @property
     def exhausted(self) -> bool:
         """Whether more steps in a row have failed than ``faults.most``."""
-        return self.row.length > self.settings.most
+        return self.streak.length > self.settings.most
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, in JSON's types."""
-        return {"losses": list(self._losses), "row": list(self.row)}
+        return {"losses": list(self._losses), "row": list(self.streak)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state`."""
         self._losses = deque(state.get("losses", []), maxlen=self.settings.spike_window)
-        self.row = Row(*state.get("row", []))
+        self.streak = Streak(*state.get("row", []))
 
     def describe(self, step: int, loss: float, fault: Fault, limit: float | None) -> str:
         """In words, what was wrong with a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from hexad.comm import CommError, agreed, gather_objects
 from hexad.config import AgreedError, Config, ConfigError, HexadError
+from hexad.resolve import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
 from hexad.topology.mesh import Mesh
 
-from .checks import check_config, working_layout
 from .environment import Environment, environment
 from .idle import dismiss
 from .rendezvous import meet
@@ -29,10 +29,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Run:
-    """What :func:`launch` yields: the mesh and this process's environment."""
+    """What :func:`launch` yields: the mesh, this process's environment, and the resolved configuration."""
 
     mesh: Mesh
     environment: Environment
+    resolved: Resolved
+
+    def resuming(self) -> Run:
+        """The same with ``checkpoint.resume: auto``."""
+        config = self.resolved.config
+        checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
+        config = config.model_copy(update={"checkpoint": checkpoint})
+        return replace(self, resolved=replace(self.resolved, config=config))
 
     def agreed(self, action: Callable[[], T]) -> T:
         """Do something on every rank; if any rank meets a user's error, all raise it.
@@ -126,12 +134,12 @@ def launch(config: Config) -> Iterator[Run]:
     try:
         with _meeting():
             mesh = Mesh.create(layout, device, config.run.timeout)
-        run = Run(mesh, here)
-        # Hosts may have different devices: agreed, not each for itself.
-        run.agreed(lambda: check_device(config, device))
-        # Each rank has read its own files; nothing later would notice a difference.
+        # Hosts may have different devices, and read files of their own: agreed, not each for itself.
+        agreed(lambda: check_device(config, device), mesh.world)
+        run = Run(mesh, here, agreed(lambda: resolve(config, layout), mesh.world))
+        # Nothing later would notice a difference.
         run.identical("torch", str(torch.__version__))
-        run.identical("settings", config.model_dump(mode="json", by_alias=True))
+        run.identical("settings", run.resolved.config.model_dump(mode="json", by_alias=True))
         if config.parallel.schedule.endswith(".json"):
             content = Path(config.parallel.schedule).read_bytes()
             run.identical("parallel.schedule's file", f"one with SHA-256 {sha256(content).hexdigest()[:12]}")

@@ -21,15 +21,15 @@ from hexad.comm import CommError, gather_objects
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.sidecar import fingerprint
-from hexad.dataset.tokenizer import Tokenizer, load_tokenizer
+from hexad.dataset.tokenizer import load_tokenizer
 from hexad.model.counts import flops_per_token, parameter_count
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.simulate import TIMELINE
+from hexad.resolve import working_layout
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
-from .checks import working_layout
-from .engine import Engine, StepResult, with_positions
+from .engine import Engine, StepResult
 from .environment import environment
 from .idle import stand_by
 from .launch import Run, launch
@@ -72,9 +72,8 @@ def train(config: Config) -> Outcome:
         # Hosts count their own: one that merely joined again has made no restart.
         restart = max(gather_objects(here.restart, run.mesh.world))
         if restart and config.checkpoint.resume == "never":  # that was meant for the first start
-            checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
-            config = config.model_copy(update={"checkpoint": checkpoint})
-        trainer = Trainer(config, run)
+            run = run.resuming()
+        trainer = Trainer(run)
         stack.push(trainer.leave)
         if restart:
             log.info("restart %d of %d: going on after step %d", restart, here.restarts, trainer.engine.step)
@@ -84,15 +83,15 @@ def train(config: Config) -> Outcome:
 class Trainer:
     """Everything a run holds on one rank."""
 
-    def __init__(self, config: Config, run: Run) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.mesh = mesh = run.mesh
+        self.config = config = run.resolved.config
         self.first = mesh.rank == 0
         # What can fail on one rank alone (files) is agreed upon, and has no collectives inside.
-        self.config, self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
-        config = self.config
+        self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
         run.identical("data", [fingerprint(prefix) for prefix in _prefixes(config)])
-        self.engine = Engine(config, mesh)
+        self.engine = Engine(run.resolved, mesh)
         self.checkpointer = Checkpointer(config, mesh)
         self.flops = flops_per_token(config.model, config.data.sequence)
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
@@ -291,7 +290,7 @@ class Trainer:
     def _resume(self, run: Run) -> None:
         found = self._load_newest(self.checkpointer.find)
         if found is None:
-            parameters = parameter_count(self.engine.config.model, self.config.data.sequence)
+            parameters = parameter_count(self.config.model)
             load = self.config.model.load
             if load is not None:
                 self._load_weights(run)
@@ -318,34 +317,21 @@ def _prefixes(config: Config) -> list[str]:
     return [data] if isinstance(data, str) else [prefix for _, prefix in data or []]
 
 
-def _open_data(config: Config, mesh: Mesh) -> tuple[Config, DataLoader, DataLoader | None]:
-    """The configuration with the tokenizer's vocabulary, and the loaders for training and validation."""
+def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, DataLoader | None]:
+    """The loaders for training and validation."""
     with blaming("data.tokenizer"):
         tokenizer = load_tokenizer(config.data.tokenizer)
-    config = with_vocab(config, tokenizer)
+    if int(config.model.vocab) < tokenizer.vocab_size:
+        raise ConfigError(
+            "model.vocab",
+            f"found {config.model.vocab}, less than the tokenizer's {tokenizer.vocab_size} "
+            f"({config.data.tokenizer}); use auto or a larger number",
+        )
     place = (mesh.data.rank, mesh.data.size)
     training = loader_from_config(config, *place, tokenizer)
     if not config.validate_.every:
-        return config, training, None
-    return config, training, loader_from_config(config, *place, tokenizer, "validation")
-
-
-def with_vocab(config: Config, tokenizer: Tokenizer) -> Config:
-    """Resolve ``model.vocab`` and ``model.max_positions``.
-
-    Raises:
-        ConfigError: a vocabulary smaller than the tokenizer's.
-    """
-    vocab = config.model.vocab
-    if vocab != "auto" and vocab < tokenizer.vocab_size:
-        raise ConfigError(
-            "model.vocab",
-            f"found {vocab}, less than the tokenizer's {tokenizer.vocab_size} ({config.data.tokenizer}); "
-            "use auto or a larger number",
-        )
-    model = config.model.model_copy(update={"vocab": tokenizer.vocab_size if vocab == "auto" else vocab})
-    config = config.model_copy(update={"model": model})
-    return config.model_copy(update={"model": with_positions(config)})
+        return training, None
+    return training, loader_from_config(config, *place, tokenizer, "validation")
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from hexad.comm import gather_objects
 from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
+from hexad.resolve.stages import stage_costs
 
 from .engine import Engine
-from .pipeline import model_work, stage_costs
 
 
 def timeline_text(engine: Engine) -> str:
@@ -27,7 +27,7 @@ def timeline_text(engine: Engine) -> str:
 def _planned(engine: Engine, measured: Timeline) -> Costs:
     """The costs that were planned with, in seconds: as fast on average as the actions were."""
     config, plan = engine.config, engine.plan
-    costs = stage_costs(model_work(config), plan.layers, plan.schedule.pipeline)
+    costs = stage_costs(config, plan.layers, plan.schedule.pipeline)
     work = _busy(simulate(plan.schedule, costs))
     unit = _busy(measured) / work if work else 0.0
 

@@ -1,14 +1,13 @@
-"""Parameters gathered from the data ranks that keep a share of them.
+"""Parameters gathered from the data ranks that hold a shard of them.
 
-In stages 1 and 2 every bucket is gathered once per step: its gathering starts as soon as its share has been
-updated, and the next forward pass waits for it where it first needs it. In stage 3 matrices are there only
+In ZeRO 1 and 2 every bucket is gathered once per step: its gathering starts as soon as its shard has been
+updated, and the next forward pass waits for it where it first needs it. In ZeRO 3 matrices are there only
 while their layer computes; the next layer's are gathered meanwhile (FSDP: Zhao et al., arXiv 2304.11277).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,13 +15,14 @@ from torch import nn
 
 from hexad.comm import Pending, all_gather_async
 
-from .buckets import Bucket, units
+from .buckets import Bucket
+from .gathering import Gathering
 from .pool import BufferPool
-from .sharding import StateSharding
+from .sharding import Shardings
 
 
 class ParameterGatherer:
-    """Sees to it that parameters are there when a module computes.
+    """Gathers parameters before a module runs.
 
     Args:
         stages: of this rank, by number; the modules get hooks.
@@ -30,117 +30,124 @@ class ParameterGatherer:
         sharding: among which ranks to gather.
         pool: buffers for parameters that come and go.
         hooks: wait for parameters where modules need them; otherwise whoever calls these calls :meth:`settle`
-            before (compiled modules, whose graphs hooks would break). Not in stage 3.
+            before (compiled modules, whose graphs hooks would break). Not in ZeRO 3.
     """
 
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
         buckets: Sequence[Bucket],
-        sharding: StateSharding,
+        sharding: Shardings,
         pool: BufferPool,
         hooks: bool = True,
     ) -> None:
-        self._shards = sharding.shards
-        self._pool = pool
-        self._gathering: dict[Bucket, Pending] = {}
-        if sharding.stage == 0 or not hooks:
+        self._buckets, self._sharding, self._pool = buckets, sharding, pool
+        self._gathering: dict[int, Pending] = {}
+        if not hooks or all(each.zero == 0 for each in sharding.values()):
             return
-        owner = {declared.parameter: bucket for bucket in buckets for declared in bucket.members}
-        for model in stages.values():
-            found = [_Unit(module, owner) for module in units(model)]
-            coming = [unit for unit in found if unit.absent]
-            for unit, after in pairwise(coming):
-                unit.after = after
-                after.before = unit if unit.block else None
-            for unit in found:
-                unit.module.register_forward_pre_hook(self._entering(unit))
-                if unit.absent:
-                    unit.module.register_forward_hook(self._leaving(unit))
+        for stage in stages.values():
+            self._hook(stage)
 
     def publish(self, bucket: Bucket) -> None:
         """Hand the bucket's new master values to all ranks that need them."""
-        self._renew(bucket)
+        number = self._buckets.index(bucket)
+        self._renew(number)
         bucket.publish()
-        if bucket.resident and self._shards.size > 1:
-            self._gathering[bucket] = all_gather_async(bucket.source, self._shards, out=bucket.whole)
+        shards = self._sharding[bucket.traits.grid].shards
+        if bucket.plan.resident and shards.size > 1:
+            self._gathering[number] = all_gather_async(bucket.source, shards, out=bucket.whole)
 
     def settle(self) -> None:
         """Wait for everything that is being gathered."""
-        for bucket in list(self._gathering):
-            self._renew(bucket)
+        for number in list(self._gathering):
+            self._renew(number)
 
-    def _renew(self, bucket: Bucket) -> None:
-        """Forget values that are there, or on their way, but not for good."""
-        self._arrive(bucket)
-        if not bucket.resident and bucket.whole is not None:
+    def _renew(self, number: int) -> None:
+        """Forget values that are there, or on their way, but do not stay."""
+        self._arrive(number)
+        if not self._buckets[number].plan.resident:
+            self.release(number)
+
+    # As Gathering decides
+
+    def fetch(self, number: int) -> None:
+        """Start gathering a bucket, if it is not here."""
+        bucket = self._buckets[number]
+        if bucket.whole is None and number not in self._gathering:
+            buffer = self._pool.take(bucket, bucket.members[0].parameter.dtype)
+            shard = bucket.shard(buffer).copy_(bucket.source)
+            shards = self._sharding[bucket.traits.grid].shards
+            self._gathering[number] = all_gather_async(shard, shards, out=buffer)
+
+    def release(self, number: int) -> None:
+        """Give up a bucket's values, if they are here."""
+        bucket = self._buckets[number]
+        if bucket.whole is not None:
             self._pool.give(bucket, bucket.detach())
 
-    def _start(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
-            if bucket.whole is None and bucket not in self._gathering:
-                buffer = self._pool.take(bucket, bucket.members[0].parameter.dtype)
-                share = bucket.share(buffer).copy_(bucket.source)
-                self._gathering[bucket] = all_gather_async(share, self._shards, out=buffer)
-
-    def _arrive(self, bucket: Bucket) -> None:
-        pending = self._gathering.pop(bucket, None)
+    def _arrive(self, number: int) -> None:
+        pending = self._gathering.pop(number, None)
         if pending is not None:
             whole = pending.wait()
-            if not bucket.resident:
-                bucket.attach(whole)
+            if not self._buckets[number].plan.resident:
+                self._buckets[number].attach(whole)
 
-    def _fetch(self, unit: _Unit, ahead: _Unit | None) -> None:
-        self._start(unit.absent)
-        if ahead is not None:
-            self._start(ahead.absent)
-        for bucket in unit.buckets:
-            self._arrive(bucket)
+    def _hook(self, stage: nn.Module) -> None:
+        """Make the stage's units fetch, wait for and release their buckets."""
+        owner = {each.parameter: n for n, bucket in enumerate(self._buckets) for each in bucket.members}
+        units = stage_units(stage)
+        needed = [list(dict.fromkeys(owner[p] for p in parameters)) for _, parameters in units]
+        absent = [[n for n in numbers if not self._buckets[n].plan.resident] for numbers in needed]
+        layers = [all(self._backward_needs(n) for n in numbers) for numbers in absent]
+        order = Gathering(absent, layers, self)
+        for unit, (module, _) in enumerate(units):
+            releases = bool(absent[unit])
+            enter = self._entering(order, unit, needed[unit], releases and layers[unit])
+            module.register_forward_pre_hook(enter)
+            if releases:
+                module.register_forward_hook(self._leaving(order, unit, needed[unit], layers[unit]))
 
-    def _release(self, unit: _Unit) -> None:
-        for bucket in unit.absent:
-            if bucket.whole is not None:
-                self._pool.give(bucket, bucket.detach())
+    def _backward_needs(self, number: int) -> bool:
+        return not self._buckets[number].members[0].declaration.weights[0].apart
 
-    def _return(self, unit: _Unit) -> None:
-        """Backward reaches a layer: the one after it is done, the one before it is next."""
-        if unit.after is not None:
-            self._release(unit.after)
-        self._fetch(unit, unit.before)
-
-    def _entering(self, unit: _Unit) -> Any:
+    def _entering(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:
         def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self._fetch(unit, unit.after)
-            inputs = arguments[0]
-            if unit.absent and unit.block and inputs.requires_grad:
-                inputs.register_hook(lambda _: self._release(unit))  # its own backward is over
+            order.enter(unit)
+            for number in needed:
+                self._arrive(number)
+            if layer and arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].requires_grad:
+                # When the gradient of the input is there, the layer's own backward is over.
+                arguments[0].register_hook(lambda _: order.leave(unit))
 
         return enter
 
-    def _leaving(self, unit: _Unit) -> Any:
+    def _leaving(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:
+        def turn(_: torch.Tensor) -> None:
+            order.turn(unit)
+            for number in needed:
+                self._arrive(number)
+
         def leave(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
-            self._release(unit)
-            if unit.block and output.requires_grad:
-                output.register_hook(lambda _: self._return(unit))
+            order.leave(unit)
+            if layer and output.requires_grad:
+                output.register_hook(turn)
 
         return leave
 
 
-class _Unit:
-    """Parameters that are needed together.
+_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
 
-    Attributes:
-        buckets: that hold them.
-        absent: those of the buckets that are not always there.
-        block: a transformer layer, which needs its weights in the backward pass too. Embeddings do not, and
-            the head computes its gradients in the forward pass.
-        after, before: the unit to fetch meanwhile, in the forward and in the backward pass.
-    """
 
-    def __init__(self, module: nn.Module, owner: Mapping[nn.Parameter, Bucket]) -> None:
-        self.module = module
-        self.buckets = list(dict.fromkeys(owner[parameter] for parameter in module.parameters()))
-        self.absent = [bucket for bucket in self.buckets if not bucket.resident]
-        self.block = any(True for _ in module.children())
-        self.after: _Unit | None = None
-        self.before: _Unit | None = None
+def stage_units(stage: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """The parts of a stage whose parameters are needed together, in the order of the forward pass, each with
+    its parameters: the elements of its containers (layers), and the modules beside them."""
+    own = list(stage.parameters(recurse=False))
+    found = [(stage, own)] if own else []
+    for child in stage.children():
+        if isinstance(child, _CONTAINERS):
+            found += [(element, list(element.parameters())) for element in child.children()]
+        elif any(isinstance(module, _CONTAINERS) for module in child.modules()):
+            found += stage_units(child)
+        else:
+            found.append((child, list(child.parameters())))
+    return found

@@ -1,37 +1,49 @@
-"""Which data ranks divide the model's state among them, and what of it (ZeRO: Rajbhandari et al.,
+"""Among which data ranks the model's state is sharded, and what of it (ZeRO: Rajbhandari et al.,
 arXiv 1910.02054)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hexad.topology.mesh import Axis, Mesh
 
+from ..inventory import Grid
+
 
 @dataclass(frozen=True)
 class StateSharding:
-    """How the data ranks hold the state.
+    """How the data ranks of one grid hold the state of its weights.
 
-    Stage 0 is the same machinery with one rank per shard: everybody holds everything.
+    Level 0 is the same machinery with one rank per shard: every rank holds everything.
 
     Attributes:
-        stage: 0 nothing is divided, 1 optimizer state and master weights, 2 gradients too, 3 matrices too.
-        shards: the ranks among which it is divided; size 1 in stage 0.
-        replicas: the ranks that hold the same share (hybrid sharding, as in MiCS, arXiv 2205.00119).
+        zero: 0 nothing is sharded, 1 optimizer state and master weights, 2 gradients too, 3 matrices too.
+        shards: the ranks among which it is sharded; size 1 in level 0.
+        replicas: the ranks that hold the same shard (hybrid sharding, as in MiCS, arXiv 2205.00119).
+        model: the axes of the grid that may divide a weight; ranks along them hold other shards of it, or
+            copies.
     """
 
-    stage: int
+    zero: int
     shards: Axis
     replicas: Axis
+    model: tuple[Axis, ...]
 
     @classmethod
-    def create(cls, stage: int, replicas: int, mesh: Mesh) -> StateSharding:
-        """Divide the mesh's data axis; every rank calls this together.
+    def create(cls, zero: int, replicas: int, mesh: Mesh, grid: Grid = "dense") -> StateSharding:
+        """Split the axis over which the grid's gradients are reduced; every rank calls this together.
 
         Args:
-            stage: ``parallel.zero``.
-            replicas: ``parallel.replicas``, which divides the data degree.
+            zero: ``parallel.zero``.
+            replicas: ``parallel.replicas``, which divides the axis's degree.
             mesh: of the run.
+            grid: whose weights.
         """
-        size = mesh.data.size // replicas if stage else 1
-        return cls(stage, *mesh.split(mesh.data, size))
+        data = mesh.gradient_axis(grid)
+        size = data.size // replicas if zero else 1
+        return cls(zero, *mesh.split(data, size), mesh.model_axes(grid))
+
+
+Shardings = Mapping[Grid, StateSharding]
+"""The state sharding of every grid that has weights."""

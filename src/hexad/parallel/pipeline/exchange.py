@@ -1,52 +1,73 @@
-"""The messages of one pipeline rank on their way: when transfers are started, and when buffers are free.
+"""The messages of one pipeline rank under way: when transfers are started, and when buffers are free.
+No torch: the executor sends tensors through it, the memory model counts what it holds.
 
-The order is that of :mod:`.transfers`; :mod:`hexad.plan.messages` counts what is held here.
+The order is that of :mod:`.transfers`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-
-import torch
-
-from hexad.comm import Pending, receive_async, send_async
-from hexad.topology.mesh import Axis
+from typing import Generic, Protocol, TypeVar
 
 from .schedule import Message, Schedule
 from .transfers import AHEAD, Transfer
 
+T = TypeVar("T")
+Received = TypeVar("Received", covariant=True)
 
-class Exchange:
+
+class Waiting(Protocol[Received]):
+    """A transfer under way."""
+
+    def wait(self) -> Received:
+        """Block until it is over; a received tensor may be used then."""
+        ...
+
+
+class Transport(Protocol[T]):
+    """Starts transfers."""
+
+    def send(self, message: T, peer: int, tag: int) -> Waiting[object]:
+        """Start sending to the pipeline rank ``peer``."""
+        ...
+
+    def receive(self, microbatch: int, peer: int, tag: int) -> Waiting[T]:
+        """Start receiving what belongs to a microbatch."""
+        ...
+
+
+class Exchange(Generic[T]):
     """Carries one step's messages of this rank.
 
     Args:
         schedule: whose messages.
         order: this rank's entry of :func:`.transfers.transfers`.
-        axis: the pipeline axis.
-        buffer: makes an uninitialised tensor for a microbatch's message.
+        transport: starts the transfers.
     """
 
-    def __init__(
-        self, schedule: Schedule, order: list[Transfer], axis: Axis, buffer: Callable[[int], torch.Tensor]
-    ) -> None:
+    def __init__(self, schedule: Schedule, order: list[Transfer], transport: Transport[T]) -> None:
         self._order = order
-        self._axis = axis
-        self._buffer = buffer
+        self._transport = transport
         self._microbatches = schedule.microbatches
         self._position = {transfer.message: index for index, transfer in enumerate(order)}
         self._next = 0
-        self._outgoing: dict[Message, torch.Tensor] = {}
-        self._arriving: dict[Message, Pending] = {}
-        self._sent: dict[int, deque[tuple[int, Pending]]] = {}  # to be answered, by peer
-        self._unanswered: deque[Pending] = deque()
+        self._outgoing: dict[Message, T] = {}
+        self._arriving: dict[Message, Waiting[T]] = {}
+        self._sent: dict[int, deque[tuple[int, Waiting[object]]]] = {}  # to be answered, by peer
+        self._unanswered: deque[Waiting[object]] = deque()
 
-    def send(self, message: Message, tensor: torch.Tensor) -> None:
+    @property
+    def held(self) -> int:
+        """Tensors under way, from or to here."""
+        waiting = len(self._arriving) + len(self._outgoing) + len(self._unanswered)
+        return waiting + sum(map(len, self._sent.values()))
+
+    def send(self, message: Message, tensor: T) -> None:
         """Start sending; the tensor must not be changed any more."""
         self._outgoing[message] = tensor
         self._advance(self._position[message])
 
-    def receive(self, message: Message) -> torch.Tensor:
+    def receive(self, message: Message) -> T:
         """The message, once it is here."""
         position = self._position[message]
         self._advance(position)
@@ -68,16 +89,16 @@ class Exchange:
             if transfer.outgoing:
                 if message not in self._outgoing:
                     return
-                pending = send_async(self._outgoing.pop(message), self._axis, peer, self._tag(message))
+                pending = self._transport.send(self._outgoing.pop(message), peer, self._tag(message))
                 self._keep(transfer, pending)
             else:
                 if self._next > until and len(self._arriving) >= AHEAD:
                     return
-                buffer = self._buffer(message.microbatch)
-                self._arriving[message] = receive_async(buffer, self._axis, peer, self._tag(message))
+                arriving = self._transport.receive(message.microbatch, peer, self._tag(message))
+                self._arriving[message] = arriving
             self._next += 1
 
-    def _keep(self, transfer: Transfer, pending: Pending) -> None:
+    def _keep(self, transfer: Transfer, pending: Waiting[object]) -> None:
         """Hold on to what is being sent. Waiting for the oldest is safe: by the common order of transfers its
         receiver is never kept from posting it."""
         if transfer.answered:
@@ -88,7 +109,8 @@ class Exchange:
             self._unanswered.popleft().wait()
 
     def _release(self, received: Transfer) -> None:
-        """Let go of what the peer must have had before it could make what has just been received."""
+        """Release send buffers whose receipt is implied by the message just received: the peer needed them
+        before it."""
         pending = self._sent.get(received.peer)
         if pending:
             kept = [entry for entry in pending if entry[0] > received.delivered]

@@ -6,25 +6,26 @@ One stage on one rank is the shortest schedule, so that there is no second path 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hexad.comm import Pending, receive_async, send_async
 from hexad.topology.mesh import Axis
 
-from ..slot import Product, ProductQueue
+from ..data.gradients import Deferred, Gradients
 from .exchange import Exchange
 from .schedule import Action, Message, Schedule
 from .transfers import transfers
 
 M = TypeVar("M")
 
-Stage = Callable[[M, torch.Tensor | None], torch.Tensor]
-"""What one stage computes, given a microbatch and the hidden states of the stage before (None on the first):
-hidden states, and on the last stage a scalar, the sum of the microbatch's token losses."""
+Stage = Callable[[M, torch.Tensor | None, float | None], torch.Tensor]
+"""What one stage computes, given a microbatch, the hidden states of the stage before (None on the first), and
+what the loss will be multiplied by before it is differentiated (None in evaluation): hidden states, and on
+the last stage a scalar, the sum of the microbatch's token losses."""
 
 
 class Executor(Generic[M]):
@@ -35,7 +36,7 @@ class Executor(Generic[M]):
         stages: this rank's stages, by number.
         axis: the pipeline axis.
         buffer: makes an uninitialised tensor of the shape that crosses a microbatch's stage boundaries.
-        products: where the stages' weight gradients may be put off.
+        gradients: where the stages' weight gradients may be deferred.
         device: where the stages compute.
 
     Attributes:
@@ -50,8 +51,8 @@ class Executor(Generic[M]):
         schedule: Schedule,
         stages: Mapping[int, Stage[M]],
         axis: Axis,
-        buffer: Callable[[M], torch.Tensor],
-        products: ProductQueue,
+        buffer: Callable[[M], torch.Tensor] | None,
+        gradients: Gradients,
         device: torch.device,
     ) -> None:
         self.schedule = schedule
@@ -59,7 +60,7 @@ class Executor(Generic[M]):
         self.axis = axis
         self.device = device
         self.buffer = buffer
-        self.products = products
+        self.gradients = gradients
         self.peak_activations = 0
         self.times: list[tuple[float, float]] = []
         self.began = 0.0
@@ -85,11 +86,9 @@ class Executor(Generic[M]):
         if len(microbatches) != self.schedule.microbatches:
             raise ValueError(f"{len(microbatches)} microbatches, scheduled are {self.schedule.microbatches}")
 
-        def buffer(microbatch: int) -> torch.Tensor:
-            return self.buffer(microbatches[microbatch])
-
-        exchange = Exchange(self.schedule, self._transfers, self.axis, buffer)
-        walk = _Walk(self.schedule, self.stages, microbatches, scale, self.products)
+        transport = _PointToPoint(self.axis, self.buffer, microbatches)
+        exchange = Exchange(self.schedule, self._transfers, transport)
+        walk = _Walk(self.schedule, self.stages, microbatches, scale, self.gradients)
         clock = _Clock(self.device) if record else None
         for action in self.schedule.ranks[self.axis.rank]:
             message = self.schedule.received(action)
@@ -111,6 +110,22 @@ class Executor(Generic[M]):
         return walk.total
 
 
+class _PointToPoint(Generic[M]):
+    """Sends tensors over the pipeline axis."""
+
+    def __init__(
+        self, axis: Axis, buffer: Callable[[M], torch.Tensor] | None, microbatches: Sequence[M]
+    ) -> None:
+        self._axis, self._buffer, self._microbatches = axis, buffer, microbatches
+
+    def send(self, message: torch.Tensor, peer: int, tag: int) -> Pending:
+        return send_async(message, self._axis, peer, tag)
+
+    def receive(self, microbatch: int, peer: int, tag: int) -> Pending:
+        assert self._buffer is not None, "stages on several ranks need a boundary"
+        return receive_async(self._buffer(self._microbatches[microbatch]), self._axis, peer, tag)
+
+
 class _Walk(Generic[M]):
     """What one run holds: activations from ``F`` to ``B``, and what weight gradients need of them to ``W``.
 
@@ -123,16 +138,16 @@ class _Walk(Generic[M]):
         stages: Mapping[int, Stage[M]],
         microbatches: Sequence[M],
         scale: float | None,
-        products: ProductQueue,
+        gradients: Gradients,
     ) -> None:
         self.total: torch.Tensor | None = None
         self._final = schedule.stages - 1
         self._stages = stages
         self._microbatches = microbatches
         self._scale = scale
-        self._products = products
+        self._gradients = gradients
         self._graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
-        self._weights: dict[tuple[int, int], deque[Product]] = {}
+        self._weights: dict[tuple[int, int], Deferred] = {}
         self._handed: dict[Message, torch.Tensor] = {}
 
     @property
@@ -144,7 +159,7 @@ class _Walk(Generic[M]):
         """Do one action; returns what a neighbouring stage needs of it."""
         kind, stage, microbatch = action
         if kind == "W":
-            self._products.compute(self._weights.pop((stage, microbatch)))
+            self._gradients.compute(self._weights.pop((stage, microbatch)))
             return None
         if received is None:  # the neighbour is on this rank, or there is none
             source = (
@@ -165,7 +180,7 @@ class _Walk(Generic[M]):
         if inputs is not None:
             inputs.requires_grad_(training)
         with torch.set_grad_enabled(training):
-            output = self._stages[stage](self._microbatches[microbatch], inputs)
+            output = self._stages[stage](self._microbatches[microbatch], inputs, self._scale)
         final = stage == self._final
         if training:
             root = output if final else get_gradient_edge(output)
@@ -184,7 +199,7 @@ class _Walk(Generic[M]):
             assert self._scale is not None
             gradient = torch.full_like(root, self._scale)
         if split:
-            with self._products.deferring() as later:
+            with self._gradients.defer() as later:
                 torch.autograd.backward(root, gradient)
             self._weights[stage, microbatch] = later
         else:

@@ -33,7 +33,7 @@ def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def cross_entropy_sum_(
-    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, seed: float | None
+    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
 ) -> torch.Tensor:
     """Sum of ``-log softmax(logits)[label]`` over the tokens that have a label, in nats.
 
@@ -41,11 +41,11 @@ def cross_entropy_sum_(
 
     Args:
         logits: float32 or float64 ``[tokens, padded vocab / size]``, this rank's columns. **Overwritten**,
-            with the gradient of ``seed`` times the sum; where that is None, with nothing of use.
+            with the gradient of ``scale`` times the sum; where that is None, with nothing of use.
         labels: int64 ``[tokens]``, global token ids; -100 marks a token without a target.
         vocab: real vocabulary size; columns beyond it are ignored.
         axis: the tensor axis.
-        seed: see ``logits``.
+        scale: see ``logits``.
 
     Returns:
         A scalar, equal on all ranks of the axis.
@@ -62,8 +62,8 @@ def cross_entropy_sum_(
     highest = all_reduce(local_highest.clone(), axis, "max")
     shift = (local_highest - highest).exp_()
     sums, targets = all_reduce(torch.stack([sums * shift, targets]), axis)
-    if seed is not None:
-        weight = torch.full_like(sums, seed).masked_fill_(ignored, 0)
+    if scale is not None:
+        weight = torch.full_like(sums, scale).masked_fill_(ignored, 0)
         logits.mul_((shift / sums).mul_(weight)[:, None])
         logits.scatter_add_(1, rows[:, None], weight.mul_(here).neg_()[:, None])
     return (sums.log() + highest - targets).masked_fill_(ignored, 0).sum()

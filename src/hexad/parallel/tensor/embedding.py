@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,31 +11,18 @@ from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_reduce, reduce_scatter
 
-from ..shapes import padded_vocab
-from ..sharding import Declaration, Piece, Placement, ShardedModule
-from ..slot import slot_of
+from ..gradients import Rows, accumulator_of
+from ..sharding import Shard, ShardedModule
+from .embedding_inventory import Embedding, Head
 from .linear import column_linear
 from .loss import head_loss_sum
 
 
-def _vocab_weight(
-    vocab: int, hidden: int, place: Placement, std: float, name: str = "weight", **flags: bool
-) -> tuple[nn.Parameter, Declaration]:
-    """A ``[padded vocab / size, hidden]`` weight; padding rows belong to no piece and stay zero."""
-    size, rank = place.axis.size, place.axis.rank
-    rows = padded_vocab(vocab, size) // size
-    begin = min(rank * rows, vocab)
-    sizes = (min(begin + rows, vocab) - begin, hidden)
-    piece = Piece(name, (vocab, hidden), (begin, 0), sizes, std=std)
-    declaration = Declaration((piece,), size > 1, partial=False, decay=True, **flags)
-    return place.parameter(rows, hidden), declaration
-
-
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, place: Placement) -> torch.Tensor:
-        ctx.weight, ctx.place = weight, place
-        axis = place.axis
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, shard: Shard) -> torch.Tensor:
+        ctx.weight, ctx.shard = weight, shard
+        axis = shard.tensor
         if axis.size == 1:
             ctx.save_for_backward(tokens, None)
             return F.embedding(tokens, weight)
@@ -44,84 +31,71 @@ class _Embed(torch.autograd.Function):
         rows = rows.masked_fill_(elsewhere, 0)
         ctx.save_for_backward(rows, elsewhere)
         out = F.embedding(rows, weight).masked_fill_(elsewhere[:, None], 0)
-        return (reduce_scatter if place.sequence else all_reduce)(out, axis)
+        return (reduce_scatter if shard.sequence else all_reduce)(out, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
-        if ctx.place.sequence:
-            gradient = all_gather(gradient.contiguous(), ctx.place.axis)
+        if ctx.shard.sequence:
+            gradient = all_gather(gradient.contiguous(), ctx.shard.tensor)
         if elsewhere is not None:
             gradient = gradient.masked_fill(elsewhere[:, None], 0)
-        slot = slot_of(ctx.weight)
-        if slot is not None:
-            slot.add_rows(rows, gradient)
+        accumulator = accumulator_of(ctx.weight)
+        if accumulator is not None:
+            accumulator.contribute(ctx.weight, Rows(rows, gradient))
             return None, None, None
         weight = torch.zeros_like(ctx.weight).index_add_(0, rows, gradient)
         return None, weight, None
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """A token embedding with the vocabulary's rows divided over the axis.
+    """A token embedding with the vocabulary's rows divided over the tensor axis.
 
     Args:
-        vocab: number of tokens, any; padded internally.
-        hidden: width.
-        place: in sequence parallel the output is divided over tokens.
-        tied: another pipeline rank's output head holds a copy of the weight.
+        inventory: what it holds; padding rows belong to no weight and stay zero.
+        shard: in sequence parallel the output is divided over tokens.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, vocab: int, hidden: int, place: Placement, *, std: float, tied: bool = False) -> None:
-        super().__init__()
-        self.place = place
-        self.declare("weight", *_vocab_weight(vocab, hidden, place, std, tied=tied))
+    def __init__(self, inventory: Embedding, shard: Shard) -> None:
+        super().__init__(shard)
+        self.declare(*inventory.parameters)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 ``[tokens]`` -> ``[tokens (/ size in sequence parallel), hidden]``."""
-        return _Embed.apply(tokens, self.weight, self.place)
+        return _Embed.apply(tokens, self.weight, self.shard)
 
 
 class VocabParallelHead(ShardedModule):
-    """The output projection with the vocabulary divided over the axis; each rank returns its own logits.
+    """The output projection with the vocabulary divided over the tensor axis; each rank returns its own
+    logits.
 
     Args:
-        tied: the embedding's weight where this rank holds it; ``copy`` where another pipeline rank does, of
-            which the head then holds a copy; None makes a weight of its own.
+        inventory: what it holds.
+        shard: in sequence parallel the input is divided over tokens.
+        weight: the embedding's, where the inventory says that it is used ``here``.
     """
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        vocab: int,
-        hidden: int,
-        place: Placement,
-        *,
-        tied: nn.Parameter | Literal["copy"] | None,
-        std: float,
-    ) -> None:
-        super().__init__()
-        self.place = place
-        self.vocab = vocab
-        if tied is None:
-            self.declare("weight", *_vocab_weight(vocab, hidden, place, std))
-        elif isinstance(tied, nn.Parameter):
-            self.weight = tied
-        else:
-            name = ".embedding.weight"
-            self.declare("weight", *_vocab_weight(vocab, hidden, place, std, name, tied=True, copy=True))
+    def __init__(self, inventory: Head, shard: Shard, weight: nn.Parameter | None = None) -> None:
+        super().__init__(shard)
+        self.vocab = inventory.vocab
+        self.declare(*inventory.parameters)
+        if inventory.tied == "here":
+            assert weight is not None
+            self.weight = weight
 
     def forward(
-        self, x: torch.Tensor, labels: torch.Tensor | None = None, seed: float | None = None
+        self, x: torch.Tensor, labels: torch.Tensor | None = None, scale: float | None = None
     ) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> logits ``[tokens, padded vocab / size]``.
 
         With ``labels``, int64 ``[tokens]``: the sum of the token losses, without ever holding all logits; see
-        :func:`hexad.parallel.tensor.loss.head_loss_sum`. Both are calls of the module, whose hooks see to it
-        that the weight is there.
+        :func:`hexad.parallel.tensor.loss.head_loss_sum`. Both are calls of the module, whose hooks gather the
+        weight first.
         """
         if labels is None:
-            return column_linear(x, self.weight, None, replace(self.place, fp8=False))
-        return head_loss_sum(x, self.weight, labels, self.vocab, self.place, seed)
+            return column_linear(x, self.weight, None, replace(self.shard, fp8=False))
+        return head_loss_sum(x, self.weight, labels, self.vocab, self.shard, scale)

@@ -4,7 +4,7 @@ Logits are by far the largest tensor of a model with a large vocabulary. Here th
 tokens at a time: as soon as a slice has its loss, its logits become their own gradient and are multiplied
 into the gradients of the hidden states and of the weight, so that nothing of vocabulary size outlives the
 slice and the head is multiplied no more often than otherwise. The idea is that of Liger kernel's fused linear
-cross-entropy (arXiv 2410.10989); it asks for the backward pass's seed beforehand.
+cross-entropy (arXiv 2410.10989); the gradient at which backward will begin must be known beforehand.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 from hexad.comm import Pending, all_gather_async, all_reduce_async, reduce_scatter_async
 
-from ..shapes import loss_rows
-from ..sharding import Placement
-from ..slot import slot_of
+from ..gradients import Product, accumulator_of
+from ..sharding import Shard
 from .cross_entropy import cross_entropy_sum_
+from .embedding_inventory import loss_rows
 
 
 def head_loss_sum(
@@ -26,24 +26,26 @@ def head_loss_sum(
     weight: torch.Tensor,
     labels: torch.Tensor,
     vocab: int,
-    place: Placement,
-    seed: float | None = 1.0,
+    shard: Shard,
+    scale: float | None = 1.0,
 ) -> torch.Tensor:
     """Sum of the token losses ``-log softmax(x W^T)[label]``, in nats; in at least float32.
 
-    With gradients, the weight's is in its slot when this returns, if it has one: computed for ``seed``, it is
-    then right only if the sum's gradient in the backward pass is just that. Without a slot any gradient is.
+    With gradients, the weight's is contributed when this returns, if an engine accumulates it: computed for
+    ``scale``, it is then right only if the sum's gradient in the backward pass is exactly that. Under plain
+    autograd any gradient is.
 
     Args:
         x: ``[tokens (/ size in sequence parallel), hidden]``.
         weight: ``[padded vocab / size, hidden]``, this rank's rows.
         labels: int64 ``[tokens]``, -100 for none.
         vocab: real vocabulary size.
-        place: of the head.
-        seed: the gradient of the sum, not 0; None where no gradients are wanted.
+        shard: of the head.
+        scale: the gradient of the sum (the loss scale over the number of targets), not 0; None where no
+            gradients are wanted.
     """
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _HeadLoss.apply(x, weight, labels, vocab, place, seed if wanted else None)
+    return _HeadLoss.apply(x, weight, labels, vocab, shard, scale if wanted else None)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -54,17 +56,17 @@ class _HeadLoss(torch.autograd.Function):
         weight: torch.Tensor,
         labels: torch.Tensor,
         vocab: int,
-        place: Placement,
-        seed: float | None,
+        shard: Shard,
+        scale: float | None,
     ) -> torch.Tensor:
-        total, grad_x, grad_weight = _slices(x, weight, labels, vocab, place, seed)
-        ctx.seed = seed
+        total, grad_x, grad_weight = _slices(x, weight, labels, vocab, shard, scale)
+        ctx.scale = scale
         ctx.save_for_backward(grad_x, grad_weight)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        factor = gradient / ctx.seed
+        factor = gradient / ctx.scale
         scaled = (None if tensor is None else tensor * factor for tensor in ctx.saved_tensors)
         return (*scaled, None, None, None, None)
 
@@ -74,39 +76,39 @@ def _slices(
     weight: torch.Tensor,
     labels: torch.Tensor,
     vocab: int,
-    place: Placement,
-    seed: float | None,
+    shard: Shard,
+    scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(loss, gradient of ``x``, gradient of ``weight`` unless it has a slot); gradients times ``seed``.
+    """(loss, gradient of ``x``, gradient of ``weight`` unless it is accumulated); gradients times ``scale``.
 
     In sequence parallel a slice has the same rows of every rank's share, so that it is gathered, and its
     gradient scattered, by itself: the next slice arrives, and the gradients of the last one leave, while a
     slice is computed.
     """
-    shares = place.axis.size if place.sequence else 1
-    slot = slot_of(weight)
+    shares = shard.tensor.size if shard.sequence else 1
+    accumulator = accumulator_of(weight)
     rows = -(-loss_rows(labels.numel(), x.shape[1], weight.shape[0], x.element_size()) // shares)
     inputs = x.detach().split(rows)
     targets = [part.flatten() for part in labels.reshape(shares, -1).split(rows, dim=1)]
-    grad_x = None if seed is None else torch.empty_like(x)
+    grad_x = None if scale is None else torch.empty_like(x)
     outputs = [] if grad_x is None else list(grad_x.split(rows))
     grad_weight: torch.Tensor | None = None
     total: torch.Tensor | float = 0.0
     leaving: Pending | None = None
-    arriving = _gather(inputs[0], place)
+    arriving = _gather(inputs[0], shard)
     for index, target in enumerate(targets):
         rows_in = arriving.wait()
         if index + 1 < len(inputs):
-            arriving = _gather(inputs[index + 1], place)
-        loss, gradient = _logits(rows_in, weight, target, vocab, place, seed)
+            arriving = _gather(inputs[index + 1], shard)
+        loss, gradient = _logits(rows_in, weight, target, vocab, shard, scale)
         total = total + loss
         if gradient is None:
             continue
         if leaving is not None:
             outputs[index - 1].copy_(leaving.wait())
-        leaving = _leave(gradient, weight, outputs[index], place)
-        if slot is not None:
-            slot.add_product(gradient, rows_in, last=index + 1 == len(targets))
+        leaving = _leave(gradient, weight, outputs[index], shard)
+        if accumulator is not None:
+            accumulator.contribute(weight, Product(gradient, rows_in), last=index + 1 == len(targets))
         else:
             product = gradient.t() @ rows_in
             grad_weight = product if grad_weight is None else grad_weight.add_(product)
@@ -117,15 +119,15 @@ def _slices(
     return total, grad_x, grad_weight
 
 
-def _gather(rows: torch.Tensor, place: Placement) -> Pending:
-    return all_gather_async(rows, place.axis) if place.sequence else Pending(rows)
+def _gather(rows: torch.Tensor, shard: Shard) -> Pending:
+    return all_gather_async(rows, shard.tensor) if shard.sequence else Pending(rows)
 
 
-def _leave(gradient: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, place: Placement) -> Pending:
+def _leave(gradient: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, shard: Shard) -> Pending:
     """Start summing the gradient of a slice's input, into ``rows`` unless it is scattered."""
-    if place.sequence:
-        return reduce_scatter_async(gradient @ weight, place.axis)
-    return all_reduce_async(torch.mm(gradient, weight, out=rows), place.axis)
+    if shard.sequence:
+        return reduce_scatter_async(gradient @ weight, shard.tensor)
+    return all_reduce_async(torch.mm(gradient, weight, out=rows), shard.tensor)
 
 
 def _logits(
@@ -133,12 +135,12 @@ def _logits(
     weight: torch.Tensor,
     labels: torch.Tensor,
     vocab: int,
-    place: Placement,
-    seed: float | None,
+    shard: Shard,
+    scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(loss, gradient of the logits) of one slice; statistics are in at least float32."""
     logits = x @ weight.t()
     wide = logits.float() if logits.dtype.itemsize == 2 else logits
     del logits
-    loss = cross_entropy_sum_(wide, labels, vocab, place.axis, seed)
-    return loss, None if seed is None else wide.to(x.dtype)
+    loss = cross_entropy_sum_(wide, labels, vocab, shard.tensor, scale)
+    return loss, None if scale is None else wide.to(x.dtype)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hexad.config import Config, ConfigError, blaming
-from hexad.model.counts import ModelWork, Work, layer_costs
+from hexad.model.counts import ModelWork, layer_costs
 from hexad.parallel.pipeline.partition import LayerCosts, partition
-from hexad.parallel.pipeline.schedule import Schedule, read_schedule
+from hexad.parallel.pipeline.schedule import Schedule, forward_schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
 from hexad.parallel.pipeline.schedules.auto import search
 from hexad.parallel.pipeline.simulate import Costs
@@ -32,16 +32,22 @@ class PipelinePlan:
 def pipeline_plan(config: Config, layout: Layout) -> PipelinePlan:
     """The stages and the schedule of a run.
 
-    Layers are weighed by their arithmetic. While ``model.vocab`` is still ``auto``, the output head counts as
-    nothing: enough to check whether everything fits.
+    Layers are weighed by their arithmetic.
 
     Raises:
         ConfigError: settings that do not fit each other.
     """
-    work = model_work(config)
+    work = layer_costs(config.model, config.data.sequence)
     microbatches = config.batch.global_ // (config.batch.micro * int(layout.data))
     schedule = _schedule(config, layout.pipeline, max(1, microbatches), work)
     return PipelinePlan(schedule, stage_layers(config, schedule.stages, work))
+
+
+def forward_plan(config: Config, layout: Layout) -> PipelinePlan:
+    """The stages of a model that only runs forward passes, one per pipeline rank."""
+    work = layer_costs(config.model, config.data.sequence)
+    layers = stage_layers(config, layout.pipeline, work)
+    return PipelinePlan(forward_schedule(range(layout.pipeline), 1), layers)
 
 
 def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> Schedule:
@@ -59,15 +65,13 @@ def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> 
             "parallel.schedule",
             f"{name} has {planned.microbatches} microbatches, found {microbatches} in a step",
         )
-    return _by_name(config, planned.pipeline, microbatches, model_work(config), planned.placement)
-
-
-def model_work(config: Config) -> ModelWork:
-    """FLOPs per token of the model's parts."""
-    if config.model.vocab != "auto":
-        return layer_costs(config.model, config.data.sequence)
-    work = layer_costs(config.model.model_copy(update={"vocab": 1}), config.data.sequence)
-    return work._replace(head=Work(0.0, 0.0, 0.0))
+    return _by_name(
+        config,
+        planned.pipeline,
+        microbatches,
+        layer_costs(config.model, config.data.sequence),
+        planned.placement,
+    )
 
 
 def stage_layers(config: Config, stages: int, work: ModelWork) -> tuple[range, ...]:
@@ -81,8 +85,9 @@ def stage_layers(config: Config, stages: int, work: ModelWork) -> tuple[range, .
     return partition(config.parallel.split, layers, stages, costs)
 
 
-def stage_costs(work: ModelWork, layers: Sequence[range], pipeline: int) -> Costs:
+def stage_costs(config: Config, layers: Sequence[range], pipeline: int) -> Costs:
     """Costs of every stage: FLOPs per token for time, the share of a rank's layers for activations."""
+    work = layer_costs(config.model, config.data.sequence)
     final = len(layers) - 1
     per_rank = sum(map(len, layers)) / pipeline
 
@@ -125,7 +130,7 @@ def _by_name(
             if len(placement) == pipeline * virtual:
                 raise
             return None  # too few layers for this many stages
-        return stage_costs(work, layers, pipeline)
+        return stage_costs(config, layers, pipeline)
 
     group = None if settings.schedule_group == "auto" else settings.schedule_group
     memory = None if settings.schedule_memory == "auto" else settings.schedule_memory

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hexad.config import Config, ConfigError
+from hexad.model.families import family
 from hexad.topology.layout import Layout
-
-from .pipeline import PipelinePlan, pipeline_plan
 
 # What the configuration can name but this version cannot do yet: field -> values it can.
 SUPPORTED: dict[str, tuple[object, ...]] = {
-    "model.family": ("llama", "mistral", "qwen2", "qwen3", "gpt2"),
-    "model.moe": (None,),
     "parallel.context": (1,),
     "parallel.context_method": ("ring",),
     "parallel.expert": (1,),
@@ -42,29 +39,14 @@ def working_layout(config: Config, world: int) -> Layout:
     return Layout.from_settings(parallel, world // model * model)
 
 
-def check_config(config: Config, layout: Layout) -> PipelinePlan:
-    """Refuse what is unsupported or does not fit the layout; returns the pipeline's stages and schedule.
+def check_config(config: Config, layout: Layout) -> None:
+    """Refuse what is unsupported or does not fit the layout.
 
     Raises:
         ConfigError: the first problem, naming the field, the value found and the fix.
     """
     for problem in _problems(config, layout):
         raise problem
-    plan = pipeline_plan(config, layout)
-    layers, largest = config.memory.recompute_layers, max(map(len, plan.layers))
-    if layers != "all" and layers > largest:
-        raise ConfigError(
-            "memory.recompute_layers",
-            f"found {layers}, but no stage has more than {largest} of the model's {config.model.layers} "
-            "layers; use all or a smaller number",
-        )
-    if config.run.compile and plan.schedule.split_backward:
-        raise ConfigError(
-            "run.compile",
-            f"found true with parallel.schedule {config.parallel.schedule}, which puts weight gradients off; "
-            "use gpipe, 1f1b or interleaved",
-        )
-    return plan
 
 
 def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
@@ -99,16 +81,17 @@ def _model(config: Config) -> Iterator[ConfigError]:
             f"found {kv_heads}, which does not divide model.heads {model.heads}; "
             f"use {_divisors(model.heads)}",
         )
-    if model.family != "gpt2" and width % 2:
+    rotary = family(model.family).rotary
+    if rotary and width % 2:
         yield ConfigError("model.head_dim", f"found {width}, expected an even number (rotary pairs)")
-    if model.family == "gpt2" and model.max_positions != "auto" and sequence > model.max_positions:
+    if not rotary and model.max_positions != "auto" and sequence > model.max_positions:
         yield ConfigError(
             "data.sequence",
             f"found {sequence}, more than the model's {model.max_positions} positions (model.max_positions)",
         )
-    if model.family == "gpt2" and (model.rope_scaling is not None or model.qk_norm):
+    if not rotary and (model.rope_scaling is not None or model.qk_norm):
         field = "model.rope_scaling" if model.rope_scaling is not None else "model.qk_norm"
-        yield ConfigError(field, "gpt2 has no rotary positions and no query/key norm; remove it")
+        yield ConfigError(field, f"{model.family} has no rotary positions and no query/key norm; remove it")
 
 
 def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
@@ -158,7 +141,7 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
             f"{layout.data} = {per_pass}; the nearest are {near}",
         )
     schedule = config.lr_schedule
-    decays = schedule.kind in ("linear", "cosine") and schedule.decay_steps != "auto"
+    decays = schedule.kind in ("linear", "cosine") and schedule.decay_steps not in ("auto", config.run.steps)
     if decays and int(schedule.decay_steps) <= schedule.warmup:
         yield ConfigError(
             "lr_schedule.decay_steps",

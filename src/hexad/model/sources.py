@@ -9,9 +9,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from .errors import ConfigError, HexadError, blaming
+from hexad.config import ConfigError, HexadError, blaming
+from hexad.config.schema import ModelSettings
+
+from .families import family
 from .hugging_face import CONFIG_FILE, model_settings, read_config
-from .schema import ModelSettings
 
 HUGGING_FACE = "hf:"
 """What ``model.load`` begins with where it names a Hugging Face directory."""
@@ -19,7 +21,21 @@ HUGGING_FACE = "hf:"
 FREE = ("dropout", "attention_dropout", "init_std")
 """Settings that the weights do not depend on."""
 
-_NOT_WEIGHTS = ("preset", "load", *FREE)
+_SHAPE = (
+    "family",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn_hidden",
+    "vocab",
+    "tied_embeddings",
+    "qkv_bias",
+    "qk_norm",
+    "norm_eps",
+)
+"""Settings without which a model is not known."""
 _ROTARY_ONLY = ("rope_theta", "rope_scaling")
 
 
@@ -45,7 +61,9 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if _complete(given):
             return given  # if the weights are wanted after all, whoever opens them says what is wrong
         raise
-    for name in source.model_fields_set - set(FREE):
+    # Rotary positions have no weights: how many there may be is free.
+    free = {*FREE, "max_positions"} if family(source.family).rotary else set(FREE)
+    for name in source.model_fields_set - free:
         if name in given and given[name] != (wanted := getattr(source, name)):
             found = _plain(given[name])
             raise ConfigError(
@@ -57,8 +75,8 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _complete(given: Mapping[str, Any]) -> bool:
     """Whether nothing is left to fill in."""
-    unused = _ROTARY_ONLY if given.get("family") == "gpt2" else ("max_positions",)
-    return all(name in given for name in ModelSettings.model_fields if name not in (*_NOT_WEIGHTS, *unused))
+    rotary = family(given.get("family", ModelSettings().family)).rotary
+    return all(name in given for name in (*_SHAPE, *(_ROTARY_ONLY if rotary else ("max_positions",))))
 
 
 def _settings(load: str) -> ModelSettings:
@@ -80,8 +98,8 @@ def _saved(path: Path) -> dict[str, Any]:
     """The model settings of a run or checkpoint, both of which have a resolved ``config.yaml``."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
-        unused = _ROTARY_ONLY if tree["family"] == "gpt2" else ("max_positions",)
-        return {name: value for name, value in tree.items() if name not in ("preset", "load", *unused)}
+        unused = ("preset", "load", *(() if family(tree["family"]).rotary else _ROTARY_ONLY))
+        return {name: value for name, value in tree.items() if name not in unused and value != "auto"}
     except FileNotFoundError:
         raise HexadError(
             f"{path.parent}: neither a run nor a checkpoint: {path.name} is missing "

@@ -1,0 +1,142 @@
+"""What self-attention holds, multiplies, keeps, needs and sends. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
+from hexad.parallel.tensor.linear_inventory import Linear
+
+from .norms_inventory import Norm
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal self-attention with grouped key/value heads.
+
+    Attributes:
+        name: of the module, from the stage's root.
+        unit: see :class:`~hexad.parallel.inventory.Weight`.
+        hidden: width of the residual stream.
+        heads, kv_heads: query heads, and key/value heads.
+        width: of a head.
+        rotary: leading elements of a query or key head that are rotated; 0 without rotary positions.
+        scale: what scores are multiplied by.
+        qkv_bias, out_bias: biases of the projections.
+        norm_eps: of the norms of every query and key head; None without such norms.
+        dropout: probability with which attention probabilities are dropped.
+        sequence: activations outside are divided over tokens.
+        std, out_std: standard deviations of the initial weights.
+    """
+
+    name: str
+    unit: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    width: int
+    rotary: int
+    scale: float
+    qkv_bias: bool
+    out_bias: bool
+    norm_eps: float | None
+    dropout: float
+    sequence: bool
+    std: float
+    out_std: float
+
+    @property
+    def qkv(self) -> Linear:
+        """The fused projections of queries, keys and values."""
+        queries, keys = self.heads * self.width, self.kv_heads * self.width
+        outputs = {f"{self.name}.q": queries, f"{self.name}.k": keys, f"{self.name}.v": keys}
+        name = f"{self.name}.qkv"
+        return Linear(name, self.hidden, outputs, False, self.sequence, self.qkv_bias, self.std, self.unit)
+
+    @property
+    def out(self) -> Linear:
+        """The projection back into the residual stream."""
+        name, queries = f"{self.name}.out", self.heads * self.width
+        outputs = {name: self.hidden}
+        return Linear(name, queries, outputs, True, self.sequence, self.out_bias, self.out_std, self.unit)
+
+    @property
+    def head_norms(self) -> tuple[Norm, ...]:
+        """Of query heads and of key heads; every tensor rank normalises its own heads."""
+        if self.norm_eps is None:
+            return ()
+        names = (f"{self.name}.q_norm", f"{self.name}.k_norm")
+        return tuple(Norm(name, "rms", self.width, self.norm_eps, True, self.unit) for name in names)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """In the order of the module."""
+        norms = (parameter for norm in self.head_norms for parameter in norm.parameters)
+        return (*self.qkv.parameters, *self.out.parameters, *norms)
+
+    def products(self, run: Execution) -> list[Product]:
+        """The projections', and those of the attention itself.
+
+        A causal mask halves the latter: two in the forward pass, scores and weighted values; five in the
+        backward pass, which computes the scores again (FlashAttention-2, arXiv 2307.08691).
+        """
+        length, width = run.length, self.width
+        count = run.sequences * self.heads / run.tensor / 2
+        forward = Product("F", length, length, width, 2 * count)
+        backward = Product("B", length, length, width, 4 * count)
+        again = Product("B", length, length, width, count, again=True)
+        return [*self.qkv.products(run), forward, backward, again, *self.out.products(run)]
+
+    def sent(self, run: Execution, split: bool) -> list[Collective]:
+        """What moves over the tensor axis."""
+        return [*self.qkv.sent(run, split), *self.out.sent(run, split)]
+
+    def kept(self, run: Execution, selective: bool) -> int:
+        """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
+        head's log-sum-exp."""
+        q, k, statistic = self._sizes(run)
+        kept = 2 * q + 2 * k
+        if self.dropout == 0:
+            kept += statistic * self.heads
+            if run.isolate:
+                kept += q  # every document's output, and all of them joined
+        if self.norm_eps is not None:
+            kept += statistic * (self.heads + self.kv_heads)
+        return kept + (q + k if self._computed and not selective else 0)
+
+    def operands(self, run: Execution) -> int:
+        """Bytes held from ``B`` to ``W``."""
+        return self.qkv.operands(run) + self.out.operands(run)
+
+    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+        """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
+        q, k, statistic = self._sizes(run)
+        gathered = run.gathered(self.hidden)
+        rotated = q + k if self._computed else 0
+        product = 0 if split else self.out.weight_product(run)
+        out = gathered + max(self.out.eight_bits(run), q + product)
+        live = q + (gathered if split else 0)
+        moments = [Moment(out, live, self.out.parameters[:1])]
+        # Recomputed queries and keys; the gradients of all three.
+        live += rotated if selective else 0
+        core = live + (q + 2 * k)
+        live -= (q if split else 2 * q) + (statistic * self.heads if self.dropout == 0 else 0)
+        rotation = live + (q + 2 * k) + (q + k)
+        live -= rotated
+        joined = live + 2 * (q + 2 * k)
+        projection = live + self.qkv.backward(run, selective, split)
+        left = self.operands(run) if split else 0
+        left -= self.kept(run, selective)
+        moments.append(Moment(max(core, rotation, joined, projection), left, self.qkv.parameters[:1]))
+        return moments
+
+    @property
+    def _computed(self) -> bool:
+        """Queries and keys are computed from the projections' output, not views of it."""
+        return self.rotary > 0 or self.norm_eps is not None
+
+    def _sizes(self, run: Execution) -> tuple[int, int, int]:
+        """Bytes of this rank's queries, of its keys, and of one statistic per token and global head."""
+        q = run.whole(self.heads // run.tensor * self.width)
+        k = run.whole(self.kv_heads // run.tensor * self.width)
+        return q, k, run.tokens * run.wide // run.tensor

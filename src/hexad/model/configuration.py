@@ -1,0 +1,100 @@
+"""A configuration whose model is complete: preset, family and the weights to load filled in. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hexad.config import Config, ConfigError, parse_config, read_tree
+from hexad.config.schema import ModelSettings
+
+from .families import family, preset
+from .sources import with_source
+
+
+def load_config(path: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Read a configuration file, apply ``a.b=value`` overrides and check it.
+
+    What depends on the world or on the tokenizer stays ``auto`` until :func:`hexad.resolve.resolve`.
+
+    Args:
+        path: a YAML file, an already parsed mapping, or None for all defaults.
+        overrides: ``parallel.tensor=2`` style strings; values are YAML.
+
+    Raises:
+        ConfigError: an unknown or malformed setting, naming it and the nearest known one.
+        HexadError: a missing file or text that is not YAML.
+    """
+    return build_config(read_tree(path, overrides))
+
+
+def build_config(tree: Mapping[str, Any]) -> Config:
+    """A checked :class:`Config` from a raw tree; what its model's settings leave out is filled in."""
+    config = parse_config(tree)
+    if config.model.load is not None and config.checkpoint.load is not None:
+        raise ConfigError(
+            "model.load",
+            f"found {config.model.load!r} beside checkpoint.load {config.checkpoint.load!r}, which brings "
+            "weights too; remove one of the two",
+        )
+    model = complete_model(config.model, config.data.sequence)
+    _check_used(config.model, model)
+    return config.model_copy(update={"model": model})
+
+
+def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSettings:
+    """Fill in the preset, the settings of the weights to load, then the family's defaults; keys the user gave
+    win.
+
+    Args:
+        model: as the user gave it.
+        sequence: ``data.sequence``, for ``max_positions``; None leaves that ``auto``.
+
+    Raises:
+        ConfigError: an unknown preset, a family that is not supported, or weights that cannot be used with
+            these settings.
+    """
+    given: dict[str, Any] = {name: getattr(model, name) for name in model.model_fields_set}
+    if model.preset is not None:
+        given = {**preset(model.preset), **given}
+    if model.load is not None:
+        given = with_source(model.load, given)
+    model = ModelSettings.model_validate(given)
+    if model.moe is not None:
+        raise ConfigError("model.moe", "found settings, which this version does not support; use null")
+    if model.head_dim == "auto" and model.hidden % model.heads:
+        raise ConfigError(
+            "model.hidden",
+            f"{model.hidden} is not divisible by model.heads {model.heads}; change one or set model.head_dim",
+        )
+    defaults = family(model.family).defaults(model)
+    if sequence is not None:
+        defaults["max_positions"] = _positions(model, sequence)
+    filled = {name: value for name, value in defaults.items() if getattr(model, name) == "auto"}
+    return model.model_copy(update=filled)
+
+
+def _positions(model: ModelSettings, sequence: int) -> int:
+    """The longest sequence that a model is made for: what its frequencies are scaled for, if they are."""
+    scaling = model.rope_scaling
+    scaled = 0 if scaling is None else int(scaling.original_positions * scaling.factor)
+    return max(sequence, scaled)
+
+
+def _check_used(given: ModelSettings, model: ModelSettings) -> None:
+    """Refuse settings that the user gave and the family does not use; values that a resolved configuration
+    contains, defaults and those of its preset, are accepted.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    harmless = {ModelSettings().rope_theta}
+    if given.preset is not None:
+        harmless.add(preset(given.preset).get("rope_theta", ModelSettings().rope_theta))
+    if not family(model.family).rotary and given.rope_theta not in harmless:
+        raise ConfigError(
+            "model.rope_theta",
+            f"found {given.rope_theta!r}, but {model.family} has learned positions, not rotary ones; "
+            "remove it",
+        )

@@ -1,0 +1,59 @@
+"""Families of models: one file each, found by the name that ``model.family`` gives. No torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import get_args
+
+from hexad.config import ConfigError, did_you_mean
+from hexad.config.schema import Family as FamilyName
+
+from .family import Family, Shape
+
+__all__ = ["Family", "families", "family", "preset"]
+
+
+def families() -> tuple[str, ...]:
+    """The names of ``model.family`` that this version supports."""
+    return tuple(name for name in get_args(FamilyName) if find_spec(f"{__name__}.{name}"))
+
+
+@cache
+def family(name: str) -> Family:
+    """A family's entry.
+
+    Raises:
+        ConfigError: this version does not support it.
+    """
+    if name not in families():
+        choices = ", ".join(families())
+        raise ConfigError(
+            "model.family", f"found {name!r}, which this version does not support; use {choices}"
+        )
+    found: Family = import_module(f"{__name__}.{name}").FAMILY
+    return found
+
+
+def preset(name: str) -> Shape:
+    """The settings of a published model.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    known = presets()
+    if name not in known:
+        hint = did_you_mean(name, known) or f"; known: {', '.join(sorted(known))}"
+        raise ConfigError("model.preset", f"unknown preset '{name}'{hint}")
+    return known[name]
+
+
+@cache
+def presets() -> dict[str, Shape]:
+    """Settings of all published models, by name."""
+    return {
+        name: {"family": each, "qkv_bias": family(each).qkv_bias, "qk_norm": family(each).qk_norm, **shape}
+        for each in families()
+        for name, shape in family(each).presets.items()
+    }

@@ -1,0 +1,86 @@
+"""What a family of models is: the modules and options it picks, and its published names. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hexad.config.schema import ModelSettings
+
+from .keys import Keys
+
+Shape = dict[str, Any]
+
+
+def no_extra(keys: Keys) -> dict[str, Any]:
+    """Nothing that only one family's ``config.json`` has."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One entry: everything that the code must know of a family.
+
+    Attributes:
+        name: of the family, and ``model_type`` of its ``config.json``.
+        classes: of ``transformers``: with the head, and without.
+        norm: over the residual stream: RMSNorm or LayerNorm.
+        rotary: rotary positions; otherwise a learned table.
+        gated: SwiGLU; otherwise GELU.
+        bias: biases on the attention's output and in the feed-forward layer.
+        qkv_bias, qk_norm, tied: defaults of ``model.qkv_bias``, ``qk_norm`` and ``tied_embeddings``.
+        grouped: ``model.kv_heads`` is 4 by default, where that divides the heads; otherwise all heads.
+        presets: published models by name: values of :class:`ModelSettings`, each with the checkpoint whose
+            ``config.json`` it was taken from.
+        modules: our module -> its name in a published state dict. Several of ours with one of theirs are
+            fused there, one after the other along the outputs.
+        base: what all published names but the head's begin with; files saved without the head lack it.
+        layer: what a layer's published names begin with, after ``base``.
+        transposed: matrices of layers are stored as ``[in, out]``.
+        buffers: pattern of stored tensors, after ``base``, that are no weights.
+        keys: setting -> key of ``config.json``.
+        absent: what ``transformers`` takes for keys that a ``config.json`` lacks.
+        aliases: further names of keys.
+        fixed: keys and the values with which ``transformers`` computes what we do; written on export, and
+            any other value is refused on import.
+        also: further values of ``fixed`` keys that mean the same.
+        read: settings from what else its ``config.json`` has; refuses what is not supported.
+        write: keys of ``config.json`` from further settings.
+    """
+
+    name: str
+    classes: tuple[str, str]
+    modules: Mapping[str, str]
+    keys: Mapping[str, str]
+    absent: Mapping[str, Any]
+    norm: Literal["rms", "layer"] = "rms"
+    rotary: bool = True
+    gated: bool = True
+    bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = False
+    grouped: bool = True
+    presets: Mapping[str, Shape] = field(default_factory=dict)
+    base: str = "model."
+    layer: str = "layers.{}."
+    transposed: bool = False
+    buffers: str = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    read: Callable[[Keys], dict[str, Any]] = no_extra
+    write: Callable[[ModelSettings], dict[str, Any]] = lambda model: {}
+
+    def defaults(self, model: ModelSettings) -> dict[str, Any]:
+        """What ``auto`` means for the settings that follow from others."""
+        heads, hidden = model.heads, model.hidden
+        return {
+            "kv_heads": 4 if self.grouped and heads % 4 == 0 else heads,
+            "head_dim": hidden // heads,
+            "ffn_hidden": -(-8 * hidden // (3 * 64)) * 64 if self.gated else 4 * hidden,
+            "tied_embeddings": self.tied,
+            "qkv_bias": self.qkv_bias,
+            "qk_norm": self.qk_norm,
+        }

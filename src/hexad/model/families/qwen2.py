@@ -1,0 +1,56 @@
+"""Qwen2 and Qwen2.5: llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from .family import Shape
+from .keys import Keys, without_window
+from .llama import FAMILY as LLAMA
+from .llama import Sizes, rotary
+
+
+def unused_window(keys: Keys) -> dict[str, Any]:
+    """Refuse a sliding window that some layer would use: those from ``max_window_layers`` on."""
+    layers = keys.count("num_hidden_layers")
+    # Where layer_types are given, all of them are full_attention.
+    if keys.raw.get("layer_types") is None and keys.raw["use_sliding_window"]:
+        return without_window(keys) if keys.number("max_window_layers") < layers else {}
+    return {}
+
+
+def _qwen25(sizes: Sizes, *, vocab: int = 152064, eps: float = 1e-6, tied: bool = False) -> Shape:
+    """Qwen/Qwen2.5-*, the base models (some instruct models differ in ``norm_eps``): arXiv 2412.15115."""
+    return rotary(sizes, vocab, 1000000.0, eps=eps, tied=tied)
+
+
+FAMILY = replace(
+    LLAMA,
+    name="qwen2",
+    classes=("Qwen2ForCausalLM", "Qwen2Model"),
+    qkv_bias=True,
+    absent={
+        **{key: value for key, value in LLAMA.absent.items() if not key.endswith("_bias")},
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    fixed={"hidden_act": "silu"},
+    also={"attention_bias": (True, False)},  # it has its biases whatever the key says
+    read=unused_window,
+    write=lambda model: {"use_sliding_window": False},
+    presets={
+        "qwen2.5-0.5b": _qwen25((24, 896, 14, 2, 4864), vocab=151936, tied=True),
+        "qwen2.5-1.5b": _qwen25((28, 1536, 12, 2, 8960), vocab=151936, tied=True),
+        "qwen2.5-3b": _qwen25((36, 2048, 16, 2, 11008), vocab=151936, tied=True),
+        "qwen2.5-7b": _qwen25((28, 3584, 28, 4, 18944)),
+        "qwen2.5-14b": _qwen25((48, 5120, 40, 8, 13824), eps=1e-5),
+        "qwen2.5-32b": _qwen25((64, 5120, 40, 8, 27648), eps=1e-5),
+        "qwen2.5-72b": _qwen25((80, 8192, 64, 8, 29568), eps=1e-5),
+    },
+)

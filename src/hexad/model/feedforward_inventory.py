@@ -1,0 +1,93 @@
+"""What the feed-forward layer holds, multiplies, keeps, needs and sends. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
+from hexad.parallel.tensor.linear_inventory import Linear
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """SwiGLU, or GELU without a gate.
+
+    Attributes:
+        name: of the module, from the stage's root.
+        unit: see :class:`~hexad.parallel.inventory.Weight`.
+        hidden: width of the residual stream.
+        width: inner features.
+        gated: SwiGLU, with a gate beside the inner projection.
+        bias: biases of both projections.
+        sequence: activations outside are divided over tokens.
+        std, out_std: standard deviations of the initial weights.
+    """
+
+    name: str
+    unit: str
+    hidden: int
+    width: int
+    gated: bool
+    bias: bool
+    sequence: bool
+    std: float
+    out_std: float
+
+    @property
+    def inner(self) -> Linear:
+        """The projection to the inner width, fused with the gate's."""
+        parts = ("gate", "up") if self.gated else ("up",)
+        outputs = {f"{self.name}.{part}": self.width for part in parts}
+        name = f"{self.name}.inner"
+        return Linear(name, self.hidden, outputs, False, self.sequence, self.bias, self.std, self.unit)
+
+    @property
+    def down(self) -> Linear:
+        """The projection back into the residual stream."""
+        name = f"{self.name}.down"
+        outputs = {name: self.hidden}
+        return Linear(name, self.width, outputs, True, self.sequence, self.bias, self.out_std, self.unit)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """In the order of the module."""
+        return (*self.inner.parameters, *self.down.parameters)
+
+    def products(self, run: Execution) -> list[Product]:
+        """Of both projections."""
+        return [*self.inner.products(run), *self.down.products(run)]
+
+    def sent(self, run: Execution, split: bool) -> list[Collective]:
+        """What moves over the tensor axis."""
+        return [*self.inner.sent(run, split), *self.down.sent(run, split)]
+
+    def kept(self, run: Execution, selective: bool) -> int:
+        """Bytes, its input left out: the inner projection's output; the activated one unless recomputed."""
+        activated = run.whole(self.width // run.tensor)
+        return activated * ((2 if self.gated else 1) + (0 if selective else 1))
+
+    def operands(self, run: Execution) -> int:
+        """Bytes held from ``B`` to ``W``."""
+        return self.inner.operands(run) + self.down.operands(run)
+
+    def forward(self, run: Execution) -> int:
+        """Bytes needed in the forward pass, above what is kept. In 8 bits the last product has copies of its
+        operand and of its weight, which has passed through a scaled copy in 16."""
+        activated = run.whole(self.width // run.tensor)
+        copies = activated // 2 + 3 * self.hidden * self.width // run.tensor if run.fp8 else 0
+        return run.gathered(self.hidden) + max(activated, copies)
+
+    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+        """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
+        activated, gathered = run.whole(self.width // run.tensor), run.gathered(self.hidden)
+        recomputed = activated if selective else 0
+        product = 0 if split else self.down.weight_product(run)
+        down = gathered + recomputed + max(self.down.eight_bits(run), activated + product)
+        # The gradient of the activated values takes the place of the values.
+        live = recomputed + (activated + gathered if split else 0)
+        moments = [Moment(down, live, self.down.parameters[:1])]
+        activation = live + activated * (3 if self.gated else 1)
+        inner = live - activated + self.inner.backward(run, selective, split)
+        left = (self.operands(run) if split else 0) - self.kept(run, selective)
+        moments.append(Moment(max(activation, inner), left, self.inner.parameters[:1]))
+        return moments

@@ -1,0 +1,227 @@
+"""Between the ``config.json`` of a Hugging Face model and our model settings. No torch.
+
+Whatever in a ``config.json`` would change the numbers and is not supported is refused. Keys that are missing
+mean what they mean to ``transformers``; the tests compare them with its classes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hexad.config import ConfigError, HexadError
+from hexad.config.schema import ModelSettings
+
+from .families import Family, families, family
+from .families.keys import Keys
+
+CONFIG_FILE = "config.json"
+
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh"),
+    "hidden_act": ("silu", "swish"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "is_causal": (True,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
+    "pruned_heads": ({},),
+    "per_layer_config": ({},),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+}
+"""Keys whose other values would change the numbers -> the values supported; null always is."""
+
+_SWITCHES = ("tied_embeddings",)
+_COUNTS = ("vocab", "layers", "hidden", "heads", "max_positions")
+
+LLAMA3 = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_positions",
+}
+"""Llama 3's scaling of rotary frequencies: their keys -> the settings of ``model.rope_scaling``."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The ``config.json`` of a model's directory.
+
+    Raises:
+        HexadError: no directory, no such file, or one that is not a JSON object.
+    """
+    path = directory / CONFIG_FILE
+    if not directory.is_dir():
+        raise HexadError(f"{directory}: no such directory; expected a Hugging Face model with {CONFIG_FILE}")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HexadError(f"{directory}: not a Hugging Face model: {CONFIG_FILE} is missing") from None
+    except (OSError, ValueError) as error:
+        raise HexadError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise HexadError(f"{path}: found a {type(raw).__name__}, expected an object of settings")
+    return raw
+
+
+def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Model settings, as ``run.yaml`` would give them, of a ``config.json``.
+
+    Args:
+        raw: its content.
+        path: of the file, for messages.
+
+    Raises:
+        HexadError: an architecture or a feature that is not supported, or a malformed value.
+    """
+    kind = _family(raw, path)
+    keys = Keys({kind.aliases.get(key, key): value for key, value in raw.items()}, path, kind.absent)
+    _refuse_unsupported(keys, kind)
+    settings: dict[str, Any] = {"family": kind.name, "qkv_bias": kind.qkv_bias, "qk_norm": kind.qk_norm}
+    for name, key in kind.keys.items():
+        if name in _COUNTS:
+            settings[name] = keys.count(key)
+        elif name in _SWITCHES:
+            settings[name] = keys.switch(key)
+        elif name not in ("kv_heads", "head_dim", "ffn_hidden"):
+            settings[name] = keys.number(key)
+    if not settings.get("init_std", 1.0):
+        del settings["init_std"]
+    hidden, heads = settings["hidden"], settings["heads"]
+    if keys.raw.get(kind.keys.get("head_dim", "")) is None and hidden % heads:
+        raise keys.problem(kind.keys["hidden"], f"not divisible by {kind.keys['heads']} {heads}")
+    follow = {"kv_heads": heads, "head_dim": hidden // heads, "ffn_hidden": 4 * hidden}
+    for name, absent in follow.items():
+        settings[name] = keys.count(kind.keys[name], absent) if name in kind.keys else absent
+    settings.update(_rope(keys) if kind.rotary else {})
+    return {**settings, **kind.read(keys)}
+
+
+def _family(raw: Mapping[str, Any], path: Path) -> Family:
+    keys = Keys(raw, path, {})
+    classes, kind = raw.get("architectures"), raw.get("model_type")
+    supported = ", ".join(family(name).classes[0] for name in families())
+    if kind not in families():
+        shown = classes[0] if isinstance(classes, list) and classes else None
+        named = f" ({shown})" if shown else ""
+        raise keys.problem("model_type", f"not supported{named}; supported: {supported}")
+    found = family(kind)
+    for name in classes if isinstance(classes, list) else []:
+        if name not in found.classes:
+            raise keys.problem("architectures", f"not supported; supported: {supported}", name)
+    return found
+
+
+def _refuse_unsupported(keys: Keys, kind: Family) -> None:
+    for key, values in {**_ONLY, **kind.also}.items():
+        found = keys.raw.get(key)
+        if key not in kind.keys.values() and found is not None and found not in values:
+            choices = ", ".join(map(json.dumps, values)) or "null"
+            raise keys.problem(key, f"which is not supported; expected {choices}")
+    kinds = keys.raw.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * len(kinds):
+        raise keys.problem("layer_types", "but every layer must be full_attention")
+
+
+def _rope(keys: Keys) -> dict[str, Any]:
+    """Base of the frequencies and Llama 3's scaling, from the keys of transformers 5 or before."""
+    raw = keys.raw
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(name) or {}
+    if not isinstance(rope, dict):
+        raise keys.problem(name, "expected an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise keys.problem(f"{name}.rope_type", "which is not supported; supported: default, llama3", kind)
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
+        raise keys.problem("rope_theta", "expected a number above 0", theta)
+    known = {"rope_type", "type", "rope_theta", *(LLAMA3 if kind == "llama3" else ())}
+    for key, value in rope.items():
+        if key not in known and not (key == "partial_rotary_factor" and value in (None, 1.0)):
+            raise keys.problem(f"{name}.{key}", f"which is not supported with rope_type {kind}", value)
+    if kind == "default":
+        return {"rope_theta": float(theta), "rope_scaling": None}
+    rope = {"original_max_position_embeddings": raw["max_position_embeddings"], **rope}
+    if raw.get("original_max_position_embeddings") is not None:  # which transformers prefers
+        rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+    scaling = {}
+    for theirs, ours in LLAMA3.items():
+        found = rope.get(theirs)
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or found <= 0:
+            raise keys.problem(f"{name}.{theirs}", "expected a number above 0", found)
+        scaling[ours] = found
+    return {"rope_theta": float(theta), "rope_scaling": scaling}
+
+
+def architecture(model: ModelSettings) -> Family:
+    """The family as which ``transformers`` computes what this model does: its own, or one that has the biases
+    and norms which were switched on or off.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    own = family(model.family)
+    for kind in (own, *(family(name) for name in families() if name != own.name)):
+        if _fits(model, own, kind):
+            return kind
+    heads = f"model.heads {model.heads}, kv_heads {model.kv_heads}, head_dim {model.head_dim}"
+    classes = ", ".join(family(name).classes[0] for name in families())
+    raise ConfigError(
+        "model.family",
+        f"found {model.family} with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, "
+        f"hidden {model.hidden}, {heads}: none of {classes} is so",
+    )
+
+
+def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
+    same = (kind.norm, kind.rotary, kind.gated, kind.bias) == (own.norm, own.rotary, own.gated, own.bias)
+    if not same or (model.qkv_bias, model.qk_norm) != (kind.qkv_bias, kind.qk_norm):
+        return False
+    if kind.name == "llama" and model.hidden % model.heads:
+        return False  # refused by its config class, though its layers could
+    whole = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads}
+    return all(getattr(model, name) == value for name, value in whole.items() if name not in kind.keys)
+
+
+def config_json(model: ModelSettings, dtype: str, special: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` of a model, in keys that transformers 4 and 5 read.
+
+    Args:
+        model: resolved.
+        dtype: of its weights, in torch's word.
+        special: ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
+
+    Raises:
+        ConfigError: ``transformers`` has no such model.
+    """
+    kind = architecture(model)
+    written = {key: getattr(model, name) for name, key in kind.keys.items()}
+    if "head_dim" not in kind.absent and model.head_dim == model.hidden / model.heads:
+        written.pop("head_dim", None)  # no key of the class, though it is read where it stands
+    return {
+        "architectures": [kind.classes[0]],
+        "model_type": kind.name,
+        **written,
+        **(_rope_json(model) if kind.rotary else {}),
+        **kind.fixed,
+        **kind.write(model),
+        **{key: special.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def _rope_json(model: ModelSettings) -> dict[str, Any]:
+    scaling: dict[str, Any] | None = None
+    if model.rope_scaling is not None:
+        named = {theirs: getattr(model.rope_scaling, ours) for theirs, ours in LLAMA3.items()}
+        scaling = {"rope_type": "llama3", **named}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}

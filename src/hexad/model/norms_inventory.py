@@ -1,0 +1,53 @@
+"""What normalisation layers hold, keep and need. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hexad.parallel.inventory import Execution, Parameter, Weight
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm or LayerNorm; every tensor rank holds its weights.
+
+    Attributes:
+        name: of the module, from the stage's root.
+        kind: ``rms`` or ``layer``.
+        width: normalised features.
+        eps: added to the variance.
+        partial: each tensor rank normalises only part of the activations, so that weight gradients are parts.
+        unit: see :class:`~hexad.parallel.inventory.Weight`.
+    """
+
+    name: str
+    kind: Literal["rms", "layer"]
+    width: int
+    eps: float
+    partial: bool
+    unit: str
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The weight, and LayerNorm's bias."""
+        partial = frozenset({"tensor"} if self.partial else ())
+
+        def vector(kind: str, fill: float) -> Parameter:
+            name = f"{self.name}.{kind}"
+            return Parameter(name, (Weight(name, (self.width,), partial=partial, fill=fill, unit=self.unit),))
+
+        weight = vector("weight", 1.0)
+        return (weight,) if self.kind == "rms" else (weight, vector("bias", 0.0))
+
+    def statistics(self, run: Execution, rows: int) -> int:
+        """Bytes kept besides the input: RMSNorm's scale, LayerNorm's mean and reciprocal deviation."""
+        return rows * run.wide * (1 if self.kind == "rms" else 2)
+
+    def backward(self, run: Execution) -> int:
+        """Bytes that backward needs, its result included, over ``[rows, width]`` of the residual stream."""
+        stream = run.stream(self.width)
+        if self.kind == "layer" or not run.cpu:
+            return stream  # one kernel
+        # By hand: the input, its product with the gradient, the gradient and the result in the wide format.
+        return (4 if run.widening > 1 else 2) * run.widening * stream

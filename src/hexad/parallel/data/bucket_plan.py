@@ -1,0 +1,147 @@
+"""Which parameters share a bucket, and how large it is. No torch: the trainer and the memory model both call
+:func:`plan_buckets`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..inventory import Grid, Parameter, Positions, Traits
+
+ALIGNMENT = 32
+"""Elements; keeps every view on a boundary that vector and matrix units like."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter on a rank.
+
+    Attributes:
+        stage: number of the pipeline stage that holds it.
+        parameter: what it is.
+        elements: of the rank's tensor.
+        traits: how it is treated.
+        uses: modules that use it, and contribute to its gradient.
+    """
+
+    stage: int
+    parameter: Parameter
+    elements: int
+    traits: Traits
+    uses: int = 1
+
+    @classmethod
+    def of(cls, stage: int, parameter: Parameter, positions: Positions, uses: int = 1) -> Held:
+        """The parameter on the rank at these positions."""
+        return cls(stage, parameter, parameter.elements(positions), parameter.traits(positions), uses)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """A run of parameters in one flat tensor.
+
+    Attributes:
+        traits: of all its parameters.
+        members: numbers of its parameters, the last in the model first: the order in which backward completes
+            their gradients.
+        elements: of each member.
+        uses: of each member, see :class:`Held`.
+        offsets: first element of each member in the bucket.
+        size: in elements, padded: a multiple of the number of shards.
+        shards: data ranks that share it.
+        resident: its values are always on the rank; False for matrices in ZeRO 3.
+    """
+
+    traits: Traits
+    members: tuple[int, ...]
+    elements: tuple[int, ...]
+    uses: tuple[int, ...]
+    offsets: tuple[int, ...]
+    size: int
+    shards: int
+    resident: bool
+
+    @property
+    def order(self) -> int:
+        """Its place: forward needs buckets in ascending order."""
+        return self.members[-1]
+
+    @property
+    def share(self) -> int:
+        """Elements of a rank's shard."""
+        return self.size // self.shards
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Buckets of one layout can take turns with one buffer: its unused elements are the same."""
+        return (self.size, *self.elements)
+
+
+def plan_buckets(
+    held: Sequence[Held], bucket_bytes: float, gradient: int, zero: int, shards: Mapping[Grid, int]
+) -> list[BucketPlan]:
+    """Put all parameters of a rank into buckets, in the order in which forward needs them.
+
+    A bucket never holds parameters of two pipeline stages, nor both vectors and matrices, and weights that
+    stand apart (embedding, positions, head) have buckets of their own: all gradients of a bucket are complete
+    after the same action of a schedule, whichever way it divides the backward pass. In ZeRO 3 the matrices of
+    every unit have a bucket of their own.
+
+    Args:
+        held: in the order of the model.
+        bucket_bytes: cut where gradients become larger than this.
+        gradient: bytes of a gradient's element.
+        zero: ``parallel.zero``.
+        shards: number of data ranks that share the state, per grid.
+    """
+    runs: dict[tuple[int, Traits, bool, str], list[int]] = {}
+    for number, each in enumerate(held):
+        matrix, weight = each.parameter.matrix, each.parameter.weights[0]
+        alone = matrix and (zero == 3 or weight.apart)
+        key = (each.stage, each.traits, matrix, weight.unit if alone else "")
+        runs.setdefault(key, []).append(number)
+    plans = []
+    for (_, traits, matrix, _), numbers in runs.items():
+        resident = zero < 3 or not matrix
+        limit = bucket_bytes / gradient if resident else float("inf")
+        count = shards[traits.grid]
+        parts = _cut(numbers[::-1], held, limit)
+        plans += [_plan(part, held, traits, count, resident) for part in parts]
+    return sorted(plans, key=lambda plan: plan.order)
+
+
+def _plan(
+    members: Sequence[int], held: Sequence[Held], traits: Traits, shards: int, resident: bool
+) -> BucketPlan:
+    offsets, end = [], 0
+    for number in members:
+        offsets.append(end)
+        end += _aligned(held[number].elements)
+    return BucketPlan(
+        traits,
+        tuple(members),
+        tuple(held[number].elements for number in members),
+        tuple(held[number].uses for number in members),
+        tuple(offsets),
+        _aligned(end, ALIGNMENT * shards),
+        shards,
+        resident,
+    )
+
+
+def _aligned(elements: int, multiple: int = ALIGNMENT) -> int:
+    return -(-elements // multiple) * multiple
+
+
+def _cut(numbers: Sequence[int], held: Sequence[Held], limit: float) -> Iterator[list[int]]:
+    """Runs of at most ``limit`` elements, or one parameter that is larger."""
+    run: list[int] = []
+    size = 0
+    for number in numbers:
+        elements = _aligned(held[number].elements)
+        if run and size + elements > limit:
+            yield run
+            run, size = [], 0
+        run.append(number)
+        size += elements
+    yield run

@@ -1,0 +1,193 @@
+"""Gradients accumulated in buckets and summed over the data ranks while backward still runs.
+
+A bucket's reduction starts as soon as its last gradient is complete, as in PyTorch DDP (Li et al., arXiv
+2006.15704), Megatron's distributed optimizer and ZeRO (arXiv 1910.02054). Gradients are *summed*: the loss is
+already divided by the global number of target tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
+from hexad.topology.mesh import Axis
+
+from ..gradients import Contribution, Product, attach
+from .buckets import Bucket
+from .pool import BufferPool
+from .rounds import Rounds
+from .sharding import Shardings
+
+Deferred = deque[tuple[torch.Tensor, Product]]
+"""Parameters, and products that are missing from their gradients."""
+
+
+class Gradients:
+    """The gradients of this rank's pipeline stages.
+
+    Every parameter's contributions of a step are added up in its bucket: weight gradients of linear layers
+    are multiplied straight into it, and the first contribution overwrites it, so that it is never zeroed.
+    In ZeRO 0 and 1 a bucket is reduced once per step; in ZeRO 2 and 3 its gradients exist from the first
+    contribution of a microbatch to the last one only, and this rank's shard of their sum is added up.
+
+    Args:
+        buckets: of this rank's pipeline stages.
+        sharding: over which data ranks to reduce, and what remains here.
+        axes: by name, those over which gradients may be partial.
+        tied: the ranks that hold the two copies of a tied embedding.
+        pool: buffers for gradients that are not kept.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        sharding: Shardings,
+        axes: Mapping[str, Axis],
+        tied: Axis,
+        pool: BufferPool,
+    ) -> None:
+        self._buckets, self._sharding, self._axes, self._tied, self._pool = (
+            buckets,
+            sharding,
+            axes,
+            tied,
+            pool,
+        )
+        self._keeps = all(each.zero < 2 for each in sharding.values())
+        self._rounds = Rounds([bucket.plan for bucket in buckets], 0 if self._keeps else 2, self)
+        self._reducing: dict[int, deque[tuple[Pending, torch.Tensor]]] = {}
+        self._summing: list[Pending] = []
+        self._deferred: Deferred | None = None
+        self._places: dict[torch.Tensor, tuple[int, int]] = {}
+        for number, bucket in enumerate(buckets):
+            for member, declared in enumerate(bucket.members):
+                self._places[declared.parameter] = number, member
+                attach(declared.parameter, self)
+
+    # For layers
+
+    @property
+    def deferring(self) -> bool:
+        """Whether products are kept for later instead of computed."""
+        return self._deferred is not None
+
+    def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
+        """Add to a parameter's gradient; a product is kept for later while :meth:`defer` is in force.
+
+        Args:
+            parameter: of one of the buckets.
+            contribution: of one microbatch.
+            last: False where further parts of it follow.
+        """
+        if self._deferred is not None and isinstance(contribution, Product):
+            self._deferred.append((parameter, contribution))
+            return
+        number, member = self._places[parameter]
+        total = self._buckets[number].view(self._whole(number), member)
+        contribution.add_to(total, self._rounds.fresh(number, member))
+        self._rounds.added(number, member, last)
+
+    @contextmanager
+    def defer(self) -> Iterator[Deferred]:
+        """Keep products for later while inside; yields where they are collected.
+
+        A backward pass inside computes gradients of activations only: the pipeline's ``B``, to which
+        :meth:`compute` is the ``W`` (Qi et al., arXiv 2401.10241).
+        """
+        self._deferred = deque()
+        try:
+            yield self._deferred
+        finally:
+            self._deferred = None
+
+    @torch.no_grad()
+    def compute(self, products: Deferred) -> None:
+        """Compute deferred products, first come first served, and give up their operands one by one.
+
+        Divided inputs are gathered one product ahead, while the one before is computed.
+        """
+        gathering = _gather(products[0][1]) if products else None
+        while products:
+            parameter, product = products.popleft()
+            inputs = product.inputs if gathering is None else gathering.wait()
+            gathering = _gather(products[0][1]) if products else None
+            self.contribute(parameter, Product(product.output_gradient, inputs))
+
+    # For the step
+
+    def begin(self, microbatches: int) -> None:
+        """Start a step in which every parameter is contributed to by this many microbatches.
+
+        What an interrupted step has left behind is thrown away.
+        """
+        self._rounds.begin(microbatches)
+        self._wait()
+        if not self._keeps:
+            for bucket in self._buckets:
+                if bucket.gradients is not None:
+                    self._pool.give(bucket, bucket.gradients)
+                    bucket.gradients = None
+
+    def finish(self) -> None:
+        """Reduce what has not been reduced yet and wait for everything; a gradient that nothing contributed
+        to is zero."""
+        for number, members in self._rounds.unfinished():
+            for member in members:
+                self._buckets[number].view(self._whole(number), member).zero_()
+        self._rounds.finish()
+        self._wait()
+        # Last, so that those who share a parameter end with the same bits, whatever the order in which their
+        # data ranks were added up.
+        for bucket in self._buckets:
+            for axis in self._partial(bucket):
+                all_reduce(bucket.gradient, axis)
+
+    def _wait(self) -> None:
+        for pending in self._summing:
+            pending.wait()
+        self._summing.clear()
+
+    def _partial(self, bucket: Bucket) -> list[Axis]:
+        """The axes besides data over which the bucket's gradients must be summed."""
+        axes = [self._axes[name] for name in sorted(bucket.traits.partial)]
+        return [*axes, self._tied] if bucket.traits.tied else axes
+
+    def _whole(self, number: int) -> torch.Tensor:
+        bucket = self._buckets[number]
+        if bucket.gradients is None:
+            bucket.gradients = self._pool.take(bucket, bucket.gradient.dtype)
+        return bucket.gradients
+
+    # As Rounds decides
+
+    def start(self, number: int, first: bool) -> None:
+        """Start reducing a bucket."""
+        bucket, gradients = self._buckets[number], self._whole(number)
+        # The first shard of a step is written where it belongs, later ones are added to it.
+        out = bucket.gradient if first else None
+        shards = self._sharding[bucket.traits.grid].shards
+        pending = reduce_scatter_async(gradients, shards, out)
+        self._reducing.setdefault(number, deque()).append((pending, gradients))
+        if not self._keeps:
+            bucket.gradients = None
+
+    def retire(self, number: int, last: bool) -> None:
+        """Wait for a bucket's oldest reduction."""
+        bucket = self._buckets[number]
+        pending, gradients = self._reducing[number].popleft()
+        shard = pending.wait()
+        if shard.data_ptr() != bucket.gradient.data_ptr():
+            bucket.gradient.add_(shard)
+        if not self._keeps:
+            self._pool.give(bucket, gradients)
+        if last:
+            replicas = self._sharding[bucket.traits.grid].replicas
+            self._summing.append(all_reduce_async(bucket.gradient, replicas))
+
+
+def _gather(product: Product) -> Pending | None:
+    return None if product.gather is None else all_gather_async(product.inputs, product.gather)

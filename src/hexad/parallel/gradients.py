@@ -1,0 +1,135 @@
+"""How layers contribute to the gradients of their parameters.
+
+A layer computes contributions, :meth:`Accumulator.contribute` adds them up: weight gradients are multiplied
+straight into the place where they are accumulated, at once or in an action of their own. Under plain
+autograd, without an accumulator, the same functions return gradients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from hexad.topology.mesh import Axis
+
+
+class Dense(NamedTuple):
+    """A gradient of the parameter's shape."""
+
+    values: torch.Tensor
+
+    def add_to(self, total: torch.Tensor, fresh: bool) -> None:
+        """Add to ``total``; overwrite what it holds where that is ``fresh`` memory."""
+        if fresh:
+            total.copy_(self.values)
+        else:
+            total.add_(self.values)
+
+
+class Product(NamedTuple):
+    """A weight gradient to be computed: ``output_gradient.T @ inputs``.
+
+    Attributes:
+        output_gradient: ``[tokens, out]``.
+        inputs: ``[tokens, in]``, or this rank's tokens of them where ``gather`` is given.
+        gather: the axis over which the inputs are divided; only of products that are deferred.
+    """
+
+    output_gradient: torch.Tensor
+    inputs: torch.Tensor
+    gather: Axis | None = None
+
+    def add_to(self, total: torch.Tensor, fresh: bool) -> None:
+        """As :meth:`Dense.add_to`; in another format than the total's through a temporary."""
+        if self.output_gradient.dtype != total.dtype:
+            Dense(self.output_gradient.t() @ self.inputs).add_to(total, fresh)
+        elif fresh:
+            torch.mm(self.output_gradient.t(), self.inputs, out=total)
+        else:
+            total.addmm_(self.output_gradient.t(), self.inputs)
+
+
+class Rows(NamedTuple):
+    """``values[i]`` for row ``rows[i]`` of the parameter, as an embedding has them."""
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+    def add_to(self, total: torch.Tensor, fresh: bool) -> None:
+        """As :meth:`Dense.add_to`."""
+        if fresh:
+            total.zero_()
+        total.index_add_(0, self.rows, self.values.to(total.dtype))
+
+
+Contribution = Dense | Product | Rows
+
+
+class Accumulator(Protocol):
+    """Adds up the gradients of parameters; see :class:`hexad.parallel.data.gradients.Gradients`."""
+
+    @property
+    def deferring(self) -> bool:
+        """Whether products are kept for later instead of computed."""
+        ...
+
+    def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
+        """Add to a parameter's gradient. A contribution in parts is complete with the ``last`` one."""
+        ...
+
+
+def accumulator_of(parameter: torch.Tensor) -> Accumulator | None:
+    """Where the parameter's gradient is accumulated; None under plain autograd."""
+    return getattr(parameter, "gradient_accumulator", None)
+
+
+def attach(parameter: nn.Parameter, accumulator: Accumulator) -> None:
+    """Accumulate the parameter's gradient there; what autograd computes for it goes there too."""
+    parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
+    parameter.register_post_accumulate_grad_hook(_move)
+
+
+def _move(parameter: torch.Tensor) -> None:
+    # A function that held the accumulator itself would close a reference cycle through the hook, which is
+    # never collected: buffers and process groups would outlive their engine.
+    accumulator = accumulator_of(parameter)
+    if accumulator is not None and parameter.grad is not None:  # None where a layer has contributed by itself
+        accumulator.contribute(parameter, Dense(parameter.grad))
+        parameter.grad = None
+
+
+def deferred(weight: torch.Tensor) -> bool:
+    """Whether the weight's gradient will be computed later."""
+    accumulator = accumulator_of(weight)
+    return accumulator is not None and accumulator.deferring
+
+
+def weight_gradient(
+    weight: torch.Tensor, output_gradient: torch.Tensor, inputs: torch.Tensor, gather: Axis | None = None
+) -> torch.Tensor | None:
+    """``output_gradient.T @ inputs``: contributed (returning None), or returned.
+
+    ``gather`` is the axis over which the inputs are still divided; only where the product is deferred.
+    """
+    accumulator = accumulator_of(weight)
+    if accumulator is None:
+        return output_gradient.t() @ inputs
+    # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
+    accumulator.contribute(weight, Product(output_gradient, inputs.detach(), gather))
+    return None
+
+
+def bias_gradient(bias: torch.Tensor | None, output_gradient: torch.Tensor) -> torch.Tensor | None:
+    """The sum over tokens: contributed (returning None), else as a new tensor."""
+    return None if bias is None else own_gradient(bias, output_gradient.sum(0))
+
+
+def own_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """``gradient``: contributed (returning None), else as it is."""
+    accumulator = accumulator_of(parameter)
+    if accumulator is None:
+        return gradient
+    accumulator.contribute(parameter, Dense(gradient))
+    return None

@@ -1,0 +1,298 @@
+"""What modules hold, multiply, keep, need and send, declared without torch.
+
+A module's inventory stands beside its code (``model/attention.py``, ``model/attention_inventory.py``) and is
+made of the types declared here. Layers allocate their parameters from it; initialisation, buckets, the
+gradient norm, parameter counts, FLOPs, checkpoints, published tensors and the memory model read it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, NamedTuple
+
+from .rectangle import Rectangle
+
+Kept = Counter[str]
+"""Bytes kept from forward to backward, by kind: ``residual``, ``norm``, ``attention``, ``feed_forward``,
+``loss``, ``positions``, and ``boundary``: received from another stage."""
+
+Grid = Literal["dense", "expert"]
+"""Which of the two grids of :mod:`hexad.topology.layout` a weight is divided over."""
+
+
+class Position(NamedTuple):
+    """A rank's place along an axis."""
+
+    rank: int = 0
+    size: int = 1
+
+
+Positions = Mapping[str, Position]
+"""A rank's place along every axis, by name; an axis that is missing has size 1."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A global tensor, and how its values are divided over the device grid.
+
+    Attributes:
+        name: of the tensor in checkpoints.
+        shape: global, without padding.
+        divided: axis -> the dim that is divided over it. Several axes may divide one dim, the first in the
+            largest parts.
+        partial: axes whose ranks each compute part of the gradient, so that the parts must be summed.
+        grid: whose axes ``divided`` names, and over whose data axis gradients are reduced.
+        decay: whether weight decay applies.
+        std: standard deviation of the initial values; 0 means the constant ``fill``.
+        fill: initial value where ``std`` is 0.
+        multiple: every shard of a divided dim 0 is padded to a multiple of this; 1 requires it to divide.
+        unit: path of the module it is gathered with (ZeRO 3): weights of one unit are needed together.
+        apart: its gradient is complete at another time than those of layers (embedding, output head), and
+            backward does not need its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    divided: Mapping[str, int] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+    grid: Grid = "dense"
+    decay: bool = False
+    std: float = 0.0
+    fill: float = 0.0
+    multiple: int = 0
+    unit: str = ""
+    apart: bool = False
+
+    def local_shape(self, positions: Positions) -> tuple[int, ...]:
+        """The shape of a rank's shard, padding included.
+
+        Raises:
+            ValueError: a dim does not divide by the axes' sizes.
+        """
+        return tuple(self._along(dim, positions)[1] for dim in range(len(self.shape)))
+
+    def rectangle(self, positions: Positions) -> Rectangle:
+        """The part of the global tensor that a rank holds; empty where it holds padding only."""
+        offset, sizes = [], []
+        for dim, extent in enumerate(self.shape):
+            index, size = self._along(dim, positions)
+            offset.append(min(index * size, extent))
+            sizes.append(min((index + 1) * size, extent) - offset[-1])
+        return Rectangle(self.name, self.shape, tuple(offset), tuple(sizes))
+
+    def _along(self, dim: int, positions: Positions) -> tuple[int, int]:
+        """(index of the rank's shard, size of every shard) along a dim."""
+        index, parts = 0, 1
+        for axis, divided in self.divided.items():
+            if divided == dim:
+                place = positions.get(axis, Position())
+                index, parts = index * place.size + place.rank, parts * place.size
+        size, extent = -(-self.shape[dim] // parts), self.shape[dim]
+        if dim == 0 and self.multiple:
+            return index, -(-size // self.multiple) * self.multiple
+        if extent % parts:
+            raise ValueError(f"{self.name}: dim {dim} of {extent} does not divide by {parts} ranks")
+        return index, size
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What the parameters of a bucket have in common.
+
+    Attributes:
+        divided: axes of a degree above 1 over which they are divided.
+        partial: axes of a degree above 1 over which their gradients must be summed.
+        grid: see :class:`Weight`.
+        decay: whether weight decay applies.
+        tied: another pipeline rank holds the same values for another use (a tied embedding), so that the
+            gradients of both must be summed.
+        copy: the second of such a pair, which the gradient norm leaves out.
+    """
+
+    divided: frozenset[str]
+    partial: frozenset[str]
+    grid: Grid
+    decay: bool
+    tied: bool = False
+    copy: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What one local tensor holds: a weight, or several that are fused along dim 0.
+
+    Attributes:
+        name: of the attribute, from the stage's root: ``layers.3.attention.qkv.weight``.
+        weights: with the same ``divided``, ``partial``, ``grid``, ``decay`` and ``unit``.
+        tied, copy: see :class:`Traits`.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+    tied: bool = False
+    copy: bool = False
+
+    @property
+    def unit(self) -> str:
+        """What it is gathered with."""
+        return self.weights[0].unit
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it has two dims or more."""
+        return len(self.weights[0].shape) > 1
+
+    def local_shape(self, positions: Positions) -> tuple[int, ...]:
+        """The shape of a rank's tensor, padding included."""
+        shapes = [weight.local_shape(positions) for weight in self.weights]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def elements(self, positions: Positions) -> int:
+        """Elements of a rank's tensor, padding included."""
+        return prod(self.local_shape(positions))
+
+    def pieces(self, positions: Positions) -> list[tuple[int, Rectangle, Weight]]:
+        """(first row in the local tensor, rectangle, weight) of everything a rank's tensor holds."""
+        found, start = [], 0
+        for weight in self.weights:
+            found.append((start, weight.rectangle(positions), weight))
+            start += weight.local_shape(positions)[0]
+        return found
+
+    def traits(self, positions: Positions) -> Traits:
+        """How a rank treats it; axes of degree 1 divide nothing."""
+        first = self.weights[0]
+
+        def above_one(axes: Iterable[str]) -> frozenset[str]:
+            return frozenset(axis for axis in axes if positions.get(axis, Position()).size > 1)
+
+        return Traits(
+            above_one(first.divided),
+            above_one(first.partial),
+            first.grid,
+            first.decay,
+            self.tied,
+            self.copy,
+        )
+
+
+class Product(NamedTuple):
+    """Matrix products of one kind: ``times`` times ``[m, k] @ [k, n]``, ``2 * m * n * k`` FLOPs each.
+
+    Attributes:
+        action: ``F``, ``B`` or ``W``.
+        again: it repeats a product of the forward pass (attention's scores), which MFU does not count.
+    """
+
+    action: str
+    m: int
+    n: int
+    k: int
+    times: float = 1.0
+    again: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of all of them."""
+        return 2.0 * self.m * self.n * self.k * self.times
+
+
+class Moment(NamedTuple):
+    """Part of a backward pass, up to the gradient of a weight.
+
+    Attributes:
+        needed: bytes at the most, above what is held when the backward pass begins.
+        left: bytes at its end, above the same; negative where what was kept has been given up.
+        weights: whose gradients are then complete.
+    """
+
+    needed: int
+    left: int
+    weights: tuple[Parameter, ...] = ()
+
+    def above(self, bytes: int) -> Moment:
+        """The same, counted from another point."""
+        return Moment(self.needed + bytes, self.left + bytes, self.weights)
+
+
+class Collective(NamedTuple):
+    """Collectives of one kind, as :func:`hexad.comm.volume.sent_bytes` counts them.
+
+    Attributes:
+        action: ``F``, ``B`` or ``W``: in which they run.
+        axis: over which they run.
+        operation: ``all_reduce``, ``all_gather``, ...
+        nbytes: of the whole tensor.
+        times: how many.
+    """
+
+    action: str
+    axis: str
+    operation: str
+    nbytes: int
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a rank computes a microbatch: what bytes and products depend on besides the model.
+
+    Attributes:
+        sequences, length: of a microbatch; tokens are their product.
+        tensor: tensor degree.
+        sequence: sequence parallel is in force.
+        byte: bytes of a parameter's or an activation's element.
+        gradient: bytes of an element of the gradient buffers.
+        fp8: products are computed in 8 bits.
+        cpu: on a CPU, where some backward passes are written by hand.
+        isolate: attention is confined to documents.
+    """
+
+    sequences: int
+    length: int
+    tensor: int = 1
+    sequence: bool = False
+    byte: int = 4
+    gradient: int = 4
+    fp8: bool = False
+    cpu: bool = True
+    isolate: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.sequences * self.length
+
+    @property
+    def rows(self) -> int:
+        """Rows of the residual stream on a rank."""
+        return self.tokens // self.tensor if self.sequence else self.tokens
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a statistic's element: at least those of float32."""
+        return max(self.byte, 4)
+
+    @property
+    def widening(self) -> int:
+        """How many times larger a tensor in the wide format is: 2 for 16-bit formats."""
+        return self.wide // self.byte
+
+    def stream(self, hidden: int) -> int:
+        """Bytes of a rank's part of the residual stream."""
+        return self.rows * hidden * self.byte
+
+    def whole(self, features: int) -> int:
+        """Bytes of ``[tokens, features]``."""
+        return self.tokens * features * self.byte
+
+    def gathered(self, hidden: int) -> int:
+        """Bytes that a gather of the stream, or a sum before it is scattered, adds."""
+        return self.whole(hidden) if self.sequence else 0
+
+    def weight_product(self, elements: int) -> int:
+        """Bytes of a weight's gradient before it is added in another format."""
+        return elements * self.byte if self.gradient != self.byte else 0

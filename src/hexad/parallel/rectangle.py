@@ -1,0 +1,80 @@
+"""A rectangle of a global tensor: what shards, checkpoints and published files have in common. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Part of a global tensor.
+
+    Attributes:
+        name: of the global tensor.
+        shape: of the global tensor, without padding.
+        offset: first index of the rectangle in every dim.
+        sizes: its extent in every dim; 0 where a shard is padding only.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> Rectangle:
+        """All of a tensor."""
+        return cls(name, shape, (0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its index in the global tensor."""
+        return tuple(slice(begin, begin + size) for begin, size in zip(self.offset, self.sizes))
+
+    def named(self, name: str) -> Rectangle:
+        """The same of a tensor with another name."""
+        return replace(self, name=name)
+
+    def rows(self, begin: int, end: int) -> Rectangle:
+        """Its rows ``begin`` to ``end - 1``, counted from its own first row."""
+        return replace(
+            self,
+            offset=(self.offset[0] + begin, *self.offset[1:]),
+            sizes=(end - begin, *self.sizes[1:]),
+        )
+
+    def intersection(self, other: Rectangle) -> Rectangle | None:
+        """What two rectangles of one tensor have in common, or None."""
+        low = tuple(map(max, self.offset, other.offset))
+        ends = zip(self.offset, self.sizes, other.offset, other.sizes)
+        high = tuple(min(o + s, p + t) for o, s, p, t in ends)
+        if any(begin >= end for begin, end in zip(low, high)):
+            return None
+        return replace(self, offset=low, sizes=tuple(end - begin for begin, end in zip(low, high)))
+
+    def flat_range(self, low: int, high: int) -> Iterator[tuple[int, Rectangle]]:
+        """The elements ``low`` to ``high - 1`` of the flattened rectangle, as rectangles.
+
+        Yields:
+            (position of its first element, rectangle): part of a first row, complete rows, part of a last
+            row.
+        """
+        width = prod(self.sizes[1:])
+        while low < high:
+            row, column = divmod(low, width)
+            if column or high - low < width:
+                count = min(width - column, high - low)
+                rows, columns = 1, count
+            else:
+                rows, columns = (high - low) // width, width
+                count = rows * width
+            offset = (self.offset[0] + row, *(o + column for o in self.offset[1:]))
+            yield low, replace(self, offset=offset, sizes=(rows, columns)[: len(self.sizes)])
+            low += count

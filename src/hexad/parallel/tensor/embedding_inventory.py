@@ -1,0 +1,156 @@
+"""What the vocabulary-parallel embedding and output head hold, multiply, keep, need and send. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..inventory import Collective, Execution, Parameter, Product, Weight
+
+_ROWS_MULTIPLE = 64  # matrix units want a rank's rows of the vocabulary in multiples of this
+# Of a slice of the loss: fewer make its products inefficient. In 16-bit formats every slice also adds a
+# product as large as the weight to the wide gradient, which must be little beside the product's arithmetic.
+_FEWEST_ROWS = {2: 1024, 4: 256, 8: 256}
+
+
+def loss_rows(tokens: int, hidden: int, columns: int, width: int) -> int:
+    """Tokens in one slice of the loss, so that its logits take no more memory than the hidden states.
+
+    At least 256, in 16-bit formats 1,024 (or all), in slices as even as they can be: the same number in all
+    but the last.
+
+    Args:
+        tokens: of a microbatch.
+        hidden: width of the hidden states.
+        columns: logits of a token on one rank, ``padded vocabulary / tensor degree``.
+        width: bytes of a number of the model's format.
+    """
+    most = max(_FEWEST_ROWS[width], tokens * hidden // columns)
+    slices = -(-tokens // most)
+    return -(-tokens // slices)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """The token embedding, its vocabulary divided over the tensor axis.
+
+    Attributes:
+        vocab, hidden: of the table.
+        sequence: the output is divided over tokens.
+        std: standard deviation of the initial values.
+        tied: another pipeline rank's head holds a copy of the weight.
+    """
+
+    vocab: int
+    hidden: int
+    sequence: bool
+    std: float
+    tied: bool = False
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The table."""
+        weight = _table("embedding.weight", self.vocab, self.hidden, self.std, "embedding")
+        return (Parameter("embedding.weight", (weight,), tied=self.tied),)
+
+    def positions(self, run: Execution) -> int:
+        """Bytes kept: row numbers, and whether a token's row is on this rank; with one rank nothing new."""
+        return 9 * run.tokens if run.tensor > 1 else 0
+
+    def sent(self, run: Execution) -> list[Collective]:
+        """What moves over the tensor axis."""
+        whole = run.whole(self.hidden)
+        if not run.sequence:
+            return [Collective("F", "tensor", "all_reduce", whole)]
+        return [
+            Collective("F", "tensor", "reduce_scatter", whole),
+            Collective("B", "tensor", "all_gather", whole),
+        ]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output head and the loss, computed in slices of tokens, forward and backward at once.
+
+    Attributes:
+        vocab, hidden: of the table.
+        sequence: the input is divided over tokens.
+        std: standard deviation of the initial values.
+        tied: ``own``: a weight of its own; ``here``: the embedding's, on this rank; ``copy``: a copy of the
+            embedding's, which another pipeline rank holds.
+    """
+
+    vocab: int
+    hidden: int
+    sequence: bool
+    std: float
+    tied: str = "own"
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The table, unless it is the embedding's."""
+        if self.tied == "here":
+            return ()
+        copy = self.tied == "copy"
+        name = "embedding.weight" if copy else "head.weight"
+        weight = _table(name, self.vocab, self.hidden, self.std, "head")
+        return (Parameter("head.weight", (weight,), tied=copy, copy=copy),)
+
+    def products(self, run: Execution) -> list[Product]:
+        """The logits and both gradients, all in ``F``; without padding."""
+        vocab, hidden, tokens, share = self.vocab, self.hidden, run.tokens, 1 / run.tensor
+        return [
+            Product("F", tokens, vocab, hidden, share),
+            Product("F", tokens, hidden, vocab, share),
+            Product("F", vocab, hidden, tokens, share),
+        ]
+
+    def columns(self, run: Execution) -> int:
+        """Logits of a token on one rank, padding included."""
+        size = -(-self.vocab // run.tensor)
+        return -(-size // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+
+    def sent(self, run: Execution, training: bool = True) -> list[Collective]:
+        """What moves over the tensor axis: maxima, then sums and targets, per token; hidden states and their
+        gradient."""
+        tokens, whole = run.tokens, run.whole(self.hidden)
+        found = [
+            Collective("F", "tensor", "all_reduce", tokens * run.wide),
+            Collective("F", "tensor", "all_reduce", 2 * tokens * run.wide),
+        ]
+        if run.sequence:
+            found.append(Collective("F", "tensor", "all_gather", whole))
+        if training:
+            operation = "reduce_scatter" if run.sequence else "all_reduce"
+            found.append(Collective("F", "tensor", operation, whole))
+        return found
+
+    def loss(self, run: Execution) -> tuple[int, int]:
+        """Bytes needed while the loss is computed, above what is kept: at the most, and when the weight's
+        gradient is complete."""
+        columns, hidden, byte = self.columns(run), self.hidden, run.byte
+        rows = loss_rows(run.tokens, hidden, columns, byte)
+        slices = -(-run.tokens // rows)
+        logits = rows * columns * byte
+        # A gathered slice, and the gradient of one with the parts of other ranks that are added to it.
+        states = rows * hidden * byte if run.sequence else 0
+        # In 16 bits logits exist in both formats.
+        wide = logits * (1 + run.widening) if run.widening > 1 else logits
+        product = run.weight_product(columns * hidden)
+        ahead = 2 * states if slices > 1 else states  # the next slice arrives
+        behind = 2 * states if slices > 1 else 0
+        most = max(wide + ahead + behind, logits + product + ahead + 2 * states)
+        return run.stream(hidden) + most, run.stream(hidden) + logits + 3 * states
+
+
+def _table(name: str, vocab: int, hidden: int, std: float, unit: str) -> Weight:
+    """Rows divided over the tensor axis, padded."""
+    return Weight(
+        name,
+        (vocab, hidden),
+        {"tensor": 0},
+        decay=True,
+        std=std,
+        multiple=_ROWS_MULTIPLE,
+        unit=unit,
+        apart=True,
+    )

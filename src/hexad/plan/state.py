@@ -1,0 +1,105 @@
+"""Bytes that sharding the state needs in passing: buffers that buckets take turns with, and what reductions
+under way receive into. Driven by the trainer's own :class:`Rounds` and :class:`Gathering`."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from hexad.parallel.data.bucket_plan import BucketPlan
+from hexad.parallel.data.rounds import Rounds
+
+
+class StateBuffers:
+    """Counts a step's buffers, in the place of tensors.
+
+    Args:
+        buckets: of the rank.
+        zero: ``parallel.zero``.
+        widths: bytes of a parameter and of a gradient.
+        whole: reductions receive into a buffer as large as the bucket (CPUs), not into a shard of it.
+
+    Attributes:
+        moving: bytes that reductions under way receive into.
+        most: largest ``moving`` since :meth:`restart`.
+    """
+
+    def __init__(
+        self, buckets: Sequence[BucketPlan], zero: int, widths: tuple[int, int], whole: bool
+    ) -> None:
+        self.moving = self.most = 0
+        self._buckets, self._keeps, self._whole = buckets, zero < 2, whole
+        self._parameter, self._gradient = widths
+        self._reducing: deque[tuple[int, int]] = deque()  # bytes received into, and summed beside them
+        self._used: Counter[tuple[int, ...]] = Counter()
+        self._peak: Counter[tuple[int, ...]] = Counter()
+        self._here: set[int] = set()
+        self._accumulating: set[int] = set()
+        self._rounds = Rounds(buckets, zero, self)
+        self._places = {
+            number: (bucket, member)
+            for bucket, plan in enumerate(buckets)
+            for member, number in enumerate(plan.members)
+        }
+
+    @property
+    def pooled(self) -> int:
+        """Bytes of all buffers that were ever needed at a time: they are never given back to the system."""
+        return sum(width * size * number for (width, size, *_), number in self._peak.items())
+
+    def begin(self, microbatches: int) -> None:
+        """As :meth:`hexad.parallel.data.gradients.Gradients.begin`."""
+        self._rounds.begin(microbatches)
+
+    def contribute(self, parameters: Sequence[int]) -> None:
+        """A microbatch's gradients of these parameters (by number) are complete."""
+        for number in parameters:
+            bucket, member = self._places[number]
+            if not self._keeps and bucket not in self._accumulating:
+                self._accumulating.add(bucket)
+                self._take(self._gradient, bucket)
+            self._rounds.added(bucket, member)
+
+    def restart(self) -> None:
+        """Begin a new ``most``."""
+        self.most = self.moving
+
+    # As Rounds decides
+
+    def start(self, bucket: int, first: bool) -> None:
+        """A reduction starts."""
+        plan = self._buckets[bucket]
+        # The first shard is summed where it belongs, later ones beside it.
+        beside = 0 if first or plan.shards == 1 else plan.share * self._gradient
+        received = (plan.size * self._gradient if plan.shards > 1 else 0) if self._whole else beside
+        self._reducing.append((received, beside if self._whole else 0))
+        self.moving += received
+        self.most = max(self.most, self.moving)
+        self._accumulating.discard(bucket)
+
+    def retire(self, bucket: int, last: bool) -> None:
+        """A reduction is over."""
+        received, beside = self._reducing.popleft()
+        self.most = max(self.most, self.moving + beside)
+        self.moving -= received
+        if not self._keeps:
+            self._used[self._gradient, *self._buckets[bucket].layout] -= 1
+
+    # As Gathering decides
+
+    def fetch(self, bucket: int) -> None:
+        """Values are gathered, if they are not here."""
+        if bucket not in self._here:
+            self._here.add(bucket)
+            self._take(self._parameter, bucket)
+
+    def release(self, bucket: int) -> None:
+        """Values are given up, if they are here."""
+        if bucket in self._here:
+            self._here.discard(bucket)
+            self._used[self._parameter, *self._buckets[bucket].layout] -= 1
+
+    def _take(self, width: int, bucket: int) -> None:
+        key = (width, *self._buckets[bucket].layout)
+        self._used[key] += 1
+        self._peak[key] = max(self._peak[key], self._used[key])

@@ -1,0 +1,17 @@
+"""From a configuration to everything that follows from it: numbers for every ``auto``, the layout, the stages
+and the schedule. No torch."""
+
+from .checks import check_config, smallest_world, working_layout
+from .resolve import Resolved, resolve
+from .stages import PipelinePlan, forward_plan, training_schedule
+
+__all__ = [
+    "PipelinePlan",
+    "Resolved",
+    "check_config",
+    "forward_plan",
+    "resolve",
+    "smallest_world",
+    "training_schedule",
+    "working_layout",
+]

@@ -1,0 +1,129 @@
+"""What a step of a language model is made of: checked microbatches, target counts, dropout keys, and what a
+stage computes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from hexad.comm import Pending, all_reduce_async
+from hexad.config import Config, HexadError
+from hexad.dataset.microbatch import Microbatch
+from hexad.model.dropout import DropoutKey
+from hexad.model.transformer import DTYPES, Transformer
+from hexad.parallel.sharding import Shard
+from hexad.topology.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the pipeline's stages compute with.
+
+    Attributes:
+        microbatch: on the device.
+        key: of dropout; None for evaluation.
+    """
+
+    microbatch: Microbatch
+    key: DropoutKey | None = None
+
+
+def training_shard(config: Config, mesh: Mesh) -> Shard:
+    """Which shard of every layer this rank holds for training, and how."""
+    axes = {"tensor": mesh.tensor}
+    sequence = config.parallel.sequence and mesh.tensor.size > 1
+    dtype = config.precision.dtype
+    return Shard(axes, sequence, DTYPES[dtype], mesh.device, deferred=True, fp8=dtype == "fp8")
+
+
+def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    """A stage's hidden states of a microbatch; the last stage's sum of token losses."""
+    assert isinstance(stage, Transformer)
+    tokens, documents = task.microbatch.tokens, task.microbatch.documents
+    if stage.head is not None:
+        return stage.loss_sum(tokens, task.microbatch.labels, documents, inputs, scale, task.key)
+    return stage(tokens, documents, inputs=inputs, key=task.key)
+
+
+class LanguageModel:
+    """The checks and counts of one rank's microbatches.
+
+    Args:
+        config: resolved.
+        mesh: of the run.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.vocab = int(config.model.vocab)
+
+    def boundary(self, task: Task) -> torch.Tensor:
+        """An empty tensor for the hidden states between two stages."""
+        shard = training_shard(self.config, self.mesh)
+        rows = task.microbatch.tokens.numel() // (shard.tensor.size if shard.sequence else 1)
+        return torch.empty((rows, self.config.model.hidden), dtype=shard.dtype, device=shard.device)
+
+    def placed(self, microbatch: Microbatch) -> Microbatch:
+        """Check a microbatch and move it to the device.
+
+        Raises:
+            HexadError: ids outside the vocabulary, or document offsets that do not fit.
+        """
+        for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
+            low, high = (int(x) for x in ids.aminmax())
+            if low < lowest or high >= self.vocab or (lowest and -100 < low < 0):
+                bad = high if high >= self.vocab else low
+                raise HexadError(
+                    f"{name} id {bad} is outside the model's vocabulary of {self.vocab} (model.vocab)"
+                )
+        if microbatch.documents is not None:
+            _check_documents(microbatch.documents, *microbatch.tokens.shape)
+        return microbatch.to(self.mesh.device)
+
+    def count(self, microbatches: Sequence[Microbatch]) -> Pending:
+        """Start summing (target tokens, microbatches, microbatches squared) over the data ranks."""
+        if not microbatches:
+            raise HexadError("train_step needs at least one microbatch")
+        number = len(microbatches)
+        counts = [sum(m.targets() for m in microbatches), number, number**2]
+        return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.mesh.data)
+
+    def targets(self, counts: torch.Tensor) -> int:
+        """The global number of targets, from :meth:`count`'s sums.
+
+        Raises:
+            HexadError: there are none, or data ranks have different numbers of microbatches.
+        """
+        self.same_number(counts)
+        targets = int(counts[0])
+        if targets == 0:
+            raise HexadError("no position of the global batch has a target: all labels are -100")
+        return targets
+
+    def same_number(self, counts: torch.Tensor) -> None:
+        """Refuse different numbers of microbatches on the data ranks, given :meth:`count`'s sums."""
+        _, number, squares = counts.tolist()
+        # Equality in Cauchy-Schwarz: only when every rank has the same number.
+        if number**2 != squares * self.mesh.data.size:
+            raise HexadError("data ranks were given different numbers of microbatches in one step")
+
+    def key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:
+        """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""
+        first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.tokens.shape[0]
+        return DropoutKey(self.config.run.seed, step, first)
+
+
+def _check_documents(documents: tuple[int, ...], sequences: int, length: int) -> None:
+    """Offsets that miss the start of a sequence would let attention reach across sequences in silence."""
+    total = sequences * length
+    starts = set(range(0, total, length))
+    ascending = all(a < b for a, b in pairwise(documents))
+    if not ascending or documents[-1] != total or documents[0] != 0 or not starts <= set(documents):
+        raise HexadError(
+            f"Microbatch.documents: found {documents}, expected rising offsets from 0 to {total} with each "
+            f"sequence's start ({length} tokens each) among them"
+        )

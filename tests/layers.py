@@ -1,0 +1,76 @@
+"""Layers and models by themselves, without an engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hexad.comm import all_gather
+from hexad.config.schema import ModelSettings
+from hexad.model.inventory import ModelInventory
+from hexad.model.recompute import Recompute
+from hexad.model.transformer import Transformer
+from hexad.parallel.gradients import Contribution, Product, attach
+from hexad.parallel.sharding import Shard
+from hexad.topology.mesh import Axis
+
+CPU = torch.device("cpu")
+
+
+def shard_of(
+    axis: Axis | None = None, sequence: bool = False, dtype: torch.dtype = torch.float64, fp8: bool = False
+) -> Shard:
+    """This rank's shard on a tensor axis."""
+    return Shard({"tensor": axis or Axis("tensor")}, sequence, dtype, CPU, fp8=fp8)
+
+
+def whole_model(model: ModelSettings, shard: Shard, recompute: Recompute = Recompute()) -> Transformer:  # noqa: B008
+    """All of a model in one stage."""
+    stage = ModelInventory(model, shard.sequence).stage(range(model.layers))
+    return Transformer(stage, shard, recompute)
+
+
+class Sums:
+    """Accumulates the gradients of one microbatch in tensors that a test can see.
+
+    Attributes:
+        totals: by parameter.
+        complete: for every parameter the number of complete contributions.
+    """
+
+    def __init__(self, totals: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        self.totals = dict(totals)
+        self.complete = dict.fromkeys(totals, 0)
+        self._touched: set[torch.Tensor] = set()
+        self._deferred: deque[tuple[torch.Tensor, Product]] | None = None
+        for parameter in totals:
+            attach(parameter, self)
+
+    @property
+    def deferring(self) -> bool:
+        return self._deferred is not None
+
+    def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
+        if self._deferred is not None and isinstance(contribution, Product):
+            self._deferred.append((parameter, contribution))
+            return
+        contribution.add_to(self.totals[parameter], parameter not in self._touched)
+        self._touched.add(parameter)
+        self.complete[parameter] += last
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Compute products of weight gradients at the end."""
+        self._deferred = products = deque()
+        yield
+        self._deferred = None
+        with torch.no_grad():
+            for parameter, product in products:
+                inputs = product.inputs
+                if product.gather is not None:
+                    inputs = all_gather(inputs, product.gather)
+                self.contribute(parameter, Product(product.output_gradient, inputs))

@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hexad.config import Config
-from hexad.train.checks import SUPPORTED
+from hexad.model.families import families
+from hexad.resolve.checks import SUPPORTED
 
 PAGE = Path(__file__).parent / "configuration.md"
 
@@ -75,7 +76,7 @@ def _values(setting: str, field: FieldInfo) -> str:
     annotation: Any = field.annotation
     if field.metadata:  # pydantic has taken Annotated apart
         annotation = Annotated[(annotation, *field.metadata)]
-    supported = SUPPORTED.get(setting)
+    supported = families() if setting == "model.family" else SUPPORTED.get(setting)
     shown = [
         text + ("" if supported is None or value is _OPEN or value in supported else " †")
         for text, value in _choices(annotation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 
@@ -10,8 +11,9 @@ import pytest
 from hexad.config import ConfigError
 from hexad.config.schema import ModelSettings
 from hexad.model.configuration import build_config
-from hexad.model.counts import flops_per_token, layer_costs, layer_counts, parameter_count
+from hexad.model.counts import flops_per_token, layer_costs, parameter_count
 from hexad.model.families import presets
+from hexad.model.inventory import ModelInventory
 
 # Parameters of the published checkpoints (safetensors metadata on the Hugging Face hub; for tied
 # embeddings counted once).
@@ -194,7 +196,12 @@ def test_work_of_the_parts_is_the_model_and_the_scores_computed_again(settings: 
     assert isinstance(model.head_dim, int) and isinstance(model.vocab, int)
     again = model.layers * model.heads * model.head_dim * 16
     assert total == flops_per_token(model, 16) + again
-    assert work.block.weight == 2 * layer_counts(model).matmul
+    assert work.block.weight == 2 * sum(
+        math.prod(weight.shape)
+        for parameter in ModelInventory(model).block(0).parameters
+        for weight in parameter.weights
+        if parameter.matrix
+    )
     attention = work.block.forward - work.block.weight
     assert work.block.backward - work.block.weight == 2.5 * attention > 0
     assert work.head == (6 * model.vocab * model.hidden, 0, 0) and work.embedding == (0, 0, 0)

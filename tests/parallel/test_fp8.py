@@ -16,13 +16,16 @@ from hexad.config import Config, ConfigError
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.parallel.sharding import load_global
-from hexad.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelHead, fp8
+from hexad.parallel.tensor import fp8
+from hexad.parallel.tensor.embedding import VocabParallelHead
 from hexad.parallel.tensor.embedding_inventory import Head
+from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from hexad.parallel.tensor.linear_inventory import Linear
 from hexad.resolve import check_config
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
-from hexad.train.engine import Engine, placement
+from hexad.topology.mesh import Mesh
+from hexad.train.engine import Engine
+from hexad.train.language import training_shard
 from hexad.train.launch import check_device
 
 from ..layers import Sums, shard_of
@@ -284,7 +287,8 @@ def test_gpt2_with_its_biases(pool: Pool) -> None:
 
 def test_only_fp8_runs_place_layers_so() -> None:
     for dtype in ("fp64", "fp32", "bf16", "fp16", "fp8"):
-        assert placement(config_of(dtype), Axis("tensor"), CPU).fp8 == (dtype == "fp8")
+        mesh = Mesh.create(Layout(world=1), CPU)
+        assert training_shard(config_of(dtype), mesh).fp8 == (dtype == "fp8")
 
 
 # Refusals

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hexad.parallel.shapes import loss_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad.parallel.tensor import loss
+from hexad.parallel.tensor.embedding_inventory import loss_rows
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 

@@ -13,7 +13,8 @@ from torch import nn
 from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
-from hexad.parallel.data.buckets import aligned
+from hexad.parallel.data.bucket_plan import Held, plan_buckets
+from hexad.parallel.inventory import Parameter, Weight
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 
@@ -65,7 +66,7 @@ def measured(config: Config) -> tuple[int, list[tuple[str, int]], dict[str, int]
     engine.train_step(batch)
     engine.gatherer.settle()
     sent = engine.mesh.sent_bytes()["data"] - before
-    sizes = [(_use(bucket.members[0]), bucket.size) for bucket in engine.buckets]
+    sizes = [(_use(bucket.members[0]), bucket.plan.size) for bucket in engine.buckets]
     storages = {
         "parameters": [bucket.whole for bucket in engine.buckets if bucket.whole is not None],
         "gradients": [bucket.gradient for bucket in engine.buckets],
@@ -81,7 +82,7 @@ def measured(config: Config) -> tuple[int, list[tuple[str, int]], dict[str, int]
 def _use(declared: Any) -> str:
     if declared.parameter.dim() == 1:
         return "vector"
-    return "block" if declared.name.startswith("layers.") else "end"
+    return "block" if declared.declaration.name.startswith("layers.") else "end"
 
 
 @pytest.mark.parametrize(("data", "replicas"), [(2, 1), (3, 1), (4, 2)])
@@ -286,5 +287,8 @@ def test_a_step_begins_before_all_parameters_are_gathered(zero: int, pool: Pool)
 
 
 def test_a_bucket_is_a_multiple_of_its_shards() -> None:
-    assert [aligned(n) for n in (1, 32, 33)] == [32, 32, 64]
-    assert aligned(33, 3 * 32) == 96
+    held = [Held.of(0, Parameter(f"p{n}", (Weight(f"p{n}", (n,)),)), {}) for n in (1, 32, 33)]
+    for shards, size in ((1, 128), (3, 192)):
+        (bucket,) = plan_buckets(held, 1e9, 4, 1, {"dense": shards})
+        assert bucket.elements == (33, 32, 1) and bucket.offsets == (0, 64, 96)
+        assert bucket.size == size and bucket.share * shards == size

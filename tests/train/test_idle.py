@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hexad.train.checks import working_layout
 
 from hexad.config import ConfigError
 from hexad.model.configuration import load_config
+from hexad.resolve import working_layout
 
 from ..pool import Pool
 from .command import Process, RunFile, alive, wait_until_gone

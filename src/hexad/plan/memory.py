@@ -11,6 +11,7 @@ from hexad.config import Config
 from hexad.model.inventory import ModelInventory, Stage
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets
 from hexad.parallel.inventory import Execution, Position, Positions
+from hexad.parallel.pipeline.transfers import Transfer, transfers
 from hexad.resolve import Resolved
 from hexad.topology.layout import Layout
 
@@ -75,6 +76,11 @@ class MemoryPlan:
 
 def predict(resolved: Resolved, rank: int) -> MemoryPlan:
     """What a rank (by its global number) needs when it needs the most."""
+    return _predict(resolved, rank, transfers(resolved.plan.schedule))
+
+
+def _predict(resolved: Resolved, rank: int, orders: list[list[Transfer]]) -> MemoryPlan:
+    """The same, given the transfers of all pipeline ranks."""
     config, layout, schedule = resolved.config, resolved.layout, resolved.plan.schedule
     pipeline = layout.coordinates(rank)["pipeline"]
     run, zero = execution(config, layout), config.parallel.zero
@@ -95,7 +101,7 @@ def predict(resolved: Resolved, rank: int) -> MemoryPlan:
     }
     widths = run.byte, run.gradient
     buffers = StateBuffers(buckets, zero, widths, whole=run.cpu)
-    peak = Step(schedule, pipeline, memory, held, buckets, buffers, zero).peak
+    peak = Step(schedule, pipeline, orders[pipeline], memory, held, buckets, buffers, zero).peak
     peak = max(peak, _update(buckets, run), key=lambda each: each.total)
     return _plan(rank, config, run, buckets, peak, buffers.pooled)
 
@@ -182,4 +188,5 @@ def largest(resolved: Resolved) -> MemoryPlan:
 
 def per_pipeline_rank(resolved: Resolved) -> list[MemoryPlan]:
     """One rank's plan for every pipeline coordinate."""
-    return [predict(resolved, rank) for rank in next(resolved.layout.iter_groups("pipeline"))]
+    orders = transfers(resolved.plan.schedule)
+    return [_predict(resolved, rank, orders) for rank in next(resolved.layout.iter_groups("pipeline"))]

@@ -12,7 +12,7 @@ from hexad.parallel.data.gathering import Gathering
 from hexad.parallel.inventory import Execution, Kept
 from hexad.parallel.pipeline.exchange import Exchange
 from hexad.parallel.pipeline.schedule import Action, Message, Schedule
-from hexad.parallel.pipeline.transfers import transfers
+from hexad.parallel.pipeline.transfers import Transfer
 
 from .state import StateBuffers
 
@@ -131,6 +131,7 @@ class Step:
     Args:
         schedule: of the step.
         pipeline: the rank.
+        order: of its transfers, see :func:`~hexad.parallel.pipeline.transfers.transfers`.
         stages: it holds, by number, ascending.
         held: the rank's parameters, by number.
         buckets: of these.
@@ -145,6 +146,7 @@ class Step:
         self,
         schedule: Schedule,
         pipeline: int,
+        order: list[Transfer],
         stages: Mapping[int, StageMemory],
         held: Sequence[Held],
         buckets: Sequence[BucketPlan],
@@ -155,7 +157,7 @@ class Step:
         self._schedule, self._stages, self._buffers = schedule, stages, buffers
         self._own = schedule.stages_of(pipeline)
         self._handed: set[Message] = set()
-        self._exchange: Exchange[None] = Exchange(schedule, transfers(schedule)[pipeline], _Counted())
+        self._exchange: Exchange[None] = Exchange(schedule, order, _Counted())
         self._kept: Counter[int] = Counter()
         self._operands: Counter[int] = Counter()
         self._bytes = 0

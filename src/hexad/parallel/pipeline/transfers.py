@@ -8,7 +8,7 @@ before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .schedule import Message, Schedule
 from .simulate import Costs, simulate
@@ -18,8 +18,7 @@ AHEAD = 4
 message behind an action, few enough to hold."""
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A message as one of its two ends sees it.
 
     Attributes:
@@ -66,6 +65,8 @@ def _with_answers(own: list[Transfer]) -> list[Transfer]:
         if not transfer.outgoing:
             last[transfer.peer] = max(transfer.delivered, last.get(transfer.peer, -1))
     return [
-        replace(transfer, answered=transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1))
+        transfer._replace(answered=True)
+        if transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1)
+        else transfer
         for transfer in own
     ]

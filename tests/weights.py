@@ -9,6 +9,7 @@ import torch
 
 from hexad.checkpoint.chunks import Chunk
 from hexad.config import HexadError
+from hexad.parallel.rectangle import Rectangle
 
 
 @dataclass(frozen=True)
@@ -25,3 +26,14 @@ class WholeTensors:
             if tuple(whole.shape) != shape:
                 raise HexadError(f"{chunk.name}: found {tuple(whole.shape)}, expected {shape}")
             chunk.tensor.copy_(whole[chunk.rectangle.slices])
+
+
+def chunk(
+    name: str,
+    shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    tensor: torch.Tensor,
+    holder: tuple[int, int] | None = (0, 1),
+) -> Chunk:
+    """The rectangle that begins at ``offset``."""
+    return Chunk(Rectangle(name, shape, offset, tuple(tensor.shape)), tensor, holder)

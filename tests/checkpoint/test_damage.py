@@ -144,7 +144,7 @@ def test_any_reader_of_safetensors_reads_the_files(two: tuple[Path, Path]) -> No
         for name, tensor in checkpoint.manifest.tensors.items():
             whole = checkpoint.read(name)
             for stored in tensor.stored:
-                ranges = [slice(o, o + n) for o, n in zip(stored.offset, stored.sizes)]
+                ranges = list(stored.rectangle.slices)
                 key = f"{name}[{','.join(f'{r.start}:{r.stop}' for r in ranges)}]"
                 with safe_open(two[0] / stored.file, "pt") as file:
                     assert torch.equal(file.get_tensor(key), whole[tuple(ranges)])

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
 from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.writer import write_manifest, write_share
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 
+from ..weights import chunk as chunk_of
+
 
 def save(run: CheckpointDirectory, step: int, value: float = 0.0) -> Path:
     partial = run.begin(step)
-    share = write_share(partial, 0, [Chunk("model.w", (3,), (0,), torch.full((3,), value))])
+    share = write_share(partial, 0, [chunk_of("model.w", (3,), (0,), torch.full((3,), value))])
     assert share is not None
     progress = {"step": step, "samples": step}
     write_manifest(partial, [share], {"model.w": (3,)}, load_config(), progress, {})

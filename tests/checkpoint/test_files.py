@@ -6,6 +6,7 @@ import os
 import random
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +25,8 @@ from hexad.checkpoint.writer import write_manifest, write_share
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 
+from ..weights import chunk as chunk_of
+
 SHAPES = st.lists(st.integers(1, 11), min_size=1, max_size=3).map(tuple)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
@@ -41,7 +44,7 @@ def write(directory: Path, ranks: list[list[Chunk]]) -> Path:
     directory.mkdir(exist_ok=True)
     shares = [write_share(directory, rank, list(to_write(held))) for rank, held in enumerate(ranks)]
     progress = {"step": 1, "samples": 2}
-    expected = {chunk.name: chunk.shape for held in ranks for chunk in held}
+    expected = {chunk.name: chunk.rectangle.shape for held in ranks for chunk in held}
     write_manifest(directory, filter(None, shares), expected, load_config(), progress, {"world": len(ranks)})
     return directory
 
@@ -51,7 +54,7 @@ def cut(name: str, whole: torch.Tensor, draw: random.Random) -> list[Chunk]:
     edges = [sorted({0, n, *(draw.randrange(n) for _ in range(draw.randrange(3)))}) for n in whole.shape]
     spans = [list(pairwise(edge)) for edge in edges]
     pieces = [(tuple(b for b, _ in box), whole[tuple(slice(*s) for s in box)]) for box in product(*spans)]
-    return [Chunk(name, tuple(whole.shape), offset, values) for offset, values in pieces]
+    return [chunk_of(name, tuple(whole.shape), offset, values) for offset, values in pieces]
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,9 +69,7 @@ def test_any_rectangle_of_any_division(
         # Some pieces are on one rank, some on several, which then share the writing.
         holders = draw.sample(range(ranks), draw.randint(1, ranks))
         for place, rank in enumerate(holders):
-            held[rank].append(
-                Chunk(chunk.name, chunk.shape, chunk.offset, chunk.tensor, (place, len(holders)))
-            )
+            held[rank].append(replace(chunk, holder=(place, len(holders))))
     with TemporaryDirectory() as scratch:
         path = write(Path(scratch) / "checkpoint", held)
         with Checkpoint(path) as checkpoint:
@@ -80,30 +81,30 @@ def test_any_rectangle_of_any_division(
                 assert torch.equal(checkpoint.read("weight", offset, sizes), whole[box])
             if dtype in (torch.float32, torch.bfloat16, torch.float16):
                 wide = torch.empty(shape, dtype=torch.float64)
-                checkpoint.fill([Chunk("weight", shape, (0,) * len(shape), wide)])
+                checkpoint.fill([chunk_of("weight", shape, (0,) * len(shape), wide)])
                 assert torch.equal(wide, whole.double())
 
 
 def test_holders_share_the_writing_evenly() -> None:
     """Of what all hold, each writes about as much, whatever the sizes; small ones go to different ranks."""
     big = torch.zeros(1000, 4)
-    held = [list(to_write([Chunk("big", (1000, 4), (0, 0), big, (rank, 7))])) for rank in range(7)]
+    held = [list(to_write([chunk_of("big", (1000, 4), (0, 0), big, (rank, 7))])) for rank in range(7)]
     rows = [sum(chunk.tensor.shape[0] for chunk in mine) for mine in held]
     assert sum(rows) == 1000 and max(rows) - min(rows) <= 1
     small = [
         [
             chunk.name
-            for chunk in to_write(Chunk(f"w{i}", (3,), (0,), torch.zeros(3), (r, 7)) for i in range(70))
+            for chunk in to_write(chunk_of(f"w{i}", (3,), (0,), torch.zeros(3), (r, 7)) for i in range(70))
         ]
         for r in range(7)
     ]
     assert sorted(name for names in small for name in names) == sorted(f"w{i}" for i in range(70))
     assert max(map(len, small)) <= 20
-    assert not list(to_write([Chunk("copy", (3,), (0,), torch.zeros(3), None)]))
+    assert not list(to_write([chunk_of("copy", (3,), (0,), torch.zeros(3), None)]))
 
 
 def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "c", [[Chunk("w", (600, 4), (0, 0), torch.randn(600, 4))]])
+    path = write(tmp_path / "c", [[chunk_of("w", (600, 4), (0, 0), torch.randn(600, 4))]])
     read: list[int] = []
     block = Checkpoint._block
 
@@ -130,21 +131,21 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype, message: str
 ) -> None:
-    path = write(tmp_path / "c", [[Chunk("w", (5, 3), (0, 0), torch.randn(5, 3))]])
+    path = write(tmp_path / "c", [[chunk_of("w", (5, 3), (0, 0), torch.randn(5, 3))]])
     out = torch.empty(shape, dtype=dtype)
     with Checkpoint(path) as checkpoint, pytest.raises(HexadError, match=message):
-        checkpoint.fill([Chunk(name, shape, (0, 0), out)])
+        checkpoint.fill([chunk_of(name, shape, (0, 0), out)])
 
 
 def test_a_save_that_does_not_cover_a_tensor_is_refused(tmp_path: Path) -> None:
     def part(row: int, rows: int) -> Chunk:
-        return Chunk("w", (5, 3), (row, 0), torch.randn(rows, 3))
+        return chunk_of("w", (5, 3), (row, 0), torch.randn(rows, 3))
 
     for held, message in (
         ([part(0, 2)], "tensor w: 6 values of 15"),
         ([part(0, 2), part(1, 3)], r"tensor w: values from \[1, 0\] on are there twice"),  # 15, row 4 is not
         ([part(0, 2), part(3, 3)], "tensor w: a rectangle reaches beyond it"),
-        ([Chunk("w", (5, 3), (0, 0), torch.randn(5, 3), None)], r"tensor w of shape \(5, 3\) is not in"),
+        ([chunk_of("w", (5, 3), (0, 0), torch.randn(5, 3), None)], r"tensor w of shape \(5, 3\) is not in"),
     ):
         with pytest.raises(ValueError, match=message):
             write(tmp_path / message[:20], [held])
@@ -154,7 +155,7 @@ def test_a_save_that_does_not_cover_a_tensor_is_refused(tmp_path: Path) -> None:
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("hexad.checkpoint.manifest.FORMAT", 99)
-        path = write(tmp_path / "c", [[Chunk("w", (1,), (0,), torch.randn(1))]])
+        path = write(tmp_path / "c", [[chunk_of("w", (1,), (0,), torch.randn(1))]])
     with pytest.raises(HexadError, match="format 99, this version of Hexad reads format 2") as caught:
         read_manifest(path)
     assert caught.type is HexadError  # whole, and not to be set aside by an older version
@@ -163,7 +164,7 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     count = 90
     whole = torch.randn(count, 2)
-    ranks = [[Chunk("w", (count, 2), (row, 0), whole[row : row + 1])] for row in range(count)]
+    ranks = [[chunk_of("w", (count, 2), (row, 0), whole[row : row + 1])] for row in range(count)]
     path = write(tmp_path / "c", ranks)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))

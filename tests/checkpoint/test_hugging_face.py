@@ -295,7 +295,7 @@ def test_switches_choose_the_architecture(tmp_path: Path) -> None:
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
     run = small_run(tmp_path, "llama", qkv_bias=True, qk_norm=True)
     assert run.train("run.steps=1").status == 0
-    assert "none of GPT2LMHeadModel, " in refused("export", run.directory, tmp_path / "out")
+    assert "none of LlamaForCausalLM, " in refused("export", run.directory, tmp_path / "out")
     error = refused("export", run.directory, tmp_path / "out", "--shard-size", "five")
     assert error.startswith("--shard-size: found 'five', expected a size such as 5GB")
     assert "neither a checkpoint nor a run" in refused("export", tmp_path / "none", tmp_path / "out")

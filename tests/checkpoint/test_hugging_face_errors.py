@@ -70,10 +70,10 @@ def test_spellings(family: str, keys: dict[str, Any], wanted: dict[str, Any]) ->
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]},
-     'model_type: found "mixtral", not supported (MixtralForCausalLM); supported: GPT2LMHeadModel, Llama'),
+     'model_type: found "mixtral", not supported (MixtralForCausalLM); supported: LlamaForCausalLM, Mistral'),
     ("llama", {"model_type": None}, "model_type: found null, not supported"),
     ("llama", {"architectures": ["LlamaForSequenceClassification"]},
-     'architectures: found "LlamaForSequenceClassification", not supported; supported: GPT2LMHeadModel'),
+     'architectures: found "LlamaForSequenceClassification", not supported; supported: LlamaForCausalLM'),
     ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, 'architectures: found "GPT2DoubleHeadsModel"'),
     ("mistral", {"sliding_window": 4096}, "sliding_window: found 4096, which is not supported; where no"),
     ("mistral", {}, "sliding_window: found 4096"),

@@ -75,7 +75,7 @@ def loaded(load: str, parallel: dict[str, int]) -> tuple[Pieces, list[float]]:
     with open_weights(config) as (source, _):
         engine.load_weights(source)
     pieces = [
-        (chunk.name, chunk.offset, chunk.tensor.detach().numpy().copy())
+        (chunk.name, chunk.rectangle.offset, chunk.tensor.detach().numpy().copy())
         for chunk in engine.chunks()
         if chunk.name.startswith("model.")
     ]

@@ -76,7 +76,7 @@ def _engine(case: Case, directory: Path) -> tuple[Engine, Checkpointer]:
 
 def _pieces(engine: Engine) -> list[Any]:
     return [
-        (chunk.name, chunk.shape, chunk.offset, chunk.tensor.detach().numpy().copy())
+        (chunk.name, chunk.rectangle.shape, chunk.rectangle.offset, chunk.tensor.detach().numpy().copy())
         for chunk in engine.chunks()
     ]
 

@@ -184,8 +184,6 @@ def test_config_error_knows_its_field() -> None:
             ["model.preset=gpt2", "model.rope_theta=5e5"],
             "model.rope_theta: found 500000.0, but gpt2 has learned",
         ),
-        (["model.max_positions=77"], "model.max_positions: found 77, but llama has rotary positions"),
-        (["model.preset=qwen3-8b", "model.max_positions=77"], "model.max_positions: found 77, but qwen3 has"),
     ],
 )
 def test_settings_that_the_family_ignores(overrides: list[str], says: str) -> None:

@@ -125,7 +125,7 @@ def test_dropped_attention(bounds: tuple[int, ...]) -> None:
     )
     dropper = Dropper(0.3, 1, Site.PROBABILITIES)
     rows = row_keys(DropoutKey(9, 0, 0), torch.arange(20 * heads).view(20, heads))
-    found = dropped_attention(q, k, v, bounds, length, rows, dropper)
+    found = dropped_attention(q, k, v, bounds, length, rows, dropper, width**-0.5)
     upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     gradients = torch.autograd.grad(found, (q, k, v), upstream)
 
@@ -208,7 +208,7 @@ def _loss_and_gradients(family: str, sequence: bool, split: bool) -> tuple[float
     whole = {
         piece.name: 0.2 * torch.randn(piece.shape, dtype=torch.float64, generator=generator)
         for declared in declared_parameters(ours)
-        for piece in declared.declaration.pieces
+        for _, piece, _ in declared.pieces
     }
     load_global(ours, whole)
     tokens = torch.arange(4 * LENGTH).view(4, LENGTH) * 7 % 61
@@ -224,10 +224,10 @@ def _loss_and_gradients(family: str, sequence: bool, split: bool) -> tuple[float
     for declared in declared_parameters(ours):
         gradient = declared.parameter.grad
         assert gradient is not None
-        if declared.declaration.partial:
+        if declared.declaration.weights[0].partial:
             torch.distributed.all_reduce(gradient)
-        for piece in declared.declaration.pieces:
-            found[f"{piece.name} {piece.offset}"] = piece.local(gradient)
+        for start, piece, _ in declared.pieces:
+            found[f"{piece.name} {piece.offset}"] = gradient.narrow(0, start, piece.sizes[0])
     return total, found
 
 

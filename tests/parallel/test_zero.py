@@ -221,7 +221,7 @@ def after_an_interruption(config: Config, in_evaluation: bool) -> tuple[list[flo
         piece.name: torch.full(piece.shape, 0.02) + torch.arange(piece.shape[-1]) / 1e3
         for bucket in engine.buckets
         for declared in bucket.members
-        for piece in declared.declaration.pieces
+        for _, piece, _ in declared.pieces
     }
     for each in (engine, clean):
         each.load_weights(WholeTensors(weights))
@@ -244,14 +244,18 @@ def layers_present(config: Config) -> tuple[int, int]:
     from hexad.parallel.data.pool import BufferPool
 
     engine = engine_of(config)
-    layers = [bucket for bucket in engine.buckets if bucket.members[0].name.startswith("layers.")]
+    layers = [bucket for bucket in engine.buckets if bucket.members[0].declaration.name.startswith("layers.")]
     take, most = BufferPool.take, 0
 
     def counting(self: BufferPool, bucket: Any, dtype: torch.dtype) -> torch.Tensor:
         nonlocal most
         waiting = engine.gatherer._gathering
-        here = [each for each in layers if each is bucket or each.whole is not None or each in waiting]
-        most = max(most, len([each for each in here if not each.resident]))
+        here = [
+            each
+            for each in layers
+            if each is bucket or each.whole is not None or engine.buckets.index(each) in waiting
+        ]
+        most = max(most, len([each for each in here if not each.plan.resident]))
         return take(self, bucket, dtype)
 
     found = []
@@ -270,7 +274,9 @@ def test_two_layers_are_whole_at_a_time_in_stage_3(pool: Pool) -> None:
 def waited_for(config: Config) -> tuple[int, list[int]]:
     """Buckets, and how many of them are still to be waited for when the layers of the next step begin."""
     engine = engine_of(config)
-    assert engine.sharding.shards.group is not engine.mesh.data.group  # or counts would queue behind them
+    assert (
+        engine.sharding["dense"].shards.group is not engine.mesh.data.group
+    )  # or counts would queue behind them
     batch, left = batch_of(config, engine.mesh.data.rank)[:1], []
     for layer in engine.stages[0].layers.values():
         layer.register_forward_hook(lambda *_: left.append(len(engine.gatherer._gathering)))

@@ -88,7 +88,7 @@ def test_loaded_weights_survive_a_step_in_bf16() -> None:
     for bucket in engine.buckets:
         for piece, values in bucket.pieces(bucket.master):
             assert torch.allclose(values, torch.tensor(0.3), atol=1e-6), piece.name
-        for piece, values in bucket.pieces(bucket.share(bucket.whole)):
+        for piece, values in bucket.pieces(bucket.shard(bucket.whole)):
             assert torch.equal(values, torch.full_like(values, 0.3)), piece.name
     with pytest.raises(AgreedError, match="expected"):
         engine.load_weights(WholeTensors({name: tensor[:1] for name, tensor in tensors.items()}))

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import HexadError
-
 if TYPE_CHECKING:
     from hexad.topology.layout import Layout
 
@@ -22,6 +20,8 @@ def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None,
     Raises:
         HexadError: there are several paths.
     """
+    from hexad.config import HexadError
+
     paths = [text for text in settings if "=" not in text]
     if len(paths) > 1:
         raise HexadError(f"{command}: found several paths ({', '.join(paths)}); give one")

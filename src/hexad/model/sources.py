@@ -98,7 +98,9 @@ def _saved(path: Path) -> dict[str, Any]:
     """The model settings of a run or checkpoint, both of which have a resolved ``config.yaml``."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
-        unused = ("preset", "load", *(() if family(tree["family"]).rotary else _ROTARY_ONLY))
+        # Where positions are rotary, their number may follow the new run's sequences.
+        rotary = family(tree["family"]).rotary
+        unused = ("preset", "load", *(("max_positions",) if rotary else _ROTARY_ONLY))
         return {name: value for name, value in tree.items() if name not in unused and value != "auto"}
     except FileNotFoundError:
         raise HexadError(

@@ -84,10 +84,12 @@ def _model(config: Config) -> Iterator[ConfigError]:
     rotary = family(model.family).rotary
     if rotary and width % 2:
         yield ConfigError("model.head_dim", f"found {width}, expected an even number (rotary pairs)")
-    if not rotary and model.max_positions != "auto" and sequence > model.max_positions:
+    if model.max_positions != "auto" and sequence > model.max_positions:
+        larger = "; raise both to train beyond them" if rotary else ""
         yield ConfigError(
             "data.sequence",
-            f"found {sequence}, more than the model's {model.max_positions} positions (model.max_positions)",
+            f"found {sequence}, more than the model's {model.max_positions} positions "
+            f"(model.max_positions){larger}",
         )
     if not rotary and (model.rope_scaling is not None or model.qk_norm):
         field = "model.rope_scaling" if model.rope_scaling is not None else "model.qk_norm"

@@ -19,8 +19,8 @@ class Resolved:
     """A configuration that is ready to run.
 
     Attributes:
-        config: with a number for every ``auto``. ``parallel.schedule: auto`` and its ``schedule_memory`` stay:
-            the name of a search and its default limit, whose result is in ``plan``.
+        config: with a number for every ``auto``. ``parallel.schedule: auto`` and its ``schedule_memory``
+            stay: the name of a search and its default limit, whose result is in ``plan``.
         layout: of the world.
         plan: the pipeline's stages and schedule.
     """

@@ -25,13 +25,15 @@ def _qwen25(sizes: Sizes, *, vocab: int = 152064, eps: float = 1e-6, tied: bool 
     return rotary(sizes, vocab, 1000000.0, eps=eps, tied=tied)
 
 
+_LACKED = ("attention_bias", "mlp_bias", "head_dim")
+
 FAMILY = replace(
     LLAMA,
     name="qwen2",
     classes=("Qwen2ForCausalLM", "Qwen2Model"),
     qkv_bias=True,
     absent={
-        **{key: value for key, value in LLAMA.absent.items() if not key.endswith("_bias")},
+        **{key: value for key, value in LLAMA.absent.items() if key not in _LACKED},
         "vocab_size": 151936,
         "intermediate_size": 22016,
         "num_key_value_heads": 32,

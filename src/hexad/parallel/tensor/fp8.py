@@ -30,6 +30,14 @@ def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return (x.contiguous() * scale).to(dtype), scale.reciprocal()
 
 
+def _scales(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands' scales as the product takes them. Some CPUs' kernels multiply an operand by its scale
+    before they multiply operands, which overflows: there one scale stands for both."""
+    if first.device.type == "cpu":
+        return first * second, torch.ones_like(second)
+    return first, second
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x W^T + b`` of ``[tokens, in]`` and ``[out, in]``; every size a multiple of 16.
 
@@ -37,11 +45,12 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     """
     narrow, undo = _narrowed(x, torch.float8_e4m3fn)
     narrow_weight, undo_weight = _narrowed(weight, torch.float8_e4m3fn)
+    scale, scale_weight = _scales(undo, undo_weight)
     return torch._scaled_mm(
         narrow,
         narrow_weight.t(),
-        scale_a=undo,
-        scale_b=undo_weight,
+        scale_a=scale,
+        scale_b=scale_weight,
         bias=bias,
         out_dtype=x.dtype,
         use_fast_accum=True,
@@ -54,11 +63,12 @@ def input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     narrow_weight, undo_weight = _narrowed(weight, torch.float8_e4m3fn)
     # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.
     turned = narrow_weight.t().contiguous().t()
+    scale, scale_weight = _scales(undo, undo_weight)
     return torch._scaled_mm(
         narrow,
         turned,
-        scale_a=undo,
-        scale_b=undo_weight,
+        scale_a=scale,
+        scale_b=scale_weight,
         out_dtype=gradient.dtype,
         use_fast_accum=False,
     )

@@ -55,6 +55,29 @@ def test_collectives_and_the_bytes_they_are_charged(pool: Pool, world: int) -> N
         assert sent["broadcast"] == share
 
 
+def _exchanged(counts: list[list[int]]) -> int:
+    """Rank r sends ``counts[r][s]`` rows to rank s, even where that is none."""
+    axis = _mesh(len(counts)).tensor
+    rank, everyone = axis.rank, range(axis.size)
+    for dtype in DTYPES:
+        mine = torch.cat([torch.full((n, 2), 10.0 * rank + to) for to, n in enumerate(counts[rank])]).to(
+            dtype
+        )
+        receive = [counts[source][rank] for source in everyone]
+        wanted = [torch.full((n, 2), 10.0 * source + rank) for source, n in enumerate(receive)]
+        assert torch.equal(comm.all_to_all(mine, axis, counts[rank], receive), torch.cat(wanted).to(dtype))
+    with pytest.raises(ValueError, match="rows"):
+        comm.all_to_all(torch.zeros(3, 2), axis, [1] * axis.size + [1])
+    return axis.sent["all_to_all"]
+
+
+@pytest.mark.parametrize("counts", [[[2, 2], [2, 2]], [[1, 0, 4], [3, 2, 0], [0, 0, 0]]])
+def test_uneven_exchanges(pool: Pool, counts: list[list[int]]) -> None:
+    element = sum(dtype.itemsize for dtype in DTYPES)
+    for rank, sent in enumerate(pool.run(len(counts), _exchanged, counts)):
+        assert sent == sum(2 * n * element for to, n in enumerate(counts[rank]) if to != rank)
+
+
 def _ring() -> float:
     axis = _mesh(3).tensor
     sending = comm.send_async(torch.full((4,), float(axis.rank)), axis, (axis.rank + 1) % 3, tag=7)

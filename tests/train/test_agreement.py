@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,11 +19,13 @@ from hexad.train.launch import Run
 from ..pool import Pool
 from ..weights import WholeTensors
 
+NONE: Any = None  # no configuration is needed here
+
 
 def _compare(values: list[object], what: str) -> str:
     mesh = Mesh.create(Layout(world=len(values)), torch.device("cpu"))
     try:
-        Run(mesh, Environment()).identical(what, values[mesh.rank])
+        Run(mesh, Environment(), NONE).identical(what, values[mesh.rank])
     except AgreedError as error:
         return str(error)
     return ""
@@ -52,7 +56,7 @@ def _own_directories(parent: str) -> str:
     try:
         with ExitStack() as stack:
             settings = RunSettings(dir=f"{parent}/{mesh.rank}")
-            open_run_directory(settings, Run(mesh, Environment()), stack)
+            open_run_directory(settings, Run(mesh, Environment(), NONE), stack)
     except AgreedError as error:
         return str(error)
     return ""

@@ -195,19 +195,19 @@ def test_the_guard() -> None:
         guard.record(step, loss, True, None)
     assert guard.limit == 6.0
     guard.record(4, 100.0, False, "spike")
-    assert guard.limit == 6.0 and guard.row == (1, 4) and not guard.exhausted
+    assert guard.limit == 6.0 and guard.streak == (1, 4) and not guard.exhausted
     guard.record(3, 1.0, True, None)  # made again after rolling back: not beyond the fault
-    assert guard.row == (1, 4) and guard.limit == 2.0
+    assert guard.streak == (1, 4) and guard.limit == 2.0
     again = FaultGuard(guard.settings)
     again.restore(guard.state())
-    assert again.limit == 2.0 and again.row == (1, 4)
+    assert again.limit == 2.0 and again.streak == (1, 4)
     guard.record(4, 1.0, False, None)  # a loss scale that was too large is no fault
-    assert guard.row == (1, 4)
+    assert guard.streak == (1, 4)
     guard.record(4, 1.0, False, "not_finite")
     guard.record(5, 1.0, False, "spike")
     assert guard.exhausted
     guard.record(6, 1.0, True, None)
-    assert guard.row == (0, 0)
+    assert guard.streak == (0, 0)
     assert FaultGuard(FaultSettings()).limit is None
 
 

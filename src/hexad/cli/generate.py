@@ -64,6 +64,7 @@ def _config(request: dict[str, Any]) -> Config:
     from hexad.checkpoint.manifest import read_manifest
     from hexad.config import apply_override
     from hexad.model.configuration import build_config
+    from hexad.model.families import family
     from hexad.resolve import resolve
     from hexad.topology.layout import Layout
 
@@ -76,6 +77,8 @@ def _config(request: dict[str, Any]) -> Config:
         tree["precision"]["dtype"] = "bf16"  # what the weights are kept in: any device generates
     model = tree.get("model", {})
     model.pop("load", None)  # the weights are the checkpoint's, wherever they once came from
+    if family(model["family"]).rotary:
+        model.pop("max_positions", None)  # there is no table of them
     for override in request["overrides"]:
         apply_override(tree, override)
     config = build_config(tree)

@@ -8,6 +8,8 @@ from .collectives import (
     all_gather_async,
     all_reduce,
     all_reduce_async,
+    all_to_all,
+    all_to_all_async,
     broadcast,
     collect_objects,
     gather_objects,
@@ -16,16 +18,19 @@ from .collectives import (
     reduce_scatter_async,
     send_async,
 )
-from .volume import sent_bytes
+from .volume import all_to_all_bytes, sent_bytes
 
 __all__ = [
     "CommError",
     "Pending",
     "agreed",
+    "all_to_all_bytes",
     "all_gather",
     "all_gather_async",
     "all_reduce",
     "all_reduce_async",
+    "all_to_all",
+    "all_to_all_async",
     "broadcast",
     "collect_objects",
     "gather_objects",

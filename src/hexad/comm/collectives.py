@@ -7,7 +7,7 @@ as contiguous memory and corrupts it in silence.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hexad.topology.mesh import Axis, Call, Trace
 
-from .volume import sent_bytes
+from .volume import all_to_all_bytes, sent_bytes
 
 # torch 2.13 renamed two collectives; 2.11 and 2.12 know the old names only.
 _all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -73,13 +73,15 @@ def _start(
     call: Callable[[], Any],
     *inputs: torch.Tensor,
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sent: int | None = None,
 ) -> Pending:
+    """Start a collective; it is charged ``sent`` bytes, by default those of its formula."""
     for tensor in (result, *inputs):
         if not tensor.is_contiguous():
             raise ValueError(
                 f"{operation} over axis {axis.name}: shape {tuple(tensor.shape)} is not contiguous"
             )
-    axis.sent[operation] += sent_bytes(operation, axis.size, nbytes)
+    axis.sent[operation] += sent_bytes(operation, axis.size, nbytes) if sent is None else sent
     axis.calls[operation] += 1
     made = Call(f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})", nbytes, time.time())
     axis.trace.changes += 1
@@ -174,6 +176,51 @@ def _reduce_scatter_by_exchange(tensor: torch.Tensor, axis: Axis, out: torch.Ten
         return torch.sum(parts.unflatten(0, (axis.size, -1)), 0, out=out)
 
     return _start("reduce_scatter", axis, tensor.nbytes, parts, call, tensor, finish=add)
+
+
+def all_to_all_async(
+    tensor: torch.Tensor,
+    axis: Axis,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+) -> Pending:
+    """Send a run of rows to every rank of the axis, and receive one from each, both in rank order.
+
+    Args:
+        tensor: ``[n, ...]``.
+        axis: over which.
+        send: rows for each rank, ``n`` in all; by default equal parts.
+        receive: rows from each rank; by default as ``send``.
+    """
+    size, rows = axis.size, tensor.shape[0]
+    if send is None and rows % size:
+        raise ValueError(f"all_to_all over axis {axis.name}: {rows} rows do not divide by {size}")
+    send = [rows // size] * size if send is None else list(send)
+    receive = send if receive is None else list(receive)
+    if len(send) != size or len(receive) != size or sum(send) != rows:
+        raise ValueError(
+            f"all_to_all over axis {axis.name}: {rows} rows, send {send}, receive {receive} for {size} ranks"
+        )
+    if size == 1:
+        return Pending(tensor)
+    result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    row = tensor[:1].nbytes if rows else 0
+
+    def call() -> Any:
+        return dist.all_to_all_single(result, tensor, receive, send, group=axis.group, async_op=True)
+
+    away = all_to_all_bytes([count * row for count in send], axis.rank)
+    return _start("all_to_all", axis, away, result, call, tensor, sent=away)
+
+
+def all_to_all(
+    tensor: torch.Tensor,
+    axis: Axis,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """As :func:`all_to_all_async`, waited for."""
+    return all_to_all_async(tensor, axis, send, receive).wait()
 
 
 def reduce_scatter(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -6,12 +6,14 @@ these formulas and the planner predicts with them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def sent_bytes(operation: str, size: int, nbytes: int) -> int:
     """Bytes sent by one of ``size`` ranks.
 
     Args:
-        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
+        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` (even) or ``broadcast``.
         size: ranks taking part.
         nbytes: bytes of the *whole* tensor: what all_reduce and broadcast hold, what all_gather returns,
             what reduce_scatter and all_to_all are given.
@@ -23,3 +25,8 @@ def sent_bytes(operation: str, size: int, nbytes: int) -> int:
     if operation in ("all_gather", "reduce_scatter", "all_to_all", "broadcast"):
         return (size - 1) * nbytes // size
     raise ValueError(f"unknown operation {operation!r}")
+
+
+def all_to_all_bytes(parts: Sequence[int], rank: int) -> int:
+    """Bytes sent by a rank in an all_to_all: its ``parts``, in bytes by receiver, but for its own."""
+    return sum(parts) - parts[rank]

@@ -3,13 +3,13 @@ and the schedule. No torch."""
 
 from .checks import check_config, smallest_world, working_layout
 from .resolve import Resolved, resolve
-from .stages import PipelinePlan, forward_plan, training_schedule
+from .stages import PipelinePlan, plan_of_modules, training_schedule
 
 __all__ = [
     "PipelinePlan",
     "Resolved",
     "check_config",
-    "forward_plan",
+    "plan_of_modules",
     "resolve",
     "smallest_world",
     "training_schedule",

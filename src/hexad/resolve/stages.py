@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hexad.config import Config, ConfigError, blaming
-from hexad.model.counts import ModelWork, layer_costs
+from hexad.model.counts import layer_costs
 from hexad.parallel.pipeline.partition import LayerCosts, partition
-from hexad.parallel.pipeline.schedule import Schedule, forward_schedule, read_schedule
+from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
 from hexad.parallel.pipeline.schedules.auto import search
 from hexad.parallel.pipeline.simulate import Costs
@@ -37,17 +37,26 @@ def pipeline_plan(config: Config, layout: Layout) -> PipelinePlan:
     Raises:
         ConfigError: settings that do not fit each other.
     """
-    work = layer_costs(config.model, config.data.sequence)
     microbatches = config.batch.global_ // (config.batch.micro * int(layout.data))
-    schedule = _schedule(config, layout.pipeline, max(1, microbatches), work)
-    return PipelinePlan(schedule, stage_layers(config, schedule.stages, work))
+    schedule = _schedule(config, layout.pipeline, max(1, microbatches))
+    return PipelinePlan(schedule, stage_layers(config, schedule.stages))
 
 
-def forward_plan(config: Config, layout: Layout) -> PipelinePlan:
-    """The stages of a model that only runs forward passes, one per pipeline rank."""
-    work = layer_costs(config.model, config.data.sequence)
-    layers = stage_layers(config, layout.pipeline, work)
-    return PipelinePlan(forward_schedule(range(layout.pipeline), 1), layers)
+def plan_of_modules(config: Config, layout: Layout) -> PipelinePlan:
+    """The schedule of stages that are not described by ``model``, one per pipeline rank.
+
+    Raises:
+        ConfigError: a schedule that needs several stages per rank, or costs of layers.
+    """
+    settings = config.parallel
+    if settings.schedule == "auto" or settings.virtual_stages > 1 or settings.schedule.endswith(".json"):
+        raise ConfigError(
+            "parallel.schedule",
+            f"found {settings.schedule} with virtual_stages {settings.virtual_stages}; modules of your own "
+            "run one stage per rank: name a schedule such as 1f1b, or give a plan",
+        )
+    schedule = _by_name(config, layout.pipeline, layout.pipeline)
+    return PipelinePlan(schedule, (range(0),) * schedule.stages)
 
 
 def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> Schedule:
@@ -65,22 +74,16 @@ def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> 
             "parallel.schedule",
             f"{name} has {planned.microbatches} microbatches, found {microbatches} in a step",
         )
-    return _by_name(
-        config,
-        planned.pipeline,
-        microbatches,
-        layer_costs(config.model, config.data.sequence),
-        planned.placement,
-    )
+    return _by_name(config, planned.pipeline, microbatches, planned.placement)
 
 
-def stage_layers(config: Config, stages: int, work: ModelWork) -> tuple[range, ...]:
+def stage_layers(config: Config, stages: int) -> tuple[range, ...]:
     """The layers of each stage according to ``parallel.split``.
 
     Raises:
         ConfigError: they cannot be divided so.
     """
-    layers = config.model.layers
+    layers, work = config.model.layers, layer_costs(config.model, config.data.sequence)
     costs = LayerCosts(work.embedding.total, (work.block.total,) * layers, work.head.total)
     return partition(config.parallel.split, layers, stages, costs)
 
@@ -103,21 +106,20 @@ def stage_costs(config: Config, layers: Sequence[range], pipeline: int) -> Costs
     return Costs(total("forward"), total("backward"), total("weight"), activation=activation)
 
 
-def _schedule(config: Config, pipeline: int, microbatches: int, work: ModelWork) -> Schedule:
+def _schedule(config: Config, pipeline: int, microbatches: int) -> Schedule:
     settings = config.parallel
     name, virtual = settings.schedule, settings.virtual_stages
     if name.endswith(".json"):
         return _from_file(config, pipeline, microbatches)
     with blaming("parallel.virtual_stages"):
         stages_per_rank(name, virtual)
-    return _by_name(config, pipeline, microbatches, work)
+    return _by_name(config, pipeline, microbatches)
 
 
 def _by_name(
     config: Config,
     pipeline: int,
     microbatches: int,
-    work: ModelWork,
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
     settings = config.parallel
@@ -125,7 +127,7 @@ def _by_name(
 
     def costs_of(placement: tuple[int, ...]) -> Costs | None:
         try:
-            layers = stage_layers(config, len(placement), work)
+            layers = stage_layers(config, len(placement))
         except ConfigError:
             if len(placement) == pipeline * virtual:
                 raise

@@ -31,7 +31,7 @@ from hexad.parallel.inventory import Grid
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
 from hexad.parallel.sharding import declared_parameters
-from hexad.resolve import PipelinePlan, Resolved, forward_plan, resolve, training_schedule
+from hexad.resolve import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
 from hexad.topology.mesh import Axis, Mesh
 
 from .faults import Fault, FaultGuard
@@ -131,7 +131,7 @@ class Engine:
         else:
             assert config is not None, "modules come with a configuration of everything else"
             self.config = config
-            self.plan = plan or forward_plan(config, mesh.layout)
+            self.plan = plan or plan_of_modules(config, mesh.layout)
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
             self._compute, self._boundary = compute, boundary

@@ -1,0 +1,94 @@
+"""One function turns every ``auto`` into a number, from the vocabulary that will be trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hexad.cli.main import run
+from hexad.config import Config, ConfigError
+from hexad.model.configuration import build_config, load_config
+from hexad.resolve import resolve
+from hexad.topology.layout import Layout
+
+# The head of the byte tokenizer's 257 tokens costs as much as several of these layers.
+MODEL = {"layers": 8, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn_hidden": 8}
+TREE: dict[str, dict[str, Any]] = {
+    "model": MODEL,
+    "data": {"sequence": 16},
+    "batch": {"micro": 1, "global": 8},
+    "parallel": {"pipeline": 2},
+}
+TWO = Layout(world=2, pipeline=2)
+
+
+def config_of(**groups: dict[str, Any]) -> Config:
+    return build_config({**TREE, **{name: {**TREE.get(name, {}), **group} for name, group in groups.items()}})
+
+
+def autos(tree: Any, path: str = "") -> list[str]:
+    """Names of settings that are ``auto``."""
+    if isinstance(tree, dict):
+        return [name for key, value in tree.items() for name in autos(value, f"{path}.{key}".lstrip("."))]
+    return [path] if tree == "auto" else []
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_h1", "auto"])
+def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
+    virtual = 2 if schedule == "interleaved" else 1
+    config = config_of(
+        model={"family": family},
+        parallel={"pipeline": 2, "schedule": schedule, "virtual_stages": virtual},
+    )
+    assert "model.vocab" in autos(config.model_dump(by_alias=True))
+    resolved = resolve(config, TWO)
+    # Policies, the place to compute on (which only the process knows), and limits of searches remain.
+    policies = {"run.device", "checkpoint.resume", "parallel.schedule", "parallel.schedule_memory"}
+    unused = {"parallel.schedule_group"} if schedule != "interleaved" else set()
+    assert set(autos(resolved.config.model_dump(by_alias=True))) <= policies | unused
+    assert resolved.config.model.vocab == 257
+    assert resolved.config.parallel.data == 1 and resolved.config.lr_schedule.decay_steps == 200
+    again = resolve(resolved.config, TWO)
+    assert again == resolved
+
+
+def test_the_schedule_that_is_shown_is_the_one_that_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The split and the placement that ``schedule: auto`` finds depend on the vocabulary."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**TREE, "parallel": {"pipeline": 2, "schedule": "auto"}}))
+    wanted = resolve(load_config(path, ["model.vocab=257"]), TWO).plan
+    cheap = resolve(load_config(path, ["model.vocab=1"]), TWO).plan
+    assert (wanted.schedule, wanted.layers) != (cheap.schedule, cheap.layers)
+    assert run(["show", "schedule", str(path), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert tuple(shown["placement"]) == wanted.schedule.placement
+    ranks = [[(a["kind"], a["stage"], a["microbatch"]) for a in actions] for actions in shown["ranks"]]
+    assert ranks == [[tuple(action) for action in actions] for actions in wanted.schedule.ranks]
+
+
+def test_layers_that_recompute_are_counted_with_the_real_vocabulary(tmp_path: Path) -> None:
+    """With a head that costs nothing the stages have 4 layers each; with the tokenizer's, one has 6."""
+    path = tmp_path / "run.yaml"
+    memory = {"recompute": "full", "recompute_layers": 6}
+    model = {**MODEL, "hidden": 8, "ffn_hidden": 4}
+    path.write_text(yaml.safe_dump({**TREE, "model": model, "memory": memory}))
+    assert run(["config", "check", str(path)]) == 0
+    assert max(map(len, resolve(load_config(path), TWO).plan.layers)) == 6
+    with pytest.raises(ConfigError, match="no stage has more than 6 of the model's 8 layers"):
+        resolve(load_config(path, ["memory.recompute_layers=7"]), TWO)
+
+
+def test_the_tokenizer_is_read_only_where_it_must_be(tmp_path: Path) -> None:
+    missing = {"tokenizer": str(tmp_path / "none"), "sequence": 16}
+    with pytest.raises(ConfigError, match=r"data\.tokenizer"):
+        resolve(config_of(data=missing), TWO)
+    assert resolve(config_of(data=missing, model={"vocab": 300}), TWO).config.model.vocab == 300
+    with pytest.raises(ConfigError, match=r"model\.vocab: found 300, less than the tokenizer's 301"):
+        resolve(config_of(model={"vocab": 300}), TWO, vocab=301)

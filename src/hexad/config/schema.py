@@ -106,6 +106,16 @@ class ModelSettings(Settings):
     """Base of the rotary position frequencies."""
     rope_scaling: RopeScaling | None = None
     """Llama-3 frequency scaling, or null."""
+    rotary_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """Part of each query and key head that is rotated, from its first element on (partial rotary factor)."""
+    attention_multiplier: PositiveFloat | Literal["auto"] = "auto"
+    """What attention scores are multiplied by. ``auto``: ``1 / sqrt(head_dim)``."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """What token embeddings are multiplied by."""
+    residual_multiplier: PositiveFloat = 1.0
+    """What both branches of a layer are multiplied by before they are added to the residual stream."""
+    logits_scaling: PositiveFloat = 1.0
+    """What logits are divided by."""
     dropout: Fraction = 0.0
     """Probability with which elements of the embeddings' sum and of both residual branches' outputs are
     dropped in training. Which ones depends on seed, step and element only, never on the layout."""

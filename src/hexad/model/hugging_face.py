@@ -40,6 +40,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 """Keys whose other values would change the numbers -> the values supported; null always is."""
 
 _SWITCHES = ("tied_embeddings",)
+_OPTIONS = ("rotary_fraction", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _COUNTS = ("vocab", "layers", "hidden", "heads", "max_positions")
 
 LLAMA3 = {
@@ -100,7 +101,7 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     follow = {"kv_heads": heads, "head_dim": hidden // heads, "ffn_hidden": 4 * hidden}
     for name, absent in follow.items():
         settings[name] = keys.count(kind.keys[name], absent) if name in kind.keys else absent
-    settings.update(_rope(keys) if kind.rotary else {})
+    settings.update(_rope(keys, "rotary_fraction" in kind.keys) if kind.rotary else {})
     return {**settings, **kind.read(keys)}
 
 
@@ -130,8 +131,9 @@ def _refuse_unsupported(keys: Keys, kind: Family) -> None:
         raise keys.problem("layer_types", "but every layer must be full_attention")
 
 
-def _rope(keys: Keys) -> dict[str, Any]:
-    """Base of the frequencies and Llama 3's scaling, from the keys of transformers 5 or before."""
+def _rope(keys: Keys, partial: bool) -> dict[str, Any]:
+    """Base of the frequencies, what of a head is rotated (``partial``: may be less than all), and Llama 3's
+    scaling, from the keys of transformers 5 or before."""
     raw = keys.raw
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(name) or {}
@@ -145,20 +147,24 @@ def _rope(keys: Keys) -> dict[str, Any]:
         raise keys.problem("rope_theta", "expected a number above 0", theta)
     known = {"rope_type", "type", "rope_theta", *(LLAMA3 if kind == "llama3" else ())}
     for key, value in rope.items():
-        if key not in known and not (key == "partial_rotary_factor" and value in (None, 1.0)):
+        if key not in known and not (key == "partial_rotary_factor" and (partial or value in (None, 1.0))):
             raise keys.problem(f"{name}.{key}", f"which is not supported with rope_type {kind}", value)
+    found: dict[str, Any] = {"rope_theta": float(theta), "rope_scaling": None}
+    if partial:
+        fraction = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+        found["rotary_fraction"] = 1.0 if fraction is None else fraction
     if kind == "default":
-        return {"rope_theta": float(theta), "rope_scaling": None}
+        return found
     rope = {"original_max_position_embeddings": raw["max_position_embeddings"], **rope}
     if raw.get("original_max_position_embeddings") is not None:  # which transformers prefers
         rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
     scaling = {}
     for theirs, ours in LLAMA3.items():
-        found = rope.get(theirs)
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or found <= 0:
-            raise keys.problem(f"{name}.{theirs}", "expected a number above 0", found)
-        scaling[ours] = found
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
+        value = rope.get(theirs)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise keys.problem(f"{name}.{theirs}", "expected a number above 0", value)
+        scaling[ours] = value
+    return {**found, "rope_scaling": scaling}
 
 
 def architecture(model: ModelSettings) -> Family:
@@ -187,8 +193,11 @@ def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
         return False
     if kind.name == "llama" and model.hidden % model.heads:
         return False  # refused by its config class, though its layers could
-    whole = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads}
-    return all(getattr(model, name) == value for name, value in whole.items() if name not in kind.keys)
+    assumed: dict[str, Any] = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads}
+    assumed["attention_multiplier"] = kind.defaults(model)["attention_multiplier"]
+    plain = ModelSettings()
+    assumed |= {name: getattr(plain, name) for name in _OPTIONS}
+    return all(getattr(model, name) == value for name, value in assumed.items() if name not in kind.keys)
 
 
 def config_json(model: ModelSettings, dtype: str, special: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import sqrt
 from typing import Literal
 
 from hexad.config.schema import ModelSettings
@@ -227,8 +226,8 @@ class ModelInventory:
             heads=model.heads,
             kv_heads=int(model.kv_heads),
             width=width,
-            rotary=width if kind.rotary else 0,
-            scale=1 / sqrt(width),
+            rotary=int(width * model.rotary_fraction) if kind.rotary else 0,
+            scale=float(model.attention_multiplier),
             qkv_bias=bool(model.qkv_bias),
             out_bias=kind.bias,
             norm_eps=model.norm_eps if model.qk_norm else None,

@@ -94,8 +94,10 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    first, second = x.chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
+    width = 2 * cos.shape[-1]
+    first, second = x[..., :width].chunk(2, dim=-1)
+    out_first, out_second = out[..., :width].chunk(2, dim=-1)
+    out[..., width:] = x[..., width:]
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
     return out
@@ -114,13 +116,15 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions (Su et al., arXiv 2104.09864), pairing dim ``i`` with ``i + width / 2``.
+    """Rotary positions (Su et al., arXiv 2104.09864), pairing element ``i`` with ``i + rotary / 2``.
 
     Args:
-        x: ``[tokens, heads, width]``.
-        cos, sin: ``[tokens, 1, width / 2]``.
+        x: ``[tokens, heads, width]``, of which the first ``rotary`` elements are rotated.
+        cos, sin: ``[tokens, 1, rotary / 2]``.
     """
     if _by_hand(x):
         return _Rotate.apply(x, cos, sin)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    width = 2 * cos.shape[-1]
+    first, second = x[..., :width].chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, x[..., width:]), dim=-1)

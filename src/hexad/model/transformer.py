@@ -35,20 +35,26 @@ DTYPES = {
 class Block(nn.Module):
     """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, block: inventory.Block, shard: Shard, layer: int, dropout: float) -> None:
+    def __init__(self, block: inventory.Block, shard: Shard, layer: int, model: ModelSettings) -> None:
         super().__init__()
+        self.multiplier = model.residual_multiplier
         self.attention_norm = make_norm(block.attention_norm, shard)
         self.attention = Attention(block.attention, shard, layer)
         self.ffn_norm = make_norm(block.ffn_norm, shard)
         self.ffn = FeedForward(block.ffn, shard)
-        self.droppers = [Dropper(dropout, layer, site) for site in (Site.ATTENTION, Site.FEED_FORWARD)]
+        self.droppers = [Dropper(model.dropout, layer, site) for site in (Site.ATTENTION, Site.FEED_FORWARD)]
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
         branch = self.attention(self.attention_norm(x), where, store)
-        x = x + (branch if where.rows is None else self.droppers[0](branch, where.rows))
+        x = self._add(x, branch, where, self.droppers[0])
         branch = self.ffn(self.ffn_norm(x))
-        return x + (branch if where.rows is None else self.droppers[1](branch, where.rows))
+        return self._add(x, branch, where, self.droppers[1])
+
+    def _add(self, x: torch.Tensor, branch: torch.Tensor, where: Geometry, dropper: Dropper) -> torch.Tensor:
+        """The residual stream with a branch, dropped out and multiplied, added."""
+        branch = branch if where.rows is None else dropper(branch, where.rows)
+        return torch.add(x, branch, alpha=self.multiplier)
 
 
 class Positions(ShardedModule):
@@ -66,6 +72,11 @@ class Positions(ShardedModule):
             axis = self.shard.tensor
             positions = positions.chunk(axis.size)[axis.rank]
         return x + F.embedding(positions, self.weight)
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """``x`` times a constant; ``x`` itself where that is 1."""
+    return x if factor == 1 else x * factor
 
 
 class Transformer(nn.Module):
@@ -102,7 +113,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict()
         for position, number in enumerate(stage.layers):
             # Names keep the layer's global number, on whatever stage it is.
-            block = Block(stage.model.block(number), shard, number, model.dropout)
+            block = Block(stage.model.block(number), shard, number, model)
             self.layers[str(number)] = recompute.wrap(position, block, block.ffn.down)
         if stage.norm is not None and stage.head is not None:
             self.norm = make_norm(stage.norm, shard)
@@ -129,7 +140,7 @@ class Transformer(nn.Module):
         """
         where = self._geometry(tokens, documents, start, key)
         if self.embedding is not None:
-            x = self.embedding(tokens.flatten())
+            x = scaled(self.embedding(tokens.flatten()), self.model.embedding_multiplier)
         else:
             assert inputs is not None, "every stage but the first needs the hidden states of the one before"
             x = inputs
@@ -139,7 +150,8 @@ class Transformer(nn.Module):
             x = self.dropper(x, where.rows)
         for index, layer in enumerate(self.layers.values()):
             x = layer(x, where, stores[index] if stores is not None else None)
-        return x if self.norm is None else self.norm(x)
+        # Scaled here, logits need not be.
+        return x if self.norm is None else scaled(self.norm(x), 1 / self.model.logits_scaling)
 
     def loss_sum(
         self,

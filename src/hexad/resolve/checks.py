@@ -84,6 +84,13 @@ def _model(config: Config) -> Iterator[ConfigError]:
     rotary = family(model.family).rotary
     if rotary and width % 2:
         yield ConfigError("model.head_dim", f"found {width}, expected an even number (rotary pairs)")
+    turned = int(width * model.rotary_fraction)
+    if rotary and (turned % 2 or not turned):
+        yield ConfigError(
+            "model.rotary_fraction",
+            f"found {model.rotary_fraction}, which makes {turned} of a head's {width} elements; expected an "
+            "even number of them (rotary pairs)",
+        )
     if model.max_positions != "auto" and sequence > model.max_positions:
         larger = "; raise both to train beyond them" if rotary else ""
         yield ConfigError(

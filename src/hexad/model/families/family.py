@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Any, Literal
 
 from hexad.config.schema import ModelSettings
@@ -83,4 +84,5 @@ class Family:
             "tied_embeddings": self.tied,
             "qkv_bias": self.qkv_bias,
             "qk_norm": self.qk_norm,
+            "attention_multiplier": 1 / sqrt(hidden // heads if model.head_dim == "auto" else model.head_dim),
         }

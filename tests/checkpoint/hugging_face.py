@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,10 +12,8 @@ from unittest import mock
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from hexad.model.families import families, family
 
 VOCAB, LENGTH = 307, 40
 
@@ -37,6 +36,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied": ("qwen2", {**_ROTARY, "tie_word_embeddings": True, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1000000.0}}),
     "qwen3": ("qwen3", {**_ROTARY, "head_dim": 12}),
+    "phi3": ("phi3", {**_ROTARY, "pad_token_id": None, "hidden_size": 48, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}}),
+    "granite": ("granite", {**_ROTARY, "embedding_multiplier": 12.0, "attention_multiplier": 0.2,
+                            "residual_multiplier": 0.22, "logits_scaling": 8.0}),
+    "granite, tied": ("granite", {**_ROTARY, "tie_word_embeddings": True, "attention_multiplier": 0.1}),
     "qwen3, tied": ("qwen3", {**_ROTARY, "head_dim": 6, "tie_word_embeddings": True}),
 }  # fmt: skip
 """Name -> (family, what its config class is given)."""
@@ -44,9 +48,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config_of(name: str) -> Any:
     """The model's configuration."""
-    family, settings = MODELS[name]
+    kind, settings = MODELS[name]
     return transformers.AutoConfig.for_model(
-        family, vocab_size=VOCAB, bos_token_id=1, eos_token_id=[2, 5], **settings
+        kind, vocab_size=VOCAB, bos_token_id=1, eos_token_id=[2, 5], **settings
     )
 
 
@@ -97,10 +101,15 @@ def exact_norms() -> Iterator[None]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
-    with (
-        mock.patch.multiple(LlamaRMSNorm, forward=forward),
-        mock.patch.multiple(MistralRMSNorm, forward=forward),
-        mock.patch.multiple(Qwen2RMSNorm, forward=forward),
-        mock.patch.multiple(Qwen3RMSNorm, forward=forward),
-    ):
+    with ExitStack() as stack:
+        for norm in rms_norms():
+            stack.enter_context(mock.patch.multiple(norm, forward=forward))
         yield
+
+
+def rms_norms() -> Iterator[type]:
+    """The RMSNorm of every family that has one."""
+    for name in families():
+        if family(name).norm == "rms":
+            prefix = family(name).classes[1].removesuffix("Model")
+            yield getattr(import_module(f"transformers.models.{name}.modeling_{name}"), f"{prefix}RMSNorm")

@@ -16,6 +16,7 @@ from hexad.checkpoint.reader import Checkpoint
 from hexad.dataset.tokenizer import load_tokenizer, train_bpe
 from hexad.generate.generator import load_model
 from hexad.model.configuration import build_config
+from hexad.model.families import families
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
@@ -50,8 +51,6 @@ def logits(path: Path, tokens: torch.Tensor, dtype: str = "fp64") -> torch.Tenso
     path = find_checkpoint(path)
     with Checkpoint(path) as checkpoint:
         tree = dict(checkpoint.manifest.config)
-    if tree["model"]["family"] != "gpt2":
-        tree["model"].pop("max_positions")
     config = build_config({**tree, "precision": {"dtype": dtype}, "parallel": {}})
     model = load_model(
         config, path, Mesh.create(Layout(world=1), torch.device("cpu")), [range(config.model.layers)]
@@ -68,7 +67,9 @@ def batch(vocab: int = theirs.VOCAB) -> torch.Tensor:
 def plain(directory: Path) -> dict[str, Any]:
     """A directory's config.json as transformers understands it."""
     tree: dict[str, Any] = transformers.AutoConfig.from_pretrained(directory).to_dict()
-    return {key: value for key, value in tree.items() if key not in ("_name_or_path", "transformers_version")}
+    # The last is in rope_parameters, and beside them where transformers 4 looks for it.
+    spare = ("_name_or_path", "transformers_version", "partial_rotary_factor")
+    return {key: value for key, value in tree.items() if key not in spare}
 
 
 def round_trip(name: str, dtype: str, where: Path) -> None:
@@ -125,7 +126,12 @@ def test_a_bf16_model_generates_as_transformers_does(tmp_path: Path) -> None:
     assert json.loads(result.out)["tokens"] == wanted[0, prompt.shape[1] :].tolist()
 
 
-FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+_SCALING = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_positions": 8}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": _SCALING},
+    "phi3": {"rotary_fraction": 0.67},
+    "granite": {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "logits_scaling": 2.0},
+}
 
 
 def small_run(where: Path, family: str, **model: Any) -> Any:
@@ -145,10 +151,9 @@ def small_run(where: Path, family: str, **model: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_an_exported_run_computes_the_same_in_transformers(family: str, tmp_path: Path) -> None:
-    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_positions": 8}
-    run = small_run(tmp_path, family, **({"rope_scaling": scaling} if family == "llama" else {}))
+    run = small_run(tmp_path, family, **OPTIONS.get(family, {}))
     assert run.train().status == 0
     document = convert("export", run.directory, tmp_path / "out")
     assert (document["dtype"], document["files"]) == ("float64", ["model.safetensors"])

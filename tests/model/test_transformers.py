@@ -10,10 +10,6 @@ import pytest
 import torch
 import transformers
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hexad.checkpoint.published import published_tensors
 from hexad.config import Config
@@ -24,6 +20,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
 
+from ..checkpoint.hugging_face import rms_norms
 from ..layers import shard_of, whole_model
 
 TOLERANCE = 1e-10
@@ -38,6 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", **_LLAMA, "head_dim": 10},
     "qwen2": {"family": "qwen2", **_LLAMA, "norm_eps": 1e-6},
     "qwen3": {"family": "qwen3", **_LLAMA, "head_dim": 12, "tied_embeddings": True},
+    "phi3": {"family": "phi3", **_LLAMA},
+    "phi3-partial": {"family": "phi3", **_LLAMA, "rotary_fraction": 0.75},
+    "granite": {"family": "granite", **_LLAMA, "embedding_multiplier": 12.0, "attention_multiplier": 0.3,
+                "residual_multiplier": 0.22, "logits_scaling": 8.0},
     "gpt2": {"family": "gpt2", "layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "vocab": VOCAB,
              "max_positions": 40},
 }  # fmt: skip
@@ -50,7 +51,7 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
-    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+    for norm in rms_norms():
         monkeypatch.setattr(norm, "forward", forward)
 
 
@@ -84,17 +85,20 @@ def oracle(name: str) -> transformers.PreTrainedModel:
             rope |= {"rope_type": "llama3", "factor": scaling.factor,
                      "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
                      "original_max_position_embeddings": scaling.original_positions}  # fmt: skip
-        kinds = {
-            "llama": transformers.LlamaConfig,
-            "mistral": transformers.MistralConfig,
-            "qwen2": transformers.Qwen2Config,
-            "qwen3": transformers.Qwen3Config,
-        }
-        config = kinds[model.family](
-            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=80, num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS, num_key_value_heads=int(model.kv_heads), head_dim=int(model.head_dim),
+        further: dict[str, Any] = {}
+        if model.family == "granite":
+            names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+            further = {name: getattr(model, name) for name in names}
+        elif model.family == "phi3":
+            rope["partial_rotary_factor"] = model.rotary_fraction
+            further = {"pad_token_id": None, "eos_token_id": None}
+        if model.head_dim != HIDDEN // HEADS:
+            further["head_dim"] = model.head_dim
+        config = transformers.AutoConfig.for_model(
+            model.family, vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=80,
+            num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=model.kv_heads,
             rms_norm_eps=model.norm_eps, rope_parameters=rope,
-            tie_word_embeddings=bool(model.tied_embeddings),
+            tie_word_embeddings=bool(model.tied_embeddings), **further,
         )  # fmt: skip
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     theirs = theirs.double()

@@ -60,6 +60,26 @@ VARIANTS = (
     ),
     Variant("qwen2, QKV bias, tied", {**_SMALL, "family": "qwen2", "vocab": 97, "tied_embeddings": True}),
     Variant("qwen3, QK norm, masks", {**_SMALL, "family": "qwen3", "vocab": 64}, masked=0.2, micro=2),
+    Variant(
+        "phi3, partial rotary, isolate",
+        {**_SMALL, "family": "phi3", "vocab": 89, "rotary_fraction": 0.67},
+        "isolate",
+    ),
+    Variant(
+        "granite, multipliers, tied, masks",
+        {
+            **_SMALL,
+            "family": "granite",
+            "vocab": 113,
+            "tied_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+        masked=0.3,
+        micro=2,
+    ),
 )
 
 

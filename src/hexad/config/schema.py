@@ -62,7 +62,7 @@ class RopeScaling(Settings):
     """Sequence length of the first training phase, in tokens."""
 
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gpt2", "mixtral", "qwen3_moe"]
 
 
 class ModelSettings(Settings):

@@ -81,7 +81,8 @@ def _selective(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     def recomputing(*arguments: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return forward(*arguments)
-        with _Selective() as scope:
+        scope = _Selective()
+        with scope:
             token = _SCOPE.set(scope)
             try:
                 return forward(*arguments)

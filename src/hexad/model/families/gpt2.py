@@ -10,7 +10,8 @@ from .family import Family, Shape
 from .keys import Keys
 
 
-def _read(keys: Keys) -> dict[str, Any]:
+def one_dropout(keys: Keys) -> dict[str, Any]:
+    """Refuse a ``config.json`` that drops embeddings and branches with different probabilities."""
     dropout = keys.number("resid_pdrop")
     if keys.number("embd_pdrop") != dropout:
         raise keys.problem(
@@ -106,7 +107,7 @@ FAMILY = Family(
         "num_hidden_layers": "n_layer",
     },
     fixed={"activation_function": "gelu_new"},
-    read=_read,
+    read=one_dropout,
     write=_write,
     presets={
         "gpt2": _preset(12, 768, 12),

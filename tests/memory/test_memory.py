@@ -150,7 +150,8 @@ def _check(world: int, groups: Groups, pool: Pool) -> None:
     for rank, found in enumerate(pool.run(world, measure, config_of(**groups), world)):
         plan = found.plan
         assert plan.state + plan.host == pytest.approx(found.state, rel=0.01), f"state of rank {rank}"
-        assert plan.total + plan.host == pytest.approx(found.peak, rel=0.03), f"peak of rank {rank}"
+        error = (plan.total + plan.host) / found.peak - 1
+        assert -0.01 <= error <= 0.05, f"peak of rank {rank}: {error:.1%}, {plan.action}"
 
 
 @pytest.mark.parametrize(

@@ -115,20 +115,17 @@ class Attention:
         rotated = q + k if self._computed else 0
         product = 0 if split else self.out.weight_product(run)
         out = gathered + max(self.out.eight_bits(run), q + product)
-        live = q + (gathered if split else 0)
-        moments = [Moment(out, live, self.out.parameters[:1])]
+        moments = [Moment(out, gathered + q, self.out.parameters[:1])]
         # Recomputed queries and keys; the gradients of all three.
-        live += rotated if selective else 0
+        live = q + (gathered if split else 0) + (rotated if selective else 0)
         core = live + (q + 2 * k)
         live -= (q if split else 2 * q) + (statistic * self.heads if self.dropout == 0 else 0)
         rotation = live + (q + 2 * k) + (q + k)
         live -= rotated
         joined = live + 2 * (q + 2 * k)
-        projection = live + self.qkv.backward(run, selective, split)
-        left = self.operands(run) if split else 0
-        left -= self.kept(run, selective)
-        moments.append(Moment(max(core, rotation, joined, projection), left, self.qkv.parameters[:1]))
-        return moments
+        projection = self.qkv.backward(run, selective, split).above(live)
+        most = max(core, rotation, joined, projection.needed)
+        return [*moments, projection._replace(needed=most)]
 
     @property
     def _computed(self) -> bool:

@@ -85,9 +85,9 @@ class FeedForward:
         down = gathered + recomputed + max(self.down.eight_bits(run), activated + product)
         # The gradient of the activated values takes the place of the values.
         live = recomputed + (activated + gathered if split else 0)
-        moments = [Moment(down, live, self.down.parameters[:1])]
         activation = live + activated * (3 if self.gated else 1)
-        inner = live - activated + self.inner.backward(run, selective, split)
-        left = (self.operands(run) if split else 0) - self.kept(run, selective)
-        moments.append(Moment(max(activation, inner), left, self.inner.parameters[:1]))
-        return moments
+        inner = self.inner.backward(run, selective, split).above(live - activated)
+        return [
+            Moment(down, gathered + recomputed + activated, self.down.parameters[:1]),
+            inner._replace(needed=max(activation, inner.needed)),
+        ]

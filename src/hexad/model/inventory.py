@@ -77,15 +77,17 @@ class Block:
         stream, again = run.stream(self.attention.hidden), 0
         if recompute == "full":
             again = self.kept(run, "none").total() - stream
-        ffn = [moment.above(again) for moment in self.ffn.backward(run, selective, split)]
-        norm = self.ffn_norm.backward(run)
-        # Then the norm and its input are given up, and what the norm returned.
-        given_up = stream + self.ffn_norm.statistics(run, run.rows) + (0 if selective else stream)
-        between = ffn[-1].left - given_up
-        attention = [moment.above(between) for moment in self.attention.backward(run, selective, split)]
-        first = again + 2 * stream if again else 0  # the last product's place, and its sum with the stream
-        norms = [Moment(ffn[-1].left + norm, between), Moment(attention[-1].left + norm, attention[-1].left)]
-        return [Moment(first, again), *ffn, norms[0], *attention, norms[1]]
+        # After recomputation: the last product's place, and its sum with the stream.
+        moments = [Moment(again + 2 * stream, again)] if again else []
+        parts: list[tuple[FeedForward | Attention, Norm]]
+        parts, live = [(self.ffn, self.ffn_norm), (self.attention, self.attention_norm)], again
+        for part, norm in parts:
+            moments += [moment.above(live) for moment in part.backward(run, selective, split)]
+            live += (part.operands(run) if split else 0) - part.kept(run, selective)
+            moments.append(Moment(live + norm.backward(run), live))
+            # The norm's input is given up, and what the norm returned.
+            live -= stream + norm.statistics(run, run.rows) + (0 if selective else stream)
+        return moments
 
     def weight_moments(self, run: Execution) -> list[Moment]:
         """Memory of ``W``: the gathered input and the next one's, and the gradient before it is added in

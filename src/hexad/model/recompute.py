@@ -88,6 +88,7 @@ def _selective(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
                 return forward(*arguments)
             finally:
                 _SCOPE.reset(token)
+                scope.close()
 
     return recomputing
 
@@ -134,6 +135,10 @@ class _Selective(saved_tensors_hooks):
         tensors = (each for each in kept if isinstance(each, torch.Tensor))
         if all(each.untyped_storage().data_ptr() != address for each in tensors):
             self._sources[address] = _Source(compute, weakref.ref(storage))
+
+    def close(self) -> None:
+        """Forget what was registered: from now on it lives as long as the graph that needs it."""
+        self._sources.clear()
 
     def _pack(self, saved: torch.Tensor) -> Any:
         storage = saved.untyped_storage()

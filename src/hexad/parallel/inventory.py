@@ -204,18 +204,19 @@ class Moment(NamedTuple):
     """Part of a backward pass, up to the gradient of a weight.
 
     Attributes:
-        needed: bytes at the most, above what is held when the backward pass begins.
-        left: bytes at its end, above the same; negative where what was kept has been given up.
-        weights: whose gradients are then complete.
+        needed: bytes at the most, above what is held when the backward pass begins; negative where what was
+            kept has been given up.
+        complete: bytes when the weight's gradient is complete, above the same.
+        weights: whose gradient that is.
     """
 
     needed: int
-    left: int
+    complete: int
     weights: tuple[Parameter, ...] = ()
 
-    def above(self, bytes: int) -> Moment:
+    def above(self, held: int) -> Moment:
         """The same, counted from another point."""
-        return Moment(self.needed + bytes, self.left + bytes, self.weights)
+        return Moment(self.needed + held, self.complete + held, self.weights)
 
 
 class Collective(NamedTuple):

@@ -16,6 +16,9 @@ from hexad.parallel.pipeline.transfers import Transfer
 
 from .state import StateBuffers
 
+_BEGUN = 4
+"""Actions of one kind after which a schedule repeats itself, as far as buffers of sharded state go."""
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -74,8 +77,8 @@ class StageMemory:
         return self.stage.block.ffn.forward(self.run) + (0 if self.stage.last else self.stream)
 
     def _backward(self, split: bool) -> Iterator[tuple[int, int, list[int], str | None]]:
-        """(bytes needed, bytes left, parameters whose gradients are complete, unit that backward reaches),
-        above what is held when the action begins."""
+        """(bytes needed, bytes when gradients are complete, parameters whose they are, unit that backward
+        reaches), above what is held when the action begins."""
         stage, run, stream = self.stage, self.run, self.stream
         base = stream
         if stage.norm is not None:
@@ -86,9 +89,9 @@ class StageMemory:
         for index, number in reversed(list(enumerate(stage.layers))):
             unit, kind = f"layers.{number}", kinds[index]
             reached: str | None = unit
-            for needed, left, weights in self._moments(kind, split):
+            for needed, complete, weights in self._moments(kind, split):
                 done = [] if split else [self.numbers[f"{unit}.{name}"] for name in weights]
-                yield base + needed, base + left, done, reached
+                yield base + needed, base + complete, done, reached
                 reached = None
             base -= stage.block.kept(run, kind).total()
             base += stage.block.operands(run).total() if split else 0
@@ -102,8 +105,8 @@ class StageMemory:
         """Those of any layer, with weights named from the layer."""
         prefix = f"layers.{self.stage.layers.start}."
         return [
-            (needed, left, [weight.name.removeprefix(prefix) for weight in weights])
-            for needed, left, weights in self.stage.block.backward(self.run, kind, split)
+            (needed, complete, [weight.name.removeprefix(prefix) for weight in weights])
+            for needed, complete, weights in self.stage.block.backward(self.run, kind, split)
         ]
 
     def _weights(self) -> Iterator[tuple[int, int, list[int], str | None]]:
@@ -111,10 +114,10 @@ class StageMemory:
         block, released = self.stage.block, 0
         prefix = f"layers.{self.stage.layers.start}."
         for number in reversed(self.stage.layers):
-            for needed, left, weights in block.weight_moments(self.run):
+            for needed, complete, weights in block.weight_moments(self.run):
                 names = [weight.name.removeprefix(prefix) for weight in weights]
                 done = [self.numbers[f"layers.{number}.{name}"] for name in names]
-                yield needed - released, left - released, done, None
+                yield needed - released, complete - released, done, None
             released += block.operands(self.run).total()
 
     def _vectors(self, unit: str) -> list[int]:
@@ -125,7 +128,7 @@ class StageMemory:
 class Step:
     """Walks a rank's actions.
 
-    The steady part of a schedule is counted once: of every stage's actions of one kind the first two and the
+    The steady part of a schedule is counted once: of every stage's actions of one kind the first few and the
     last are walked in detail, with gradients and gathers; what they needed at the most holds for the others.
 
     Args:
@@ -167,7 +170,8 @@ class Step:
         actions = schedule.ranks[pipeline]
         totals = Counter((action.kind, action.stage) for action in actions)
         # Without sharded gradients only a step's last contributions matter.
-        detailed = {key: {0, 1, count - 1} if zero >= 2 else {count - 1} for key, count in totals.items()}
+        begun = _BEGUN if zero >= 2 else 0
+        detailed = {key: {*range(min(begun, count)), count - 1} for key, count in totals.items()}
         buffers.begin(len(next(iter(detailed.values()))))
         for action in actions:
             self._before(action)
@@ -270,7 +274,7 @@ class Step:
         order, units = self._gathers[action.stage]
         moments = stage.weight_moments if action.kind == "W" else stage.moments[action.kind == "B"]
         buffers, most, reached = self._buffers, 0, None
-        for needed, left, done, unit in moments:
+        for needed, complete, done, unit in moments:
             if detailed and unit is not None:
                 reached = units[unit]
                 order.turn(reached)
@@ -278,7 +282,7 @@ class Step:
             if detailed and done:
                 buffers.restart()
                 buffers.contribute(done)
-                most = max(most, left + buffers.most)
+                most = max(most, complete + buffers.most)
         if reached is not None:
             order.leave(reached)
         return most

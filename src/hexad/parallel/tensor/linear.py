@@ -136,8 +136,9 @@ class ColumnParallelLinear(ShardedModule):
 
     def __init__(self, inventory: Linear, shard: Shard) -> None:
         super().__init__(shard)
-        self.register_parameter("bias", None)
         self.declare(*inventory.parameters)
+        if not inventory.bias:
+            self.bias = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``."""
@@ -160,8 +161,9 @@ class RowParallelLinear(ShardedModule):
     def __init__(self, inventory: Linear, shard: Shard) -> None:
         super().__init__(shard)
         self.unused = False
-        self.register_parameter("bias", None)
         self.declare(*inventory.parameters)
+        if not inventory.bias:
+            self.bias = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from ..inventory import Collective, Execution, Parameter, Product, Weight
+from ..inventory import Collective, Execution, Moment, Parameter, Product, Weight
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,15 @@ class Linear:
         weight = inputs * outputs
         return run.whole(outputs) // 2 + max(3 * weight, 2 * weight + run.whole(inputs))
 
-    def backward(self, run: Execution, selective: bool, split: bool) -> int:
-        """Bytes that a column-parallel layer's backward needs at the most: its input, recomputed (selective)
-        or gathered, and the input's gradient with the parts of other ranks that are added to it."""
+    def backward(self, run: Execution, selective: bool, split: bool) -> Moment:
+        """Memory of a column-parallel layer's backward: its input, recomputed (selective) or gathered, and
+        the input's gradient with the parts of other ranks that are added to it."""
         stream, whole, gathered = run.stream(self.inputs), run.whole(self.inputs), run.gathered(self.inputs)
         before = (stream if selective else 0) + (0 if split else gathered)
         summed = stream if gathered else 0
         product = max(0 if split else self.weight_product(run), summed)
-        return before + max(self.eight_bits(run), whole + gathered + product)
+        needed = before + max(self.eight_bits(run), whole + gathered + product)
+        return Moment(needed, before + whole + gathered, self.parameters[:1])
 
 
 def _gather(action: str, nbytes: int) -> Collective:

@@ -18,6 +18,9 @@ from hexad.resolve.checks import SUPPORTED
 
 PAGE = Path(__file__).parent / "configuration.md"
 
+# Experts are refused where a model's settings are completed, before those of the layout are looked at.
+_SUPPORTED = {**SUPPORTED, "model.moe": (None,)}
+
 _HEAD = """\
 <!-- Written by 'make docs' from src/hexad/config/schema.py. Do not edit. -->
 
@@ -25,8 +28,8 @@ _HEAD = """\
 
 One YAML file holds every setting; all have defaults. Settings can be overridden on the command line, as in
 `hexad train run.yaml parallel.tensor=2 optimizer.lr=1e-3`; the value is YAML. An unknown key is an error that
-names the nearest known one. `hexad config show run.yaml` prints the resolved configuration, `hexad config
-check run.yaml` says whether it would be accepted.
+names the nearest known one. `hexad config show run.yaml` prints all settings, with those that preset and
+family determine filled in; `hexad config check run.yaml` says whether they would be accepted.
 
 Values marked † are part of the format, but refused by this version.
 """
@@ -76,7 +79,7 @@ def _values(setting: str, field: FieldInfo) -> str:
     annotation: Any = field.annotation
     if field.metadata:  # pydantic has taken Annotated apart
         annotation = Annotated[(annotation, *field.metadata)]
-    supported = families() if setting == "model.family" else SUPPORTED.get(setting)
+    supported = families() if setting == "model.family" else _SUPPORTED.get(setting)
     shown = [
         text + ("" if supported is None or value is _OPEN or value in supported else " †")
         for text, value in _choices(annotation)

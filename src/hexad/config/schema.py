@@ -93,7 +93,8 @@ class ModelSettings(Settings):
     vocab: Positive | Literal["auto"] = "auto"
     """Vocabulary size. ``auto``: the tokenizer's. Padded internally; results never depend on padding."""
     max_positions: Positive | Literal["auto"] = "auto"
-    """Rows of the learned position table (gpt2). ``auto``: ``data.sequence``."""
+    """Longest sequence of the model, in tokens; for gpt2 the rows of the position table. ``auto``:
+    ``data.sequence``, or the length that ``rope_scaling`` reaches if that is longer."""
     tied_embeddings: bool | Literal["auto"] = "auto"
     """Whether the output head shares the embedding's weight. ``auto``: true for gpt2, else false."""
     qkv_bias: bool | Literal["auto"] = "auto"

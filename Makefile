@@ -3,9 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check docs clean
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow test-gpu check format docs clean
 
-setup: $(STAMP)
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make the virtual environment .venv, everything pinned
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,14 +23,24 @@ demo: setup  ## train a small model on real text, on this machine
 test: setup  ## the default tests (under 15 minutes on two cores)
 	$(BIN)/python -m pytest
 
-check: setup  ## lint, types, import rules
+test-slow: setup  ## the long sweeps (hours)
+	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+test-gpu: setup  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+check: setup  ## lint, format, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: setup  ## rewrite the generated pages
+format: setup  ## apply ruff's fixes and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup  ## rewrite the generated page of settings
 	$(BIN)/python -m docs.generate
 
-clean:
+clean:  ## remove the environment and what runs wrote
 	rm -rf $(VENV) runs build dist

@@ -86,12 +86,12 @@ def _in(zero: int, variant: Any = VARIANTS[0], **layout: Any) -> Case:
 STATE_MUTATIONS = {
     "never gather updated parameters": Mutation(_never_gather, _in(1)),
     "gather a layer's stale weights": Mutation(_never_gather, _in(3)),
-    "keep this rank's gradient of its share": Mutation(_keep_own_gradient, _in(1)),
+    "keep this rank's gradient of its shard": Mutation(_keep_own_gradient, _in(1)),
     "keep the last microbatch's gradient only": Mutation(_last_microbatch_only, _in(2)),
     "leave replicas apart": Mutation(_replicas_apart, _in(3, data=4, replicas=2)),
-    "clip by the norm of this rank's share": Mutation(_norm_of_share, _in(2)),
-    "drop out by a place of one's own": Mutation(_drawn_by(sequence=0), _in(0, DROPPED[2])),
-    "draw dropout anew when recomputing": Mutation(
+    "clip by the norm of this rank's shard": Mutation(_norm_of_share, _in(2)),
+    "key dropout by the local position": Mutation(_drawn_by(sequence=0), _in(0, DROPPED[2])),
+    "redraw dropout when recomputing": Mutation(
         _another_mask_again, replace(Case(DROPPED[2]), recompute="full")
     ),
 }

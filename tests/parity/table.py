@@ -30,28 +30,28 @@ _HEAD = f"""\
 
 Each cell is a run of {STEPS} steps on N gloo ranks in float64 against one process: the largest relative
 error of the losses, gradient norms, every gradient and every weight. `make test` runs all
-{len(GRID) + len(PIPELINE_GRID) + len(STATE_GRID)} cells and demands less than {TOLERANCE:.0e}.
+{len(GRID) + len(PIPELINE_GRID) + len(STATE_GRID)} cells and requires less than {TOLERANCE:.0e}.
 
 All cells accumulate gradients over several microbatches, clip, and use several gradient buckets. Sizes are
-odd on purpose: heads wider than `hidden / heads`, vocabularies of which some ranks hold padding only, samples
-that lose most of their targets, documents of one token. Worlds are at most 8 ranks, so data 4 x tensor 4 is
-not among them.
+deliberately irregular: heads wider than `hidden / heads`, vocabularies of which some ranks hold padding only,
+samples that lose most of their targets, documents of one token. Worlds have at most 8 ranks, so data 4 x tensor 4
+is not among them.
 """
 
 _PIPELINES = """
 ## Pipelines
 
 Every schedule on 2 and 4 pipeline ranks, with layers divided by cost, evenly or unevenly, from one microbatch
-to eight. Layouts, models, numbers of microbatches and splits take turns here; `pytest -m slow` runs every
+to eight. Layouts, models, numbers of microbatches and splits alternate here; `pytest -m slow` runs every
 schedule in every layout of up to 8 ranks, and every test run adds a random sample.
 
 | stages and schedule | layout around them | model and batch | largest error |
 |---|---|---|---|"""
 
 _STATES = f"""
-## Divided state and recompute
+## Sharded state and recompute
 
-ZeRO stages 0 to 3 with replicas, recompute and pipelines, all with dropout in embeddings, residual branches
+ZeRO levels 0 to 3 with replicas, recompute and pipelines, all with dropout in embeddings, residual branches
 and attention. Of the {len(EVERY_STATE)} combinations of up to 8 ranks these {len(STATE_GRID)} contain every
 pair of settings; `pytest -m slow` runs all, and every test run adds a random sample.
 
@@ -59,9 +59,9 @@ pair of settings; `pytest -m slow` runs all, and every test run adds a random sa
 |---|---|---|---|---|"""
 
 _MUTATIONS = """
-## Broken code is noticed
+## Mutations are detected
 
-The same tests run with the code broken in each of these ways, and demand an error a thousand times the
+The same tests run with the code broken in each of these ways, and require an error of a thousand times the
 tolerance, or ranks that disagree with each other:
 """
 
@@ -77,7 +77,7 @@ def pipeline_rows() -> list[list[str]]:
 
 
 def state_rows() -> list[list[str]]:
-    """The first columns of the table of divided state."""
+    """The first columns of the table of sharded state."""
     return [[case.state, case.layout, case.stages, case.work] for case in STATE_GRID]
 
 

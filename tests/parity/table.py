@@ -34,8 +34,8 @@ error of the losses, gradient norms, every gradient and every weight. `make test
 
 All cells accumulate gradients over several microbatches, clip, and use several gradient buckets. Sizes are
 deliberately irregular: heads wider than `hidden / heads`, vocabularies of which some ranks hold padding only,
-samples that lose most of their targets, documents of one token. Worlds have at most 8 ranks, so data 4 x tensor 4
-is not among them.
+samples that lose most of their targets, documents of one token. Worlds have at most 8 ranks, so data 4 x
+tensor 4 is not among them.
 """
 
 _PIPELINES = """

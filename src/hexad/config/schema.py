@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 def _not_a_switch(value: Any) -> Any:
-    """``true`` is not 1: to Python it is, which hides a mistyped line."""
+    """Refuse ``true`` for 1, which Python accepts: it hides a mistyped line."""
     if isinstance(value, bool):
         raise ValueError("a number, not true or false")
     return value
@@ -40,7 +40,7 @@ class RunSettings(Settings):
     seed: Count = 1234
     """Seed of weights and data order. The same seed gives the same run in every layout."""
     steps: Positive = 200
-    """Optimizer updates to make in all, counted from the very first start."""
+    """Optimizer steps in total, counted from the first start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute: ``auto`` is ``cuda`` where a GPU is visible, else ``cpu``."""
     timeout: PositiveFloat = 600.0
@@ -69,11 +69,11 @@ class ModelSettings(Settings):
     """The transformer's architecture."""
 
     preset: str | None = None
-    """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys given
-    beside it win."""
+    """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys that are also
+    given override it."""
     load: str | None = None
-    """Weights to begin with where ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, or a run
-    or checkpoint of Hexad. Only the weights are taken; the settings that follow are filled in from there."""
+    """Initial weights if ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, or a run or
+    checkpoint of Hexad. Only the weights are loaded; the settings that follow are filled in from there."""
     family: Family = "llama"
     """Architecture family; it also sets the defaults of the variant switches below."""
     layers: Positive = 4
@@ -122,7 +122,7 @@ class ModelSettings(Settings):
     dropped in training. Which ones depends on seed, step and element only, never on the layout."""
     attention_dropout: Fraction = 0.0
     """Probability with which attention probabilities are dropped in training. Above 0, attention is computed
-    without PyTorch's fused kernels, one sequence's scores at a time."""
+    without PyTorch's fused kernels, the scores of one sequence at a time."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; projections back into the residual stream are divided by
     ``sqrt(2 * layers)`` (GPT-2 paper)."""
@@ -171,12 +171,12 @@ class ParallelSettings(Settings):
     """The layout: how the work is divided among ranks."""
 
     tensor: Positive = 1
-    """Tensor-parallel degree: every layer's matrices are divided among this many ranks."""
+    """Tensor-parallel degree: every layer's matrices are sharded over this many ranks."""
     sequence: bool = True
-    """Sequence parallel: activations outside attention and feed-forward are divided among the tensor ranks
-    too. In force where ``tensor > 1``."""
+    """Sequence parallel: activations outside attention and feed-forward are sharded over the tensor ranks
+    too. Effective where ``tensor > 1``."""
     context: Positive = 1
-    """Context-parallel degree: every sequence is divided among this many ranks."""
+    """Context-parallel degree: every sequence is sharded over this many ranks."""
     context_method: Literal["ring", "ulysses", "all_gather"] = "ring"
     """How attention reaches across context ranks."""
     pipeline: Positive = 1
@@ -188,9 +188,9 @@ class ParallelSettings(Settings):
         Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto"] | ScheduleFile
     ) = "1f1b"
     """Order of forward and backward passes on the pipeline ranks. ``auto`` searches for the best one within
-    ``schedule_memory``; a ``.json`` file holds one of your own (``hexad show schedule --save``)."""
+    ``schedule_memory``; a ``.json`` file holds a custom one (``hexad show schedule --save``)."""
     schedule_group: Positive | Literal["auto"] = "auto"
-    """Microbatches that ``interleaved`` sends through one stage before it turns to the next; ``auto``: the
+    """Microbatches that ``interleaved`` runs through one stage before it switches to the next; ``auto``: the
     pipeline degree."""
     schedule_memory: PositiveFloat | Literal["auto"] = "auto"
     """Activations that ``schedule: auto`` may hold on a rank, in microbatches of all the rank's layers.
@@ -204,7 +204,8 @@ class ParallelSettings(Settings):
     data: Positive | Literal["auto"] = "auto"
     """Data-parallel degree. ``auto``: ``world / (tensor * context * pipeline)``."""
     zero: Annotated[Integer, Field(ge=0, le=3)] = 0
-    """What data ranks divide among them: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    """What is sharded over the data ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
+    too."""
     replicas: Positive = 1
     """Hybrid sharding: state is sharded inside ``data / replicas`` ranks and replicated across."""
     order: str = "tensor-context-expert-data-pipeline"
@@ -218,19 +219,20 @@ class PrecisionSettings(Settings):
 
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "bf16"
     """Format of parameters and activations. bf16 and fp16 keep fp32 master weights and optimizer state. fp8
-    is bf16 whose layers multiply inputs, weights and output gradients in 8 bits; it needs a GPU that can."""
+    is bf16 whose layers multiply inputs, weights and output gradients in 8 bits; it needs a GPU with fp8
+    units."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are accumulated and reduced over data ranks; ``bf16`` in bf16 and fp8
     runs only."""
     loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
-    """What the loss is multiplied by in fp16 runs: ``dynamic``, or a number that stays as it is."""
+    """What the loss is multiplied by in fp16 runs: ``dynamic``, or a fixed number."""
     loss_scale_initial: PositiveFloat = 65536.0
     """Dynamic loss scale of the first step."""
     loss_scale_window: Positive = 1000
-    """Steps in a row with finite gradients after which the dynamic loss scale doubles."""
+    """Consecutive steps with finite gradients after which the dynamic loss scale doubles."""
     loss_scale_hysteresis: Positive = 2
-    """Overflows after which the dynamic loss scale is halved, and again at each one that follows before it
-    has grown again."""
+    """Overflows after which the dynamic loss scale is halved, and again at each further one before it has
+    grown again."""
     loss_scale_min: PositiveFloat = 1.0
     """Smallest dynamic loss scale; an overflow there stops the run."""
 
@@ -239,10 +241,10 @@ class MemorySettings(Settings):
     """What is traded for memory."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations are computed again in the backward pass instead of kept: ``selective`` those that
-    cost no matrix product, ``full`` all but each layer's input."""
+    """Which activations are recomputed in the backward pass instead of kept: ``selective`` those that cost
+    no matrix product, ``full`` all but each layer's input."""
     recompute_layers: Literal["all"] | Positive = "all"
-    """How many layers per stage recompute: ``all``, or the first so many."""
+    """How many layers per stage recompute: ``all``, or the first ones."""
     offload: Literal["none", "optimizer"] = "none"
     """What is kept in the host's memory."""
 
@@ -288,43 +290,43 @@ class CheckpointSettings(Settings):
     asynchronous: bool = True
     """Write in the background; training waits only for the copy to memory."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """``auto``: go on from the newest complete checkpoint of ``run.dir`` if there is one. ``must``: fail
-    without one. ``never``: start anew, refused where the directory already holds a run's checkpoints."""
+    """``auto``: resume from the newest complete checkpoint of ``run.dir`` if there is one. ``must``: fail
+    without one. ``never``: start from the beginning, refused if the directory already holds checkpoints."""
     load: str | None = None
     """Checkpoint to start from (weights, optimizer and data position) when ``run.dir`` has none."""
     verify: bool = True
-    """Check every value's checksum while loading. Sizes, and the manifest's own checksum, always are."""
+    """Verify every value's checksum while loading. Sizes and the manifest's own checksum always are."""
     damaged: Literal["stop", "previous"] = "stop"
-    """What to do where the newest checkpoint of ``run.dir`` is damaged: ``stop``, or set it aside under
-    another name and go on from the ``previous`` one."""
+    """What to do if the newest checkpoint of ``run.dir`` is damaged: ``stop``, or rename it and resume from
+    the ``previous`` one."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """What to do where a checkpoint cannot be written (full disk, missing permission): ``stop``, or say so
+    """What to do if a checkpoint cannot be written (full disk, missing permission): ``stop``, or report it
     and ``continue`` until the next one. The last one of a run must succeed."""
 
 
 class FaultSettings(Settings):
-    """What happens when something goes wrong."""
+    """How failures are handled."""
 
     restarts: Count = 0
-    """How often ranks that ``hexad train`` has started itself are started again after one of them died or
-    hung; the run goes on from its newest checkpoint. No effect under torchrun, whose own ``--max-restarts``
-    counts, and under ``srun``."""
+    """How often ranks that ``hexad train`` has started itself are restarted after one of them died or hung;
+    the run resumes from its newest checkpoint. No effect under torchrun, which has ``--max-restarts``, and
+    under ``srun``."""
     idle_ranks: bool = False
-    """Whether ranks may stand by where the world does not fit the layout: the largest data degree that does
-    is used, and the ranks left over wait for the next restart. Otherwise such a world is refused."""
+    """Whether ranks may be idle if the world does not fit the layout: the largest data degree that fits is
+    used, and the remaining ranks wait for the next restart. Otherwise such a world is refused."""
     not_finite: Literal["stop", "skip", "roll_back"] = "stop"
     """After a step whose gradient is not finite: ``stop`` the run, ``skip`` the update, or ``roll_back`` to
-    the newest checkpoint and leave out the data read since. In fp16 runs the loss scale is lowered first."""
+    the newest checkpoint and skip the data read since. In fp16 runs the loss scale is lowered first."""
     spike: Annotated[Number, Field(gt=1, allow_inf_nan=False)] | None = None
-    """A loss above this many times the median of the last ``spike_window`` losses is a spike; null looks for
-    none. Losses of steps that were not made do not count; without a full window nothing is a spike."""
+    """A loss above this many times the median of the last ``spike_window`` losses is a spike; null turns
+    detection off. Losses of skipped steps do not count; there is no detection until the window is full."""
     spike_window: Positive = 50
-    """Losses whose median a loss is compared with."""
+    """Number of losses whose median a loss is compared with."""
     on_spike: Literal["stop", "skip", "roll_back"] = "skip"
-    """What to do about a spike: as for ``not_finite``. The update of such a step is never made."""
+    """What to do after a spike: as for ``not_finite``. The update of such a step is never applied."""
     most: Positive = 10
-    """Faults in a row that are skipped or rolled back; one more stops the run. A row ends with an update
-    beyond the step that failed last."""
+    """Consecutive faults that are skipped or rolled back; one more stops the run. A streak ends with an
+    update beyond the step that failed last."""
 
 
 class LogSettings(Settings):

@@ -247,9 +247,7 @@ MUTATIONS = {
     "drop the embedding's reduction": Mutation(_drop_embedding_reduction, _in(tensor=2, sequence=False)),
     "overwrite gradients instead of accumulating": Mutation(_overwrite_gradients, _in(data=2, variant=2)),
     "ignore document boundaries": Mutation(_ignore_documents, _in(tensor=2, variant=1)),
-    "initialise each tensor rank with its own seed": Mutation(
-        _seed_per_rank, _in(tensor=2, sequence=False)
-    ),
+    "initialise each tensor rank with its own seed": Mutation(_seed_per_rank, _in(tensor=2, sequence=False)),
     "let every microbatch be the first": Mutation(_repeat_microbatch, _in(pipeline=2)),
     "drop a microbatch's gradient": Mutation(_drop_microbatch, _in(pipeline=2)),
     "scale each microbatch's loss by their number": Mutation(_wrong_scale, _in(pipeline=2)),

@@ -155,7 +155,7 @@ def test_verify_names_the_file(
 ) -> None:
     path = Path(shutil.copytree(two[0], tmp_path / "checkpoints" / two[0].name))
     assert command(["checkpoint", "verify", str(path)]) == 0
-    assert "whole: " in capsys.readouterr().out
+    assert "intact: " in capsys.readouterr().out
     file = path / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 4

@@ -124,8 +124,8 @@ def test_only_what_is_wanted_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("name", "shape", "dtype", "message"),
     [
         ("other", (5, 3), torch.float32, "tensor other is missing"),
-        ("w", (5, 4), torch.float32, r"tensor w has shape \(5, 3\), the model wants \(5, 4\)"),
-        ("w", (5, 3), torch.bfloat16, "precision.dtype: .* keeps w in float32, which does not fit"),
+        ("w", (5, 4), torch.float32, r"tensor w has shape \(5, 3\), the model has \(5, 4\)"),
+        ("w", (5, 3), torch.bfloat16, "precision.dtype: .* stores w in float32, which does not fit"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -142,9 +142,9 @@ def test_a_save_that_does_not_cover_a_tensor_is_refused(tmp_path: Path) -> None:
         return chunk_of("w", (5, 3), (row, 0), torch.randn(rows, 3))
 
     for held, message in (
-        ([part(0, 2)], "tensor w: 6 values of 15"),
-        ([part(0, 2), part(1, 3)], r"tensor w: values from \[1, 0\] on are there twice"),  # 15, row 4 is not
-        ([part(0, 2), part(3, 3)], "tensor w: a rectangle reaches beyond it"),
+        ([part(0, 2)], "tensor w: found 6 values, expected 15"),
+        ([part(0, 2), part(1, 3)], r"tensor w: rectangles overlap from \[1, 0\] on"),  # 15, row 4 is not
+        ([part(0, 2), part(3, 3)], "tensor w: a rectangle exceeds its shape"),
         ([chunk_of("w", (5, 3), (0, 0), torch.randn(5, 3), None)], r"tensor w of shape \(5, 3\) is not in"),
     ):
         with pytest.raises(ValueError, match=message):

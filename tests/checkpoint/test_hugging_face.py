@@ -317,9 +317,7 @@ def test_values_beyond_a_format(tmp_path: Path) -> None:
     document = convert("export", tmp_path / "ours", tmp_path / "out", "--dtype", "bf16")
     assert document["notes"][0] == "weights are rounded from float32 to bfloat16"
     wide = convert("export", tmp_path / "ours", tmp_path / "wide", "--dtype", "fp64")
-    assert wide["notes"] == [
-        "no tokenizer: none is in data.tokenizer " + str(tmp_path / "ours" / "tokenizer")
-    ]
+    assert wide["notes"] == ["no tokenizer found in data.tokenizer " + str(tmp_path / "ours" / "tokenizer")]
 
 
 def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_tensors_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
     for number, (name, values, message) in enumerate(
         [
             (Q, None, f"tensor {Q} (model.layers.1.attention.q.weight) is missing"),
-            (Q, torch.zeros(36, 35), f"tensor {Q} has shape (36, 35), the model wants (36, 36)"),
+            (Q, torch.zeros(36, 35), f"tensor {Q} has shape (36, 35), the model has (36, 36)"),
             (Q, torch.zeros(36, 36, dtype=torch.int8), f"tensor {Q} is I8, which is not supported"),
             ("lm_head.weight", None, "tensor lm_head.weight (model.head.weight) is missing"),
             ("model.layers.3.mlp.up_proj.weight", torch.zeros(44, 36),
@@ -221,5 +221,5 @@ def test_every_rank_says_the_same(saved: Path, tmp_path: Path, pool: Pool) -> No
     run = run_on(tmp_path, f"hf:{source}")
     found = run.world(pool, 2, "parallel.pipeline=2")
     assert found[0] == found[1]
-    assert found[0] == (2, f"model.load: {source}: tensor {Q} has shape (36, 35), the model wants (36, 36)")
+    assert found[0] == (2, f"model.load: {source}: tensor {Q} has shape (36, 35), the model has (36, 36)")
     assert not run.metrics

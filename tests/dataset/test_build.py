@@ -256,7 +256,7 @@ def test_commands(inputs: Path, tmp_path: Path) -> None:
     result = invoke(
         "build", "--input", first, second, "--output", prefix, "--tokenizer", "byte", "--workers", 1
     )
-    assert "3 documents" in result.stdout and "1 without text were left out" in result.stdout
+    assert "3 documents" in result.stdout and "1 without text were skipped" in result.stdout
     assert texts_of(prefix) == EXPECTED[:3]
     again = (
         "build",

@@ -169,13 +169,13 @@ DAMAGE = {
     "version": (lambda p: patch(idx_path(p), 9, struct.pack("<Q", 2)), "format version 2, expected 1"),
     "float": (lambda p: patch(idx_path(p), 17, b"\x06"), r"dtype code 6 \(float64\)"),
     "dtype": (lambda p: patch(idx_path(p), 17, b"\x63"), "unknown dtype code 99"),
-    "short idx": (lambda p: idx_path(p).write_bytes(idx_path(p).read_bytes()[:-1]), "cut off: 113 bytes"),
-    "long idx": (lambda p: idx_path(p).write_bytes(idx_path(p).read_bytes() + b"\0"), "longer than it says"),
+    "short idx": (lambda p: idx_path(p).write_bytes(idx_path(p).read_bytes()[:-1]), "truncated: 113 bytes"),
+    "long idx": (lambda p: idx_path(p).write_bytes(idx_path(p).read_bytes() + b"\0"), "too long"),
     "modes": (lambda p: idx_path(p).write_bytes(idx_path(p).read_bytes() + b"\0" * 4), "multimodal"),
-    "short bin": (lambda p: bin_path(p).write_bytes(bin_path(p).read_bytes()[:-1]), "cut off: 13 bytes"),
+    "short bin": (lambda p: bin_path(p).write_bytes(bin_path(p).read_bytes()[:-1]), "truncated: 13 bytes"),
     "long bin": (lambda p: bin_path(p).write_bytes(bin_path(p).read_bytes() * 2), "longer than its index"),
-    "length": (lambda p: patch(idx_path(p), HEADER.size, struct.pack("<i", -3)), "sequence 0 does not begin"),
-    "pointer": (lambda p: patch(idx_path(p), HEADER.size + 16 + 8, b"\x07"), "sequence 1 does not begin"),
+    "length": (lambda p: patch(idx_path(p), HEADER.size, struct.pack("<i", -3)), "sequence 0 does not start"),
+    "pointer": (lambda p: patch(idx_path(p), HEADER.size + 16 + 8, b"\x07"), "sequence 1 does not start"),
     "boundary": (lambda p: patch(idx_path(p), HEADER.size + 48 + 8, b"\x09"), "document boundaries"),
 }
 

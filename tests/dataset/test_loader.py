@@ -188,7 +188,7 @@ def test_validation_is_its_own_setting(tmp_path: Path) -> None:
 def test_damage_is_found_at_the_start(tmp_path: Path) -> None:
     prefix = make(tmp_path / "a", [50] * 5)
     bin_path(prefix).write_bytes(bin_path(prefix).read_bytes()[:-4])
-    with pytest.raises(ConfigError, match=r"data\.train: .*a\.bin: cut off: 996 bytes, expected 1000"):
+    with pytest.raises(ConfigError, match=r"data\.train: .*a\.bin: truncated: 996 bytes, expected 1000"):
         loader_from_config(config(prefix), 0, 1, load_tokenizer("byte"))
 
 

@@ -121,7 +121,7 @@ def test_large_indexes_are_kept_on_disk(tmp_path: Path, unwritable: bool) -> Non
 def test_nowhere_to_keep_a_large_index(tmp_path: Path) -> None:
     dataset = numbered(tmp_path, list(range(1, 60)))
     (tmp_path / "d.cache").write_text("")
-    with pytest.raises(HexadError, match=r"59 documents cannot be kept in .*d\.cache"):
+    with pytest.raises(HexadError, match=r"59 documents cannot be stored in .*d\.cache"):
         SampleSource(dataset, sequence=8, seed=1, in_memory=5).read(np.arange(1))
 
 

@@ -183,7 +183,7 @@ def test_zb_v_has_no_bubble(pipeline: int) -> None:
         (("1f1b", 4, 8, 2), "1f1b has one stage per rank, found 2; use interleaved"),
         (("zb_h1", 4, 8, 2), "zb_h1 has one stage per rank, found 2; use zb_v or auto"),
         (("zb_v", 4, 8, 3), "zb_v has two stages per rank, found 3; use interleaved or auto"),
-        (("1f1c", 4, 8), "no schedule is called '1f1c' (did you mean '1f1b'?)"),
+        (("1f1c", 4, 8), "unknown schedule '1f1c' (did you mean '1f1b'?)"),
         (("gpipe", 4, 0), "found 0 microbatches"),
         (("gpipe", 0, 1), "found 0 pipeline ranks"),
         (("gpipe", 1, 1, 0), "found 0 stages per rank"),

@@ -150,7 +150,7 @@ def test_deadlock_with_itself() -> None:
     ranks = tuple(sorted(schedule.ranks[0], key=lambda action: (action.kind != "F", -action.stage)))
     assert refusal(Schedule("x", 1, schedule.placement, (ranks,))) == (
         "deadlock: rank 0 waits at F of stage 1, microbatch 0 "
-        "for F of stage 0, microbatch 0 of itself, further on"
+        "for F of stage 0, microbatch 0 of itself, later in its order"
     )
 
 

@@ -74,4 +74,4 @@ def _lines(path: Path) -> int:
 def _resumed(run: RunFile) -> list[int]:
     """The steps that restarts have gone on after."""
     text = (run.directory / "log-rank0.txt").read_text()
-    return [int(step) for step in re.findall(r"restart \d+ of \d+: going on after step (\d+)", text)]
+    return [int(step) for step in re.findall(r"restart \d+ of \d+: resuming after step (\d+)", text)]

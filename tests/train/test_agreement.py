@@ -65,7 +65,7 @@ def _own_directories(parent: str) -> str:
 def test_a_run_directory_that_is_not_shared_is_refused(pool: Pool, tmp_path: object) -> None:
     found = pool.run(2, _own_directories, str(tmp_path))
     assert found[0] == found[1]
-    assert "is not that of rank 0; use a file system that all hosts share" in found[0]
+    assert "is not the directory of rank 0; use a file system that all hosts share" in found[0]
 
 
 def test_loaded_weights_survive_a_step_in_bf16() -> None:

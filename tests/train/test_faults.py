@@ -53,7 +53,7 @@ def test_so_it_does_with_synchronous_saves_and_the_same_command(
     kill_a_rank(run, start(arguments), 0, 2)
     again = start(arguments).wait()
     assert again.status == 0, again.err
-    assert "going on from" in again.err
+    assert "resuming from" in again.err
     assert reference.world(pool, 2, "parallel.tensor=2") == [(0, "")] * 2
     assert run.losses == reference.losses
 

@@ -61,4 +61,4 @@ def test_an_fp8_run_generates_in_bf16_anywhere(make_run: MakeRun, monkeypatch: p
     assert result.out == call(*arguments, "precision.dtype=bf16").out
     refused = call(*arguments, "precision.dtype=fp8")
     assert refused.status == 2
-    assert "precision.dtype: found fp8, which generation does not multiply in; use bf16" in refused.error
+    assert "precision.dtype: found fp8, which generation does not support; use bf16" in refused.error

@@ -138,7 +138,7 @@ def test_rolling_back_leaves_the_data_out(
     lines = rolled.metrics
     assert [line["step"] for line in lines] == list(range(1, 17))
     faults = [line["step"] for line in lines if "fault" in line]
-    assert faults == [9] and "went back to step 8, leaving out samples 32 to 43" in lines[8]["fault"]
+    assert faults == [9] and "rolled back to step 8, skipping samples 32 to 43" in lines[8]["fault"]
     assert [line["samples"] for line in lines[7:10]] == [32, 48, 52]
     assert killed.losses == rolled.losses
     assert killed.metrics[8]["fault"] == lines[8]["fault"]
@@ -147,7 +147,7 @@ def test_rolling_back_leaves_the_data_out(
 def test_rolling_back_needs_a_checkpoint(make_run: MakeRun, pool: Pool) -> None:
     run = make_run(checkpoint={"every": 0})
     status, text = train(run, pool, "nan", "faults.not_finite=roll_back")[0]
-    assert status == 2 and "no checkpoint to go back to yet (checkpoint.every)" in text
+    assert status == 2 and "no checkpoint to roll back to yet (checkpoint.every)" in text
 
 
 @pytest.mark.parametrize("action", ["skip", "roll_back"])
@@ -158,7 +158,7 @@ def test_faults_in_a_row_end_the_run(make_run: MakeRun, pool: Pool, action: str)
         found, text = train(run, pool, "nan", *options, samples=MANY)[0]
         assert found == status, text
         if status:
-            assert "faults.most 4 faults in a row have been left out before it" in text
+            assert "faults.most 4 consecutive faults came before it" in text
         else:
             assert len(run.losses) == 18
 

@@ -50,7 +50,7 @@ def test_a_host_is_cut_off_and_the_others_go_on(make_run: MakeRun, tmp_path: Pat
             started[0].wait_for_step(run, 10)
             hosts.cut(2)
             began, log = time.monotonic(), run.directory / "log-rank0.txt"
-            while "restart 1 of 3: going on after step" not in log.read_text():
+            while "restart 1 of 3: resuming after step" not in log.read_text():
                 assert time.monotonic() - began < 90
                 time.sleep(0.05)
             inode_steps = len(run.metrics)

@@ -90,5 +90,5 @@ def test_a_hung_rank_is_restarted(make_run: MakeRun, start: Start, tmp_path: Pat
     run = make_run(run={"steps": 10})
     result = begin("loop", run, start, tmp_path, "faults.restarts=1").wait(60)
     assert result.status == 0, result.err
-    assert "rank 1 hung" in result.err and "restart 1 of 1: going on after step 4" in result.err
+    assert "rank 1 hung" in result.err and "restart 1 of 1: resuming after step 4" in result.err
     assert len(run.losses) == 10

@@ -58,7 +58,7 @@ def test_ranks_stand_by_and_leave_with_the_others(make_run: MakeRun, alone: RunF
         assert run.world(pool, world, *layout, IDLE, f"run.steps={steps}") == [(0, "")] * world
     np.testing.assert_allclose(run.losses, alone.losses[:12], rtol=1e-9)
     log = (run.directory / "log-rank0.txt").read_text()
-    assert "2 of 3 ranks work, 1 stand by" in log and "1 of 2 ranks work, 1 stand by" in log
+    assert "2 of 3 ranks train, 1 idle" in log and "1 of 2 ranks train, 1 idle" in log
 
 
 def test_ranks_that_stand_by_are_told_of_a_mistake(make_run: MakeRun, pool: Pool) -> None:

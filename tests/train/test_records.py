@@ -114,7 +114,7 @@ def test_config_show_and_check(make_run: MakeRun) -> None:
     assert shown.status == 0 and yaml.safe_load(shown.out)["optimizer"]["lr"] == 0.5
     assert json.loads(call("config", "show", path, "--json").out)["model"]["hidden"] == 16
     good = call("config", "check", path, *FOUR)
-    assert good.out.strip() == f"{path}: good for 4 rank(s): tensor 2 x data 2"
+    assert good.out.strip() == f"{path}: valid for 4 rank(s): tensor 2 x data 2"
     document = json.loads(call("config", "check", path, "--world", "2", "--json").out)
     assert document == {"ok": True, "world": 2, "degrees": {"data": 2}}
     refused = call("config", "check", path, "parallel.tensor=3")

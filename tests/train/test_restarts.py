@@ -128,9 +128,7 @@ def test_a_run_directory_in_use_is_refused(make_run: MakeRun, start: Start) -> N
     process.wait_for_step(run, 1)
     result = run.train()
     assert result.status == 2
-    assert re.fullmatch(
-        rf"run.dir: found .*, where process {process.popen.pid} on \S+ trains now; .*", result.error
-    )
+    assert re.fullmatch(rf"run.dir: found .*, locked by process {process.popen.pid} on \S+; .*", result.error)
     os.kill(process.popen.pid, signal.SIGKILL)
     process.wait()
     assert run.train(f"run.steps={len(run.metrics) + 2}").status == 0

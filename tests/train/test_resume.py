@@ -264,7 +264,7 @@ def test_a_full_disk(
     assert "checkpoint of step 12: cannot be written" in outcomes[0][1]
     assert len(run.losses) == 12 and run.checkpoints == [4]
     log = (run.directory / "log-rank0.txt").read_text()
-    assert "checkpoint of step 8: cannot be written" in log and "going on" in log
+    assert "checkpoint of step 8: cannot be written" in log and "continuing (checkpoint.on_failure)" in log
     assert {path.name for path in run.newest.parent.iterdir()} == {"latest", "step-00000004"}
     resize("size=100m")
     assert run.world(pool, 2, *settings) == [(0, "")] * 2

@@ -105,7 +105,7 @@ class Checkpointer:
         except AgreedError as error:
             if self._last or self.config.checkpoint.on_failure == "stop":
                 raise
-            log.warning("%s; going on, as checkpoint.on_failure says", error)
+            log.warning("%s; continuing (checkpoint.on_failure)", error)
 
     def failed(self) -> bool:
         """Whether the save in the background has failed on this rank, as far as it knows; does not wait."""
@@ -150,10 +150,10 @@ class Checkpointer:
             raise damage
         if self.config.checkpoint.damaged == "stop":
             raise AgreedError(
-                f"{damage}; move it away to go on from the one before, or set checkpoint.damaged=previous"
+                f"{damage}; move it away to resume from the previous one, or set checkpoint.damaged=previous"
             )
         aside = self._on_first(lambda: self.directory.set_aside(path))
-        log.warning("%s; set aside as %s, going on from the one before", damage, aside.name)
+        log.warning("%s; renamed to %s, resuming from the previous one", damage, aside.name)
 
     def find(self) -> Path | None:
         """The checkpoint to start from according to ``checkpoint.resume`` and ``checkpoint.load``, or None.
@@ -249,7 +249,7 @@ class Checkpointer:
         if isinstance(found, OSError):
             what = f"checkpoint of step {step}" if step is not None else "checkpoint"
             raise AgreedError(
-                f"{what}: cannot be written to {self.directory.path}: {found}; earlier checkpoints are whole"
+                f"{what}: cannot be written to {self.directory.path}: {found}; earlier checkpoints are intact"
             ) from found
         if isinstance(found, Exception):
             raise found

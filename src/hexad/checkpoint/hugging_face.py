@@ -101,7 +101,7 @@ class HuggingFaceModel:
             dtype = self.dtypes[name]
             if torch.promote_types(dtype, chunk.tensor.dtype) != chunk.tensor.dtype:
                 raise HexadError(
-                    f"precision.dtype: {self.directory} keeps {self._names[name]} in {_word(dtype)}, which "
+                    f"precision.dtype: {self.directory} stores {self._names[name]} in {_word(dtype)}, which "
                     f"does not fit into this run's {_word(chunk.tensor.dtype)} master weights; use "
                     f"{'fp64' if dtype == torch.float64 else 'fp32'}"
                 )
@@ -125,7 +125,7 @@ class HuggingFaceModel:
             if head.dtype != values.dtype or not torch.equal(_bytes(head), _bytes(values)):
                 raise HexadError(
                     f"{self.directory}: {HEAD} and {self._names[name]} differ, but config.json says "
-                    "tie_word_embeddings; set it to false there, or remove the tensor that is not meant"
+                    "tie_word_embeddings; set it to false there, or remove the wrong tensor"
                 )
         return values.t() if tensor.transposed else values
 
@@ -185,7 +185,7 @@ class HuggingFaceModel:
         if tuple(found.get_shape()) != place.stored_shape:
             raise HexadError(
                 f"{self.directory}: tensor {name} has shape {tuple(found.get_shape())}, "
-                f"the model wants {place.stored_shape}"
+                f"the model has {place.stored_shape}"
             )
         if dtype is None:
             raise HexadError(
@@ -253,7 +253,7 @@ def _weight_files(directory: Path) -> dict[str, str]:
                 f"; {others[0].name} holds pickled objects, which are not read: load it with transformers' "
                 "from_pretrained and save_pretrained the result"
             )
-        raise HexadError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there{instead}")
+        raise HexadError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} exists{instead}")
     try:
         named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not named or not all(isinstance(file, str) and Path(file).name == file for file in named.values()):

@@ -106,7 +106,7 @@ def export_model(
             f"written as {kind.name}: {config.model.family} has no such biases, norms or sizes there"
         )
     if "dropout" not in kind.keys and config.model.dropout:
-        notes.append(f"model.dropout {config.model.dropout} has no place in its {CONFIG_FILE}")
+        notes.append(f"model.dropout {config.model.dropout} cannot be stored in its {CONFIG_FILE}")
     wanted = None if dtype == "auto" and checkpoint.manifest.weights_only else FORMATS[_format(config, dtype)]
     targets = _targets(checkpoint, config, wanted)
     stored = {checkpoint.manifest.tensors[f"model.{name}"].dtype for t in targets for name, _ in t.parts}
@@ -144,7 +144,7 @@ def _targets(checkpoint: Checkpoint, config: Config, dtype: torch.dtype | None) 
                 problem = "is missing" if tensor is None else f"has shape {tensor.shape}"
                 raise HexadError(
                     f"checkpoint {checkpoint.path}: tensor model.{ours} {problem}, "
-                    f"the model wants {place.shape}"
+                    f"the model has {place.shape}"
                 )
             each: torch.dtype = getattr(torch, tensor.dtype)
             kept = torch.promote_types(kept, each) if index else each
@@ -232,7 +232,7 @@ def _write_tokenizer(directory: Path, given: str) -> list[str]:
         write_durably(directory / name, path.read_bytes())
         copy_files([file for file in tokenizer_files(path.parent) if file.name in _NAMING], directory)
     missing = given != "byte" and not has_tokenizer(directory)
-    return [f"no tokenizer: none is in data.tokenizer {given}"] if missing else []
+    return [f"no tokenizer found in data.tokenizer {given}"] if missing else []
 
 
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")

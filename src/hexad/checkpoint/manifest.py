@@ -136,9 +136,9 @@ class StoredTensor:
         offsets, sizes = rows[:, 3 : 3 + dims], rows[:, 3 + dims :]
         found, wanted = int(sizes.prod(1).sum()), math.prod(self.shape)
         if found != wanted:
-            return f"{found} values of {wanted}"
+            return f"found {found} values, expected {wanted}"
         if (offsets < 0).any() or (offsets + sizes > np.array(self.shape)).any():
-            return "a rectangle reaches beyond it"
+            return "a rectangle exceeds its shape"
         # As many values as there should be, all inside: nothing is missing if nothing is there twice.
         order = np.lexsort(offsets.T[::-1])
         boxes = list(zip(offsets[order].tolist(), (offsets + sizes)[order].tolist()))
@@ -147,7 +147,7 @@ class StoredTensor:
             open_boxes = [box for box in open_boxes if box[1][0] > low[0]]
             for other_low, other_high in open_boxes:
                 if all(max(a, b) < min(c, d) for a, b, c, d in zip(low, other_low, high, other_high)):
-                    return f"values from {low} on are there twice"
+                    return f"rectangles overlap from {low} on"
             open_boxes.append((low, high))
         return None
 

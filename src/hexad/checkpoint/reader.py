@@ -125,11 +125,11 @@ class Checkpoint:
         if tensor.shape != chunk.rectangle.shape:
             raise HexadError(
                 f"checkpoint {self.path}: tensor {chunk.name} has shape {tensor.shape}, "
-                f"the model wants {chunk.rectangle.shape}"
+                f"the model has {chunk.rectangle.shape}"
             )
         if torch.promote_types(_dtype(tensor.dtype), chunk.tensor.dtype) != chunk.tensor.dtype:
             raise HexadError(
-                f"precision.dtype: checkpoint {self.path} keeps {chunk.name} in {tensor.dtype}, which does "
+                f"precision.dtype: checkpoint {self.path} stores {chunk.name} in {tensor.dtype}, which does "
                 f"not fit into this run's {str(chunk.tensor.dtype).removeprefix('torch.')}; set the dtype it "
                 "was trained with"
             )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """Look into checkpoints, check them, bring them from and to Hugging Face's form."""
+    """Inspect and verify checkpoints; import and export Hugging Face models."""
 
 
 @checkpoint.command("inspect")
@@ -75,7 +75,7 @@ def _layout(layout: dict[str, Any]) -> str:
 @click.argument("directory", metavar="RUN_OR_CHECKPOINT")
 @json_option
 def verify(directory: str, as_json: bool) -> int:
-    """Read a whole checkpoint and compare every checksum; of a run, all its checkpoints.
+    """Read a complete checkpoint and compare every checksum; of a run, all its checkpoints.
 
     Exit status 2 if anything is damaged.
     """
@@ -96,7 +96,7 @@ def verify(directory: str, as_json: bool) -> int:
         problems[str(path)] = wrong
         if not as_json:
             size = sum(record.size for record in manifest.files.values()) / 2**20
-            good = f"whole: {len(manifest.files)} files and {MANIFEST_FILE}, {size:,.1f} MiB"
+            good = f"intact: {len(manifest.files)} files and {MANIFEST_FILE}, {size:,.1f} MiB"
             click.echo("\n".join(wrong) or f"{path}: {good}")
     if as_json:
         print_json({"damaged": any(problems.values()), "problems": problems})
@@ -111,7 +111,7 @@ def verify(directory: str, as_json: bool) -> int:
 @click.option("--to", "target", metavar="DIR", required=True, help="The checkpoint to write.")
 @json_option
 def import_command(source: str, target: str, as_json: bool) -> None:
-    """Make a checkpoint (weights only, step 0) of a Hugging Face model."""
+    """Convert a Hugging Face model to a checkpoint (weights only, step 0)."""
     from hexad.checkpoint.hugging_face_import import import_model
     from hexad.resolve import resolve
     from hexad.topology.layout import Layout
@@ -134,7 +134,7 @@ def import_command(source: str, target: str, as_json: bool) -> None:
         f"tokenizer {config.data.tokenizer}"
     )
     if not imported.tokenizer:
-        click.echo(f"note: no tokenizer stands beside the weights; put one into {config.data.tokenizer}")
+        click.echo(f"note: no tokenizer found beside the weights; put one into {config.data.tokenizer}")
 
 
 @checkpoint.command("export")
@@ -150,7 +150,7 @@ def import_command(source: str, target: str, as_json: bool) -> None:
 @click.option("--shard-size", default="5GB", show_default=True, help="Largest weights' file.")
 @json_option
 def export_command(source: str, target: str, dtype: str, shard_size: str, as_json: bool) -> None:
-    """Write a Hugging Face model, which transformers loads."""
+    """Write a Hugging Face model that transformers can load."""
     from hexad.checkpoint.directory import find_checkpoint
     from hexad.checkpoint.hugging_face_export import export_model, saved_config
     from hexad.checkpoint.hugging_face_files import parse_size

@@ -1,4 +1,4 @@
-"""``hexad config``: the resolved configuration, and whether it would be accepted."""
+"""``hexad config``: the complete configuration, and whether it would be accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def config() -> None:
 @overrides_argument
 @json_option
 def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Print the resolved configuration: presets, families and defaults filled in."""
+    """Print the configuration with preset, family and defaults filled in."""
     resolved = load_config(path, overrides)
     if as_json:
         print_json(resolved.model_dump(mode="json", by_alias=True))
@@ -48,4 +48,4 @@ def check(path: str, overrides: tuple[str, ...], world: int | None, as_json: boo
         print_json({"ok": True, "world": layout.world, "degrees": sizes})
     else:
         shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
-        click.echo(f"{path}: good for {layout.world} rank(s){': ' if shape else ''}{shape}")
+        click.echo(f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}")

@@ -96,7 +96,7 @@ def build_command(
 
 
 def _sentence(summary: BuildSummary) -> str:
-    skipped = f"; {summary.skipped:,} without text were left out" if summary.skipped else ""
+    skipped = f"; {summary.skipped:,} without text were skipped" if summary.skipped else ""
     return (
         f"{summary.prefix}.bin and .idx: {summary.documents:,} documents, {summary.tokens:,} tokens "
         f"({summary.dtype}, vocabulary {summary.vocab:,}) from {summary.bytes_read:,} bytes{skipped}"

@@ -63,7 +63,7 @@ def _write_run(directory: Path, data: DemoData, overrides: tuple[str, ...]) -> P
     if schedule.kind in ("linear", "cosine") and schedule.decay_steps == "auto" and steps > schedule.warmup:
         # Left at auto, the end of the decay would move along, and the learning rate would jump up again.
         on += f" lr_schedule.decay_steps={steps}"
-    text = f"# Written by 'hexad demo'. To train on:\n#   hexad train {quote(str(path))} {on}\n"
+    text = f"# Written by 'hexad demo'. To continue training:\n#   hexad train {quote(str(path))} {on}\n"
     try:
         path.write_text(text + yaml.safe_dump(tree, sort_keys=False, width=110), encoding="utf-8")
     except OSError as error:
@@ -133,8 +133,8 @@ def _report(where: Path, data: DemoData) -> int:
     _draw_timeline(where)
     # Inside 'make demo' the command is not on the user's path.
     hexad = "hexad" if shutil.which("hexad") else os.path.relpath(Path(sys.executable).with_name("hexad"))
-    click.echo(f"look further: {hexad} show run {where}")
-    click.echo(f'              {hexad} generate {where} --prompt "import os" --temperature 0.8')
+    click.echo(f"next: {hexad} show run {where}")
+    click.echo(f'      {hexad} generate {where} --prompt "import os" --temperature 0.8')
     return 0
 
 

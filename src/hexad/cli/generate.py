@@ -25,26 +25,28 @@ if TYPE_CHECKING:
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="New tokens at most.")
 @click.option(
-    "--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."
+    "--temperature", type=float, default=0.0, show_default=True, help="0 selects the most likely token."
 )
-@click.option("--top-k", type=int, default=0, show_default=True, help="Choose among the k likeliest; 0: all.")
 @click.option(
-    "--top-p", type=float, default=1.0, show_default=True, help="Choose among the likeliest up to this sum."
+    "--top-k", type=int, default=0, show_default=True, help="Sample the k most likely only; 0: all."
 )
-@click.option("--seed", type=int, default=1234, show_default=True, help="Seed of the draws.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Sample the most likely up to this sum only."
+)
+@click.option("--seed", type=int, default=1234, show_default=True, help="Seed of sampling.")
 @click.option(
     "--nproc",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="Ranks: tensor-parallel, or as the overrides say.",
+    help="Ranks: tensor-parallel unless overridden.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def generate(source: str, nproc: int, **options: Any) -> int:
     """Continue a prompt. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32.
 
-    --nproc ranks divide the model by tensor parallelism; with parallel.pipeline=2 half as many do, in two
-    stages.
+    The model is sharded over --nproc tensor-parallel ranks; with parallel.pipeline=2 over half as many in
+    each of two stages.
     """
     from hexad.checkpoint.directory import find_checkpoint
     from hexad.train.environment import environment
@@ -83,7 +85,7 @@ def _config(request: dict[str, Any]) -> Config:
         apply_override(tree, override)
     config = build_config(tree)
     if config.precision.dtype == "fp8":
-        raise ConfigError("precision.dtype", "found fp8, which generation does not multiply in; use bf16")
+        raise ConfigError("precision.dtype", "found fp8, which generation does not support; use bf16")
     config = _with_ranks(config, "tensor" in tree["parallel"], request["nproc"])
     check_same_model(path, saved, config)
     return resolve(config, Layout.from_settings(config.parallel, request["nproc"])).config

@@ -16,10 +16,10 @@ from hexad.train.environment import end_with, hold_back_notice
 # command -> (module, attribute, first line of help)
 _COMMANDS = {
     "demo": ("hexad.cli.demo", "demo", "Train a small model on real text, on this machine."),
-    "train": ("hexad.cli.train", "train", "Train as a configuration says."),
+    "train": ("hexad.cli.train", "train", "Train a model from a configuration."),
     "generate": ("hexad.cli.generate", "generate", "Continue a prompt with a trained model."),
     "data": ("hexad.cli.data", "data", "Build and inspect datasets."),
-    "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Look into checkpoints."),
+    "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Inspect, verify, import and export checkpoints."),
     "show": ("hexad.cli.show", "show", "Draw layouts, schedules and runs."),
     "config": ("hexad.cli.config", "config", "Show and check configurations."),
 }

@@ -69,7 +69,7 @@ def layout_command(
 ) -> None:
     """Show which ranks form which groups.
 
-    Degrees come from options, or from a run's configuration, whose degrees the options then replace.
+    Degrees come from options or from a run's configuration; options override the configuration.
     """
     path, overrides = split_settings("show layout", settings)
     overrides += [f"parallel.{name}={value}" for name, value in degrees.items() if value is not None]
@@ -95,7 +95,7 @@ def layout_command(
     help="Time of one microbatch in all stages of a rank, and of one message. Default: 1,1,1,0, or with a "
     "configuration the FLOPs of its stages.",
 )
-@click.option("--file", metavar="FILE.json", help="Draw your own schedule, as --save and --json write it.")
+@click.option("--file", metavar="FILE.json", help="Draw a schedule that --save or --json wrote.")
 @click.option("--save", metavar="FILE.json", help="Write the schedule to a file, for parallel.schedule.")
 @json_option
 @_output_option
@@ -104,9 +104,9 @@ def schedule_command(
 ) -> None:
     """Show the actions of every pipeline rank over time.
 
-    The schedule comes from options, from a file, from a run's configuration, or from a run's directory: there
-    one step as planned and as measured. A configuration without parallel.data is shown in the smallest world
-    that its degrees allow.
+    The schedule comes from options, from a file, from a run's configuration, or from a run's directory, which
+    shows one step as planned and as measured. A configuration without parallel.data is shown in the smallest
+    world that its degrees allow.
     """
     choice = chosen(settings, {name: value for name, value in options.items() if value is not None})
     if save:

@@ -23,7 +23,7 @@ from .options import degrees, json_option, overrides_argument, print_json, start
 )
 @json_option
 def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool, as_json: bool) -> int:
-    """Train as run.yaml says; settings can be overridden as in parallel.tensor=2.
+    """Train from run.yaml; settings can be overridden, as in parallel.tensor=2.
 
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
     """
@@ -77,7 +77,7 @@ def _check_data(config: Config) -> int:
     wanted = {"data.train": config.data.train}
     if config.validate_.every:
         if config.data.validation is None:
-            raise ConfigError("data.validation", "found null, but validate.every asks for evaluation")
+            raise ConfigError("data.validation", "found null, but validate.every turns evaluation on")
         wanted["data.validation"] = config.data.validation
     for field, data in wanted.items():
         for _, prefix in [(1.0, data)] if isinstance(data, str) else data:

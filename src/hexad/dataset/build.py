@@ -232,7 +232,7 @@ def _run(
                 window.append(pool.submit(_work_on, work, task, tokenizer.name))
     except BrokenProcessPool:
         raise HexadError(
-            "a tokenizing process died (most often for want of memory); give fewer with --workers"
+            "a tokenizing process died (most often out of memory); use fewer --workers"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -102,7 +102,7 @@ class IndexedDataset:
                 "build the data with 'hexad data build'"
             )
         if len(raw) < HEADER.size:
-            raise HexadError(f"{self._idx}: {len(raw)} bytes, cut off inside the header; {_AGAIN}")
+            raise HexadError(f"{self._idx}: {len(raw)} bytes, truncated inside the header; {_AGAIN}")
         _, version, code, sequences, boundaries = HEADER.unpack(raw)
         if version != VERSION:
             raise HexadError(f"{self._idx}: format version {version}, expected {VERSION}; {_AGAIN}")
@@ -122,7 +122,7 @@ class IndexedDataset:
                 "build it again without multimodal=True"
             )
         if size != expected:
-            state = "cut off" if size < expected else "longer than it says"
+            state = "truncated" if size < expected else "too long"
             raise HexadError(
                 f"{self._idx}: {state}: {size} bytes, expected {expected} for {sequences} sequences and "
                 f"{boundaries} document boundaries; {_AGAIN}"
@@ -147,8 +147,8 @@ class IndexedDataset:
             wrong = np.flatnonzero((lengths < 0) | (expected != self._pointers[start : start + _CHUNK]))
             if wrong.size:
                 raise HexadError(
-                    f"{self._idx}: damaged: sequence {start + wrong[0]} does not begin where the one before "
-                    f"it ends; {_AGAIN}"
+                    f"{self._idx}: damaged: sequence {start + wrong[0]} does not start where the previous "
+                    f"one ends; {_AGAIN}"
                 )
             total = int(ends[-1])
         falling = any(
@@ -158,14 +158,14 @@ class IndexedDataset:
         if falling or self.boundaries[0] != 0 or self.boundaries[-1] != len(self.lengths):
             raise HexadError(
                 f"{self._idx}: damaged: document boundaries run from {self.boundaries[0]} to "
-                f"{self.boundaries[-1]}, expected 0 to {len(self.lengths)} without falling; {_AGAIN}"
+                f"{self.boundaries[-1]}, expected 0 to {len(self.lengths)} in ascending order; {_AGAIN}"
             )
         self._total = total
 
     def _map_tokens(self) -> None:
         size, expected = self._bin.stat().st_size, self._total * self.dtype.itemsize
         if size != expected:
-            state = "cut off" if size < expected else "longer than its index says"
+            state = "truncated" if size < expected else "longer than its index"
             raise HexadError(
                 f"{self._bin}: {state}: {size} bytes, expected {expected} ({self._total} {self.dtype.name} "
                 f"tokens by {self._idx.name}); {_AGAIN}"

@@ -164,8 +164,8 @@ class SampleSource:
             if (stream := self._mapped(place / name)) is not None:
                 return stream
         raise HexadError(
-            f"{self.data.prefix}: the index of {self.data.documents} documents cannot be kept in "
-            f"{' or '.join(problems)}; make one of them writable, with 8 bytes per document and epoch"
+            f"{self.data.prefix}: the index of {self.data.documents} documents cannot be stored in "
+            f"{' or '.join(problems)}; make one of them writable (8 bytes per document and epoch)"
         )
 
     def _mapped(self, path: Path) -> NDArray[np.int64] | None:

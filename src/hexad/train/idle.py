@@ -37,7 +37,7 @@ def stand_by(config: Config, here: Environment, members: int) -> None:
         error = store.get(_END).decode()
         store.add(_LEFT, 1)
     except (dist.DistNetworkError, dist.DistStoreError) as gone:
-        raise CommError(f"rank {here.rank} stood by, and the run is gone: {gone}") from gone
+        raise CommError(f"standby rank {here.rank} lost the run: {gone}") from gone
     finally:
         for number, action in previous.items():
             signal.signal(number, action)

@@ -64,7 +64,7 @@ def train(config: Config) -> Outcome:
         open_run_directory(config.run, run, stack)
         if members < here.world:
             log.info(
-                "%d of %d ranks work, %d stand by (faults.idle_ranks)",
+                "%d of %d ranks train, %d idle (faults.idle_ranks)",
                 members,
                 here.world,
                 here.world - members,
@@ -76,7 +76,7 @@ def train(config: Config) -> Outcome:
         trainer = Trainer(run)
         stack.push(trainer.leave)
         if restart:
-            log.info("restart %d of %d: going on after step %d", restart, here.restarts, trainer.engine.step)
+            log.info("restart %d of %d: resuming after step %d", restart, here.restarts, trainer.engine.step)
         return trainer.run_steps()
 
 
@@ -139,7 +139,7 @@ class Trainer:
         if config.log.timeline > config.run.steps:
             log.info("log.timeline %d is after run.steps %d", config.log.timeline, config.run.steps)
         if engine.step >= config.run.steps:
-            log.info("nothing to do: run.steps is %d; give a larger number to go on", config.run.steps)
+            log.info("nothing to do: run.steps is %d; set a larger number to continue", config.run.steps)
         with recorder as sink, StopRequest(self.mesh) as stop:
             while engine.step < config.run.steps:
                 asking = stop.ask(self.checkpointer.failed())
@@ -165,7 +165,7 @@ class Trainer:
                     self.checkpointer.save(engine.chunks(), engine.progress(), reason, last)
                 if signal:
                     self.checkpointer.wait()
-                    log.info("%s: saved step %d and stopped; the same command goes on", signal, engine.step)
+                    log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
                     return Outcome(engine.step, signal)
             self.checkpointer.wait()  # a signal must not cut the last save short
         return Outcome(engine.step, None)
@@ -181,7 +181,7 @@ class Trainer:
         action = guard.action(result.fault)
         what = guard.describe(result.step, result.loss, result.fault, result.limit)
         if action != "stop" and guard.exhausted:
-            what += f"; faults.most {guard.settings.most} faults in a row have been left out before it"
+            what += f"; faults.most {guard.settings.most} consecutive faults came before it"
             action = "stop"
         metrics["fault"] = f"{metrics['fault']}; {what}" if "fault" in metrics else what
         if action == "skip":
@@ -193,7 +193,7 @@ class Trainer:
         what = str(metrics["fault"])
         if self.engine.scaler.active and result.fault == "not_finite":
             what += f" at loss scale {result.loss_scale:g}, which cannot be lowered (precision.loss_scale)"
-        return f"{what}; lower optimizer.lr, or go on from an earlier checkpoint with other data"
+        return f"{what}; lower optimizer.lr, or resume from an earlier checkpoint with other data"
 
     def _roll_back(self, metrics: Metrics) -> None:
         """Load the newest checkpoint, and leave out the data that has been read since it was saved.
@@ -207,11 +207,11 @@ class Trainer:
         self.checkpointer.wait()
         found = self._load_newest(self.checkpointer.directory.newest)
         if found is None:
-            raise AgreedError(f"{metrics['fault']}; no checkpoint to go back to yet (checkpoint.every)")
+            raise AgreedError(f"{metrics['fault']}; no checkpoint to roll back to yet (checkpoint.every)")
         _, manifest = found
         engine.rolled_back(manifest.progress, samples)
         self._went_back = (
-            f"{metrics['fault']}: went back to step {engine.step}, leaving out samples {manifest.samples} "
+            f"{metrics['fault']}: rolled back to step {engine.step}, skipping samples {manifest.samples} "
             f"to {samples - 1}"
         )
         log.warning(self._went_back)
@@ -295,11 +295,11 @@ class Trainer:
             if load is not None:
                 self._load_weights(run)
             with_weights = f" with the weights of {load}" if load is not None else ""
-            log.info("starting anew%s: %s parameters", with_weights, f"{parameters:,}")
+            log.info("starting a new run%s: %s parameters", with_weights, f"{parameters:,}")
             return
         path, manifest = found
         self.engine.restored(manifest.progress)
-        log.info("going on from %s: step %d, %d samples", path, manifest.step, manifest.samples)
+        log.info("resuming from %s: step %d, %d samples", path, manifest.step, manifest.samples)
         for change in changed_settings(manifest.config, self.config):
             log.info("changed since: %s", change)
 

@@ -52,12 +52,12 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         text = str(error)
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            raise CommError(f"no rendezvous at {address}:{port} within {timeout:.0f} s: {text}") from error
+            raise CommError(f"rendezvous at {address}:{port} failed ({timeout:.0f} s): {text}") from error
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             raise HexadError(
                 f"port {port} of {address} is in use; set another with torchrun --master-port or MASTER_PORT"
             ) from error
-        raise HexadError(f"no rendezvous at {address}:{port} within {timeout:.0f} s: {text}") from error
+        raise HexadError(f"rendezvous at {address}:{port} failed ({timeout:.0f} s): {text}") from error
 
 
 def _fresh(here: Environment, connect: Callable[[], dist.TCPStore]) -> dist.Store:

@@ -53,7 +53,7 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
     def see() -> None:
         if not token.exists():
             raise ConfigError(
-                "run.dir", f"{path} is not that of rank 0; use a file system that all hosts share"
+                "run.dir", f"{path} is not the directory of rank 0; use a file system that all hosts share"
             )
 
     run.agreed(prepare)
@@ -81,9 +81,7 @@ def _lock(path: Path, patience: float, stack: ExitStack) -> None:
                 return
         if time.monotonic() >= end:
             file.seek(0)
-            raise ConfigError(
-                "run.dir", f"found {path}, where {file.read()} trains now; use another directory"
-            )
+            raise ConfigError("run.dir", f"found {path}, locked by {file.read()}; use another directory")
         time.sleep(0.1)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -265,5 +265,5 @@ class _Run:
                 continue
             source = Message("F" if step > 0 else "B", action.stage - step, action.microbatch)
             other = schedule.placement[source.stage]
-            where = "itself, further on" if other == rank else f"rank {other}"
+            where = "itself, later in its order" if other == rank else f"rank {other}"
             yield rank, (other, f"rank {rank} waits at {action} for {Action(*source)} of {where}")

@@ -30,7 +30,7 @@ def stages_per_rank(name: str, virtual_stages: int = 1) -> int:
     """
     if name not in NAMES:
         raise ScheduleError(
-            f"no schedule is called '{name}'{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}"
+            f"unknown schedule '{name}'{did_you_mean(name, NAMES)}; expected one of {', '.join(NAMES)}"
         )
     if virtual_stages < 1:
         raise ScheduleError(f"found {virtual_stages} stages per rank, expected at least 1")

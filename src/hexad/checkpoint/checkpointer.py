@@ -1,4 +1,4 @@
-"""Saving and resuming a run: when, where, in the background or not."""
+"""Saving and resuming a run, in the background or synchronously."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger("hexad")
 T = TypeVar("T")
 
 _ALIGNMENT = 64
-"""Bytes: copies begin where any format may."""
+"""Bytes: every copy is aligned for any format."""
 
 _LONGEST_SAVE = 1800.0
 """Seconds that ranks wait for each other's files, where run.timeout is less: a save moves the whole state."""
 
 
 class Checkpointer:
-    """Writes a run's checkpoints, at most one at a time, and finds the one to go on from.
+    """Writes a run's checkpoints, at most one at a time, and finds the one to resume from.
 
     Args:
         config: resolved configuration, stored with every checkpoint.
@@ -51,7 +51,7 @@ class Checkpointer:
         self.config = config
         self.mesh = mesh
         self.directory = CheckpointDirectory(config.run.dir)
-        # What training waits for is told when it hangs; what goes on beside it would only confuse.
+        # The watch reports what training waits for; background saves must not appear there.
         trace = Trace() if config.checkpoint.asynchronous else mesh.trace
         self._axis = Axis("checkpoint", mesh.world.ranks, mesh.rank, trace=trace)
         if mesh.layout.world > 1:
@@ -72,10 +72,10 @@ class Checkpointer:
         """Save the state. Returns once the values are copied (or, synchronously, on disk).
 
         Args:
-            chunks: this rank's share of it.
-            progress: what else is needed to go on, in JSON's types; ``step`` names the checkpoint.
+            chunks: this rank's part of it.
+            progress: what else is needed to resume, in JSON's types; ``step`` names the checkpoint.
             reason: why it is saved.
-            last: the run ends with it, so that it must succeed whatever ``checkpoint.on_failure`` says.
+            last: the run ends with it, so that it must succeed whatever ``checkpoint.on_failure`` is.
 
         Raises:
             AgreedError: this save failed, or the previous one that ran in the background.
@@ -93,8 +93,8 @@ class Checkpointer:
             self._settle(lambda: self._write(mine, held, progress, reason))
 
     def wait(self) -> None:
-        """Wait for a save under way. If it failed: raise its error, or tell it and go on, as
-        ``checkpoint.on_failure`` says."""
+        """Wait for a save in progress. If it failed: raise its error, or report it and continue, according to
+        ``checkpoint.on_failure``."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             self._settle(saving.result)
@@ -108,18 +108,18 @@ class Checkpointer:
             log.warning("%s; continuing (checkpoint.on_failure)", error)
 
     def failed(self) -> bool:
-        """Whether the save in the background has failed on this rank, as far as it knows; does not wait."""
+        """Whether the background save is known to have failed on this rank; does not wait."""
         saving = self._saving
         return saving is not None and saving.done() and saving.exception() is not None
 
     def close(self) -> None:
-        """Finish the save under way."""
+        """Finish the save in progress."""
         self.wait()
         self._writer.shutdown()
 
     def load(self, path: Path, chunks: Sequence[Chunk]) -> Manifest:
         """Fill ``chunks`` from a checkpoint of this configuration's model, all ranks together; optimizer
-        state stays as it is where the checkpoint has weights only. Returns what it says of itself.
+        state is unchanged if the checkpoint has weights only. Returns its manifest.
 
         Raises:
             AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, or of
@@ -139,11 +139,12 @@ class Checkpointer:
         return agreed(fill, self._axis)
 
     def set_aside(self, path: Path, damage: AgreedError) -> None:
-        """Rename a damaged checkpoint of this run, so that the one before is the newest; all ranks together.
+        """Rename a damaged checkpoint of this run, so that the previous one is the newest; all ranks
+        together.
 
         Raises:
-            AgreedError: ``damage``, if ``checkpoint.damaged`` does not allow it, or there is none before; or
-                it cannot be renamed.
+            AgreedError: ``damage``, if ``checkpoint.damaged`` does not allow it, or there is no previous one;
+                or it cannot be renamed.
         """
         earlier = [other for _, other in self.directory.complete() if other != path]
         if path.parent != self.directory.path or not earlier:
@@ -194,7 +195,7 @@ class Checkpointer:
         share: Share | Exception | None
         try:
             share = write_share(partial, self.mesh.rank, chunks)
-        except Exception as error:  # every rank must hear of it, whatever it is
+        except Exception as error:  # any error must reach every rank
             share = error
         written = collect_objects((share, held), self._axis)
 
@@ -211,7 +212,7 @@ class Checkpointer:
                 write_manifest(partial, shares, expected, self.config, progress, self._origin(reason))
                 self.directory.commit(partial, step)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)  # a full disk must not stay full of it
+                shutil.rmtree(partial, ignore_errors=True)  # it must not fill the disk
                 raise
             try:
                 self.directory.tidy(self.config.checkpoint.keep)
@@ -238,7 +239,7 @@ class Checkpointer:
         }
 
     def _on_first(self, action: Callable[[], T], step: int | None = None) -> T:
-        """Do something on rank 0 only; every rank gets its result, or the same error."""
+        """Run an action on rank 0 only; every rank gets its result, or the same error."""
         outcome: T | Exception | None = None
         if self.mesh.rank == 0:
             try:
@@ -257,15 +258,15 @@ class Checkpointer:
 
 
 class _Copies:
-    """Room for copies of a rank's values in the host's memory, kept from one save to the next: memory that is
-    there already takes a copy several times faster than fresh memory, above all pinned memory."""
+    """Host memory for copies of a rank's values, kept from one save to the next: copying into memory
+    that is already allocated is several times faster, above all if it is pinned."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def of(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with copies of their values, which hold until the next call. From a GPU they go to
-        pinned memory, all on their way at once."""
+        """The chunks with copies of their values, valid until the next call. From a GPU they are copied to
+        pinned memory, all concurrently."""
         gpu = any(chunk.tensor.is_cuda for chunk in chunks)
         ends = list(accumulate(-(-chunk.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for chunk in chunks))
         if ends and self._room.numel() < ends[-1]:

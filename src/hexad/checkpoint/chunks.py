@@ -1,7 +1,7 @@
-"""A rank's share of a checkpoint as rectangles of global tensors.
+"""A rank's part of a checkpoint as rectangles of global tensors.
 
-A checkpoint knows nothing of the layout that wrote it: it holds global tensors by name. What any layout
-saved, any other loads; each rank reads only the rectangles it holds.
+A checkpoint does not depend on the layout that wrote it: it holds global tensors by name, and loads in any
+other layout; each rank reads only the rectangles it holds.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Chunk:
 
 
 def to_write(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """What of them this rank writes, so that all holders together write everything once and about equally
-    much: a large chunk in parts of rows, a small one by one of its holders. No rank need ask another."""
+    """The parts that this rank writes, so that all holders together write everything once and about the same
+    amount each: a large chunk is split by rows, a small one written by one holder. Needs no communication."""
     for chunk in chunks:
         if chunk.holder is None or not chunk.tensor.numel():
             continue
         mine, holders = chunk.holder
         rows = chunk.tensor.shape[0]
         parts = max(1, min(holders, rows, chunk.tensor.nbytes // _PART_BYTES))
-        # Small chunks take turns by their name and offset (not by Python's hash, which ranks do not share).
+        # Holders of small chunks alternate by name and offset (not by Python's hash, which differs by rank).
         first = zlib.crc32(f"{chunk.name}{chunk.rectangle.offset}".encode())
         part = (mine - first) % holders
         if part < parts:

@@ -1,7 +1,7 @@
-"""Checkpoint directories of a run: names, atomic appearance, retention. No torch.
+"""Checkpoint directories of a run: names, atomic creation, retention. No torch.
 
-``checkpoints/step-00000100/`` appears by one rename after everything in it is on disk, so that whatever has
-such a name is complete. ``checkpoints/latest`` names the newest.
+``checkpoints/step-00000100/`` is created by one rename after everything in it is on disk, so that every
+directory with such a name is complete. ``checkpoints/latest`` names the newest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CheckpointDirectory:
         """(step, path) of every complete checkpoint, oldest first."""
         if not self.path.is_dir():
             return []
-        # One that is being replaced counts less than its successor.
+        # One that is being replaced sorts before its successor.
         found = [(int(m[1]), not m[2], p) for p in self.path.iterdir() if (m := STEP_NAME.fullmatch(p.name))]
         return [(step, path) for step, _, path in sorted(found)]
 
@@ -36,10 +36,10 @@ class CheckpointDirectory:
         return found[-1][1] if found else None
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write the checkpoint of ``step`` into; what killed saves left is removed."""
+        """An empty directory for the checkpoint of ``step``; leftovers of killed saves are removed."""
         for left in self.path.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)
-        # Not the run's own directory: where that is gone, something is wrong that must be told.
+        # Not the run's own directory: if that is missing, it must be reported.
         self.path.mkdir(exist_ok=True)
         sync_directory(self.path.parent)
         partial = self.path / f".step-{step:08d}.partial"
@@ -50,7 +50,7 @@ class CheckpointDirectory:
         """Make a fully written checkpoint visible, by one rename."""
         final = self.path / f"step-{step:08d}"
         replaced = final.with_name(f"{final.name}.replaced")
-        if final.exists():  # saved again after going back to an earlier step
+        if final.exists():  # saved again after a roll back
             if replaced.exists():
                 _remove(replaced)
             os.rename(final, replaced)
@@ -58,9 +58,9 @@ class CheckpointDirectory:
         return final
 
     def tidy(self, keep: int) -> None:
-        """Let ``latest`` name the newest checkpoint, and remove what it replaced and all but the newest
-        ``keep``, of those that are whole as far as their manifest and sizes tell: a damaged one does not
-        count, and stays for its owner to look at."""
+        """Let ``latest`` name the newest checkpoint, and remove those it replaced and all but the newest
+        ``keep`` of those that are complete according to manifest and sizes: a damaged one does not count and
+        is kept for inspection."""
         self._name_latest()
         for replaced in self.path.glob("step-*.replaced"):
             if replaced.with_suffix("").exists():
@@ -78,7 +78,7 @@ class CheckpointDirectory:
             sync_directory(self.path)
 
     def set_aside(self, checkpoint: Path) -> Path:
-        """Give a damaged checkpoint a name under which nobody looks for one; returns its new path."""
+        """Rename a damaged checkpoint so that it is no longer found; returns its new path."""
         number, aside = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
         while aside.exists():
             number += 1
@@ -89,7 +89,7 @@ class CheckpointDirectory:
 
 
 def make_visible(partial: Path, final: Path) -> None:
-    """Rename a directory whose files are on disk, so that it is there as a whole or not at all."""
+    """Rename a directory whose files are on disk, so that it appears atomically."""
     sync_directory(partial)
     os.rename(partial, final)
     sync_directory(final.parent)
@@ -126,7 +126,7 @@ def check_same_model(path: Path, saved_config: dict[str, Any], config: Config) -
 def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
     """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
     wanted = config.model_dump(mode="json", by_alias=True)
-    # What run.steps changes of the learning-rate schedule is said by lr_schedule.decay_steps.
+    # The effect of run.steps on the learning-rate schedule is shown by lr_schedule.decay_steps.
     silent = {"run.dir", "run.device", "run.timeout", "run.steps"}
     return [
         f"{group}.{name}: {saved[group][name]} -> {value}"
@@ -153,7 +153,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Renames first, so that a kill half way leaves no incomplete checkpoint under a valid name."""
+    """Renames first, so that an interrupted removal leaves no incomplete checkpoint under a valid name."""
     doomed = checkpoint.with_name(f".{checkpoint.name}.removed")
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

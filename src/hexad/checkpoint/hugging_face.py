@@ -1,7 +1,7 @@
 """Weights in Hugging Face files under our names: any rectangle of any tensor, read in slices.
 
-The files stay where they are: a rank that begins with them (``model.load: hf:DIR``) reads what it holds, and
-so does the import, one slice after the other.
+The files are not converted: a rank that starts from them (``model.load: hf:DIR``) reads what it holds, and so
+does the import, one slice after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class WeightSource(Protocol):
-    """Where weights come from; each rank asks for what it holds."""
+    """Where weights come from; each rank reads what it holds."""
 
     def fill(self, chunks: Iterable[Chunk]) -> None:
         """Overwrite the tensors of chunks named ``model.<global name>``.
@@ -60,7 +60,7 @@ class HuggingFaceModel:
         model: resolved settings; the files must hold exactly its tensors.
 
     Attributes:
-        tensors: our global name -> where it stands.
+        tensors: our global name -> its location.
         dtypes: our global name -> the format it is stored in.
         files: names of the weights' files.
 
@@ -206,11 +206,11 @@ class HuggingFaceModel:
 
 @contextmanager
 def open_weights(config: Config) -> Iterator[tuple[WeightSource, str]]:
-    """What ``model.load`` names, opened, and a text that tells it from another: all hosts must have
-    the same.
+    """The source that ``model.load`` names, opened, and a text that identifies it: all hosts must have the
+    same.
 
     Raises:
-        HexadError: it is not there, damaged, not supported, or of another model.
+        HexadError: it is missing, damaged, not supported, or of another model.
     """
     load = config.model.load
     assert load is not None
@@ -237,7 +237,7 @@ def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]
 
 
 def _weight_files(directory: Path) -> dict[str, str]:
-    """Their name -> its file, as the index says; empty where one file has all.
+    """Their name -> its file, according to the index; empty where one file has all.
 
     Raises:
         HexadError: there are no weights in safetensors files, or the index is not one.
@@ -264,8 +264,8 @@ def _weight_files(directory: Path) -> dict[str, str]:
 
 
 def _sampled(path: Path) -> str:
-    """A checksum of a file's size and of 64 places spread over it: enough to tell a model from its
-    fine-tuned sister, on every host, without reading all of it."""
+    """A checksum of a file's size and of 64 samples spread over it: enough to distinguish a model from a
+    fine-tuned version, on every host, without reading all of it."""
     found, size = xxhash.xxh3_64(), path.stat().st_size
     with open(path, "rb", buffering=0) as file:
         for place in range(64):

@@ -58,14 +58,14 @@ class _Target:
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export made.
+    """The result of an export.
 
     Attributes:
         family: as which ``transformers`` loads it.
         dtype: of the weights, in torch's word.
         files: names of the weights' files.
         parameters: in all.
-        notes: what the user should know, in sentences.
+        notes: for the user, in sentences.
     """
 
     family: str
@@ -76,7 +76,7 @@ class Exported:
 
 
 def saved_config(checkpoint: Checkpoint) -> Config:
-    """The configuration a checkpoint was written with; what it began with plays no part any more."""
+    """The configuration a checkpoint was written with, without ``model.load``."""
     tree = dict(checkpoint.manifest.config)
     tree["model"] = {name: value for name, value in tree["model"].items() if name != "load"}
     return build_config(tree)
@@ -90,9 +90,9 @@ def export_model(
     Args:
         checkpoint: opened.
         config: its own, from :func:`saved_config`.
-        to: the directory; it appears when all is on disk.
-        dtype: a key of :data:`FORMATS`, or ``auto``: as in training; of an imported model, as it was.
-        shard_bytes: size of a weights' file at most, but for a single larger tensor.
+        to: the directory; it is renamed into place when all is on disk.
+        dtype: a key of :data:`FORMATS`, or ``auto``: as in training; of an imported model, unchanged.
+        shard_bytes: largest size of a weights' file, unless a single tensor is larger.
         eod: id of the tokenizer's end-of-document token, if it is known.
 
     Raises:
@@ -175,12 +175,12 @@ def _write_shard(checkpoint: Checkpoint, path: Path, targets: Sequence[_Target])
 
 
 def _slices(checkpoint: Checkpoint, target: _Target) -> Iterator[torch.Tensor]:
-    """One of their tensors from front to back."""
+    """One of their tensors, slice by slice."""
 
     def read(ours: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         return checkpoint.read(f"model.{ours}", offset, sizes)
 
-    if target.parts[0][1].transposed:  # their rows run through all parts, as our columns do
+    if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
         for row, rows in row_slices(target.shape, 8):
             columns = [read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts]
             yield torch.cat(columns, dim=1)
@@ -227,7 +227,7 @@ def _write_tokenizer(directory: Path, given: str) -> list[str]:
     elif path.is_dir():
         copy_files(tokenizer_files(path), directory)
     elif path.is_file():
-        # transformers looks for it under this name, whatever it is called here.
+        # transformers expects this name.
         name = "tokenizer.json" if path.suffix == ".json" else path.name
         write_durably(directory / name, path.read_bytes())
         copy_files([file for file in tokenizer_files(path.parent) if file.name in _NAMING], directory)

@@ -1,4 +1,4 @@
-"""What stands beside the weights of a Hugging Face model; directories that appear whole or not at all."""
+"""The files beside the weights of a Hugging Face model; directories that are written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .directory import make_visible, write_durably
 
 GENERATION_FILE = "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
-"""Files that make a directory one of a tokenizer (``data.tokenizer``)."""
+"""Files that make a directory a tokenizer (``data.tokenizer``)."""
 _BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -41,7 +41,7 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
         option: that named it, for messages.
 
     Raises:
-        HexadError: something is there already, or it cannot be written.
+        HexadError: it exists already, or cannot be written.
     """
     path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
@@ -69,7 +69,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory is good for ``data.tokenizer``."""
+    """Whether a directory can be used as ``data.tokenizer``."""
     return bool(_tokenizers(directory))
 
 
@@ -78,7 +78,7 @@ def _tokenizers(directory: Path) -> list[Path]:
 
 
 def copy_files(files: list[Path], to: Path) -> None:
-    """Copy small files into a directory, onto the disk itself.
+    """Copy small files into a directory and flush them to disk.
 
     Raises:
         OSError: they cannot be read or written.
@@ -95,7 +95,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
     """``bos_token_id`` and the like of the ``config.json`` or ``generation_config.json`` beside a
-    tokenizer; where neither stands there, the end of a document ends a text.
+    tokenizer; if neither exists, the end-of-document token ends a text.
 
     Raises:
         HexadError: one of them is not JSON.
@@ -122,7 +122,7 @@ def write_byte_tokenizer(directory: Path) -> None:
     end = "<|endoftext|>"
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
-    # Byte-level tokenizers write bytes without a visible character as one from 256 on, in order.
+    # Byte-level tokenizers map bytes without a visible character to those from 256 on, in order.
     vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -36,7 +36,7 @@ _FOLDER = "tokenizer"
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import made.
+    """The result of an import.
 
     Attributes:
         config: of the checkpoint, resolved.
@@ -54,7 +54,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
 
     Args:
         source: with ``config.json`` and safetensors files.
-        to: the checkpoint's directory; it appears when all is on disk.
+        to: the checkpoint's directory; it is renamed into place when all is on disk.
         check: refuses a configuration that this version cannot run.
 
     Raises:
@@ -95,7 +95,7 @@ def _with_files(
     most = PRECISIONS[sizes.most_common(1)[0][0]]
     precision = config.precision.model_copy(update={"dtype": most})
     config = config.model_copy(update={"precision": precision})
-    # config.json says which token begins and ends a text.
+    # config.json has the ids of the tokens that begin and end a text.
     copy_files([*tokenizer_files(model.directory), model.directory / CONFIG_FILE], partial / _FOLDER)
     sync_directory(partial / _FOLDER)
     data = config.data.model_copy(update={"tokenizer": str(final / _FOLDER)})

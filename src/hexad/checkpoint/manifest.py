@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself: step, configuration, where each tensor's values stand, and checksums.
+"""The manifest of a checkpoint: step, configuration, location of each tensor's values, and checksums.
 
-``manifest.json`` guards the whole directory, itself included: a checkpoint that was cut, changed or mixed
-with another is told from a whole one before a value of it is used. No torch.
+``manifest.json`` covers the complete directory, itself included: a checkpoint that was truncated, changed or
+mixed with another is detected before a value of it is used. No torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hexad.parallel.rectangle import Rectangle
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
-"""Names of complete checkpoints in a run; one that is being replaced counts until its successor is there."""
+"""Names of complete checkpoints in a run; one that is being replaced counts until its successor exists."""
 
 
 class DamagedCheckpoint(HexadError):
-    """A checkpoint is not what was written. Raised on the rank that found it."""
+    """A checkpoint differs from what was written. Raised on the rank that found it."""
 
 
 def damaged(path: Path, problem: str) -> DamagedCheckpoint:
@@ -40,8 +40,8 @@ def damaged(path: Path, problem: str) -> DamagedCheckpoint:
 
 
 def unreadable(path: Path, name: str, error: OSError) -> HexadError:
-    """The error for a file that cannot be read: damage if it is not there, else perhaps no more than a
-    hiccup of the file system, a missing permission, or too many open files."""
+    """The error for a file that cannot be read: damage if it is missing, else possibly a transient error of
+    the file system, a missing permission, or too many open files."""
     if isinstance(error, FileNotFoundError):
         return damaged(path, f"{name} is missing")
     return HexadError(f"checkpoint {path}: {name}: cannot be read: {error.strerror}")
@@ -49,7 +49,7 @@ def unreadable(path: Path, name: str, error: OSError) -> HexadError:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a checkpoint's manifest says of a file.
+    """A checkpoint's manifest entry of a file.
 
     Attributes:
         size: in bytes.
@@ -88,8 +88,8 @@ class StoredTensor:
     Attributes:
         dtype: in torch's word (``float32``).
         shape: global.
-        packed: the rectangles that cover it exactly once, as :meth:`pack` gives them: a large run has
-            millions, of which a rank wants those of few tensors.
+        packed: the rectangles that cover it exactly once, as :meth:`pack` encodes them: a large run has
+            millions, of which a rank needs those of few tensors.
         names: of the files, in the manifest's order.
     """
 
@@ -118,7 +118,7 @@ class StoredTensor:
 
     @cached_property
     def stored(self) -> tuple[Stored, ...]:
-        """The rectangles; they carry no name."""
+        """The rectangles, without names."""
         dims = len(self.shape)
         return tuple(
             Stored(
@@ -139,7 +139,7 @@ class StoredTensor:
             return f"found {found} values, expected {wanted}"
         if (offsets < 0).any() or (offsets + sizes > np.array(self.shape)).any():
             return "a rectangle exceeds its shape"
-        # As many values as there should be, all inside: nothing is missing if nothing is there twice.
+        # The right number of values, all inside: nothing is missing if no rectangles overlap.
         order = np.lexsort(offsets.T[::-1])
         boxes = list(zip(offsets[order].tolist(), (offsets + sizes)[order].tolist()))
         open_boxes: list[tuple[list[int], list[int]]] = []
@@ -157,7 +157,7 @@ class Manifest:
     """What a checkpoint holds.
 
     Attributes:
-        progress: what :meth:`hexad.Engine.progress` gave, ``step`` and ``samples`` among it.
+        progress: from :meth:`hexad.Engine.progress`, with ``step`` and ``samples``.
         config: resolved, as a tree.
         tensors: by global name.
         files: by name; all but the manifest itself.
@@ -186,7 +186,7 @@ class Manifest:
         return not any(name.startswith("optimizer.") for name in self.tensors)
 
     def check_coverage(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """See that every expected tensor (name -> shape) is there, and every value once.
+        """Check that every expected tensor (name -> shape) is present, and every value once.
 
         Raises:
             ValueError: naming the first that is not.
@@ -221,7 +221,7 @@ class Manifest:
         """The manifest of a file's content.
 
         Raises:
-            ValueError: it is not what :meth:`encode` gave.
+            ValueError: it was not written by :meth:`encode`.
             HexadError: it is of another version of Hexad.
         """
         text = content[_PREFIX : -len(_END)]
@@ -243,7 +243,7 @@ class Manifest:
 
 
 def _guarded(body: bytes) -> bytes:
-    """``body`` as part of a JSON object that begins with its checksum; every byte of it is determined."""
+    """``body`` as part of a JSON object that begins with its checksum; every byte is determined."""
     return b'{"xxh3_128":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'","manifest":' + body + _END
 
 
@@ -252,7 +252,7 @@ _PREFIX = len(_guarded(b"")) - len(_END)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint, whole and in its place.
+    """The verified manifest of a checkpoint.
 
     Raises:
         DamagedCheckpoint: missing, damaged, or in the directory of another step.
@@ -273,10 +273,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def check_size(checkpoint: Path, name: str, record: FileRecord) -> None:
-    """See that a file is there and has its size.
+    """Check that a file exists and has its size.
 
     Raises:
-        DamagedCheckpoint: it is not, or has not. HexadError: that cannot be told.
+        DamagedCheckpoint: it does not. HexadError: it cannot be read.
     """
     try:
         size = (checkpoint / name).stat().st_size
@@ -287,10 +287,10 @@ def check_size(checkpoint: Path, name: str, record: FileRecord) -> None:
 
 
 def check_file(checkpoint: Path, name: str, record: FileRecord) -> None:
-    """Read a whole file and compare its checksum.
+    """Read a complete file and compare its checksum.
 
     Raises:
-        DamagedCheckpoint: it is missing or not what was written. HexadError: it cannot be read.
+        DamagedCheckpoint: it is missing or differs from what was written. HexadError: it cannot be read.
     """
     check_size(checkpoint, name, record)
     try:
@@ -302,7 +302,7 @@ def check_file(checkpoint: Path, name: str, record: FileRecord) -> None:
 
 
 def verify_files(checkpoint: Path, manifest: Manifest) -> list[str]:
-    """Read every file; returns what is wrong with them."""
+    """Read every file; returns the problems found."""
     problems = []
     for name, record in manifest.files.items():
         try:

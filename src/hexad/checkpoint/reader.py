@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any rectangle of any tensor, no more than it takes, and nothing that was damaged."""
+"""Reading a checkpoint: any rectangle of any tensor, only the blocks it needs, verified."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class _Part:
         return low, low + self.common.sizes[0]
 
     def span(self) -> tuple[int, int]:
-        """The bytes of the file in which these rows stand."""
+        """The bytes of the file that hold these rows."""
         row = math.prod(self.stored.rectangle.sizes[1:]) * self.dtype.itemsize
         low, high = self.rows()
         return self.stored.begin + low * row, self.stored.begin + high * row
 
     def place(self) -> tuple[str, int]:
-        """The order of the disk: file, and where in it."""
+        """The order of reading: file, and offset in it."""
         return self.stored.file, self.span()[0]
 
 
@@ -67,7 +67,7 @@ class Checkpoint:
         self.path = path
         self.verify = verify
         self.manifest: Manifest = read_manifest(path)
-        # Tensor files are looked at when something in them is wanted: there may be thousands of them.
+        # Tensor files are opened when they are needed: there may be thousands of them.
         others = (name for name, record in self.manifest.files.items() if not record.header)
         for name in others if verify else ():
             check_file(path, name, self.manifest.files[name])
@@ -88,7 +88,7 @@ class Checkpoint:
             self._read(part)
 
     def _parts(self, chunk: Chunk) -> Iterator[_Part]:
-        """What of the stored rectangles makes up a chunk."""
+        """The parts of stored rectangles that make up a chunk."""
         self._check(chunk)
         if not chunk.tensor.numel():
             return
@@ -135,7 +135,7 @@ class Checkpoint:
             )
 
     def _announce(self, part: _Part) -> None:
-        """Let the system fetch from the disk what will be read next."""
+        """Let the system read ahead."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         begin, end = part.span()
@@ -156,7 +156,7 @@ class Checkpoint:
             begin, end = max(low, first), min(high, last)
             to = target.narrow(0, held.offset[0] + begin - wanted.offset[0], end - begin)
             place = stored.begin + first * width * dtype.itemsize
-            # Straight to where the values belong, if the whole block belongs there as it stands.
+            # Directly into place, if the complete block belongs there unchanged.
             whole = (begin, end) == (first, last) and common.sizes[1:] == held.sizes[1:]
             if whole and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
                 self._block(stored.file, stored.block + block, place, to.flatten().view(torch.uint8))
@@ -172,7 +172,7 @@ class Checkpoint:
             to.copy_(rows)
 
     def _block(self, file: str, number: int, begin: int, out: torch.Tensor) -> None:
-        """Read a block of a file to ``out``, bytes on the CPU, and check it."""
+        """Read a block of a file to ``out``, bytes on the CPU, and verify it."""
         descriptor = self._file(file)
         view = memoryview(out.numpy())  # type: ignore[arg-type]
         try:

@@ -1,7 +1,7 @@
-"""safetensors files written from front to back, with checksums on the way.
+"""safetensors files written sequentially, with checksums.
 
-The `safetensors <https://github.com/huggingface/safetensors>`_ package reads any of them; its writer wants
-all tensors in memory at once, and neither end notices a flipped bit.
+The `safetensors <https://github.com/huggingface/safetensors>`_ package reads them; its writer needs all
+tensors in memory at once, and neither its reader nor its writer detects a flipped bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 from .manifest import FileRecord
 
 BLOCK_BYTES = 2**20
-"""Values are checked in blocks of whole rows of about this size: a reader reads whole ones."""
+"""Checksums cover blocks of complete rows of about this size: a reader reads complete blocks."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -30,7 +30,7 @@ _NAMES = {
     torch.int32: "I32",
     torch.uint8: "U8",
 }
-"""What safetensors calls the formats that checkpoints hold."""
+"""safetensors' names of the formats that checkpoints hold."""
 
 
 def rows_per_block(sizes: Sequence[int], itemsize: int) -> int:
@@ -52,7 +52,7 @@ class TensorFileWriter:
         metadata: texts for the header.
 
     Raises:
-        OSError: the file cannot be made; so do :meth:`write` and :meth:`close` for a full disk.
+        OSError: the file cannot be created; so do :meth:`write` and :meth:`close` for a full disk.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TensorFileWriter:
         self._take(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
     def close(self) -> FileRecord:
-        """Flush to the disk itself. Returns what a manifest says of the file.
+        """Flush to disk. Returns the file's entry in a manifest.
 
         Raises:
             ValueError: fewer values were written than declared.
@@ -103,7 +103,7 @@ class TensorFileWriter:
         return FileRecord(self._size, self._whole.hexdigest(), self.header, b"".join(self._blocks))
 
     def _take(self, data: memoryview) -> None:
-        """Hash and write, block by block: what was just hashed is still in the processor's cache."""
+        """Hash and write, block by block, while the data is in the processor's cache."""
         while data.nbytes:
             if not self._missing:
                 self._missing = next(self._expected, 0)
@@ -141,7 +141,7 @@ def _block_sizes(shape: Sequence[int], itemsize: int) -> Iterator[int]:
 def _header(
     tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Length and JSON, as the format asks for: padded with spaces, so that values begin on 8 bytes."""
+    """Length and JSON, as the format requires: padded with spaces, so that values are aligned to 8 bytes."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for name, dtype, shape in tensors:

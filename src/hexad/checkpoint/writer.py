@@ -21,7 +21,7 @@ from .tensor_file import TensorFileWriter, block_count
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle as a file holds it: ``dtype`` in torch's word."""
+    """A rectangle in a file; ``dtype`` is torch's name."""
 
     rectangle: Rectangle
     dtype: str
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Share:
-    """A tensor file as it was written, and what it holds, in its order."""
+    """A tensor file that was written, and its parts in order."""
 
     file: str
     record: FileRecord
@@ -48,7 +48,7 @@ class Share:
 
 
 def open_share(directory: Path, number: int, parts: Sequence[Part]) -> TensorFileWriter:
-    """A writer of ``rank-<number>.safetensors``, which takes the values of ``parts`` in their order."""
+    """A writer of ``rank-<number>.safetensors``, to be given the values of ``parts`` in order."""
     tensors = [(part.key, getattr(torch, part.dtype), part.rectangle.sizes) for part in parts]
     return TensorFileWriter(directory / share_name(number), tensors)
 
@@ -59,7 +59,7 @@ def share_name(number: int) -> str:
 
 
 def write_share(directory: Path, rank: int, chunks: Sequence[Chunk]) -> Share | None:
-    """Write what this rank has to write; None, and no file, where that is nothing.
+    """Write this rank's chunks; None, and no file, if there are none.
 
     Raises:
         OSError: the disk is full, or the directory is gone or closed.
@@ -91,7 +91,7 @@ def write_manifest(
         config: resolved.
         progress: as of :meth:`hexad.Engine.progress`.
         origin: see :class:`Manifest`.
-        others: further files that stand there already, by name.
+        others: further files that exist already, by name.
 
     Raises:
         OSError: they cannot be written.

@@ -1,14 +1,14 @@
-"""Which source each sample of a blend comes from: exact proportions, at every moment.
+"""Which source each sample of a blend comes from: exact proportions, after any number of samples.
 
-After any ``n`` samples, source ``i`` has given ``floor(n w_i)`` or ``ceil(n w_i)`` of them. (The rule of the
-largest deficit, Megatron's, can stray by more than one with many sources.) Sample ``j`` of a source must fall
-between ``floor(j / w_i)`` and ``ceil((j + 1) / w_i)``; taking the earliest deadline first always succeeds, as
-for any unit jobs on one processor whose shares add up to one (S. Baruah et al., "Proportionate progress",
+After any ``n`` samples, source ``i`` has contributed ``floor(n w_i)`` or ``ceil(n w_i)`` of them. (The rule
+of the largest deficit, Megatron's, can deviate by more than one with many sources.) Sample ``j`` of a source
+must fall between ``floor(j / w_i)`` and ``ceil((j + 1) / w_i)``; earliest deadline first always succeeds, as
+for any unit jobs on one processor whose rates add up to one (S. Baruah et al., "Proportionate progress",
 Algorithmica 15, 1996).
 
-The weights are taken as the decimals the user wrote, so that all is integer arithmetic without drift, and the
-order repeats after ``period`` samples (the sum of the weights in lowest terms). Random access inside the
-period goes through counts kept every 16384 samples, found in order, at about two microseconds per sample.
+The weights are taken as the decimals the user wrote, so that everything is integer arithmetic without drift,
+and the order repeats after ``period`` samples (the sum of the weights in lowest terms). Random access inside
+the period uses counts stored every 16384 samples, computed in order, at about two microseconds per sample.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 1 << 14
 
 
 class Blend:
-    """The order in which sources take turns.
+    """The order in which sources alternate.
 
     Args:
         weights: positive, in any unit; only their ratios count.
@@ -61,7 +61,7 @@ class Blend:
             return np.zeros(len(samples), dtype=np.int32), samples.copy()
         source = np.empty(len(samples), dtype=np.int32)
         number = np.empty(len(samples), dtype=np.int64)
-        # Sixteen-digit weights make periods beyond int64, which no run reaches the end of.
+        # Sixteen-digit weights give periods beyond int64, which no run reaches the end of.
         repeats = self.period < 1 << 62
         rounds, inside = np.divmod(samples, self.period) if repeats else (np.zeros_like(samples), samples)
         blocks = inside // _BLOCK
@@ -77,7 +77,7 @@ class Blend:
 
     def _block(self, block: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         while block not in self._blocks:
-            # Blocks not passed yet must be walked through in order.
+            # New blocks must be computed in order.
             number = min(block, len(self._counts) - 1)
             self._blocks[number] = self._walk(number)
             while len(self._blocks) > 2:

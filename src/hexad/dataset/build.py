@@ -28,7 +28,7 @@ from .sources import Piece, cut, find_files, read
 from .tokenizer import Tokenizer, load_tokenizer
 
 _TASK_BYTES = 1 << 20
-"""Text that one task takes at least, where there is so much: sending a task costs as much as a small file."""
+"""Least text of a task, if there is enough: sending a task costs as much as a small file."""
 _BATCH_CHARACTERS = 1 << 22
 
 
@@ -39,7 +39,7 @@ class BuildSummary:
     Attributes:
         prefix: of the files written.
         documents, tokens: counts; every document's end-of-document token is among the tokens.
-        skipped: inputs without any text, which are left out.
+        skipped: inputs without any text.
         bytes_read: size of the inputs on disk.
         dtype: name of the token dtype.
         tokenizer, vocab, eod: as in :class:`~hexad.dataset.sidecar.Sidecar`; ``eod`` is None if none was
@@ -80,9 +80,9 @@ def build(
     """Tokenize ``inputs`` into ``PREFIX.bin`` and ``PREFIX.idx``.
 
     Documents keep the order of the inputs (directories: sorted), so that the result does not depend on
-    ``workers``. Documents without text are left out. Both files appear when all is on disk; a build that
-    fails leaves an earlier dataset of that name as it was. So does one that is killed, but for the moment of
-    taking the old one's place, in which there is none.
+    ``workers``. Documents without text are skipped. Both files appear when all is on disk; a build that fails
+    leaves an earlier dataset of that name unchanged. So does one that is killed, unless it was just replacing
+    the old one: then there is none.
 
     Args:
         inputs: files or directories: .jsonl, .parquet, and any other extension is one document of UTF-8 text.
@@ -114,7 +114,7 @@ def build(
                 progress(done, total)
         if not writer.tokens:
             raise HexadError(f"{', '.join(map(str, inputs))}: no text found in {len(pieces)} files")
-        with suppress(OSError):  # one that stays is not believed: it is another dataset's
+        with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
             sidecar_path(prefix).unlink(missing_ok=True)
     data = IndexedDataset(prefix)
     facts = describe(data, writer.max_token, tokenizer=encoder.name, vocab=encoder.vocab_size, eod=eod)
@@ -189,7 +189,7 @@ def _loaded(spec: str) -> Tokenizer:
 def _start_worker() -> None:
     # One process per core already: the tokenizers package must not start threads of its own.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # Ctrl-C is the parent's to handle; and a worker must not outlive a parent that was killed.
+    # The parent handles Ctrl-C, and a worker must not outlive a parent that was killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
 

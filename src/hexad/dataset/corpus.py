@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of Python's own standard library."""
+"""Real text that exists on every machine: the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SKIPPED = frozenset(
 _LARGEST = 400_000
 """Bytes; larger files are generated tables."""
 _VALIDATION = 20
-"""Every this-manieth file is kept for validation."""
+"""One of this many files is kept for validation."""
 
 
 def standard_library_files(max_bytes: int | None = None) -> list[Path]:
@@ -33,7 +33,7 @@ def standard_library_files(max_bytes: int | None = None) -> list[Path]:
         max_bytes: take files until they hold this many bytes; None: all (about 12 MB).
     """
     root = Path(sysconfig.get_path("stdlib"))
-    # Hashed, so that a part of the files is a fair mixture.
+    # Hashed, so that any part of the files is a random sample.
     known = sorted(
         (blake2b(path.relative_to(root).as_posix().encode()).digest(), path) for path in _sources(root)
     )

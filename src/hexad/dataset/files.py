@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that are written atomically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def temporary_name(final: Path) -> Path:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` survive a loss of power (where the file system knows how)."""
+    """Make the names in ``directory`` survive a loss of power, if the file system can."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -36,7 +36,7 @@ def sync_and_close(stream: BinaryIO) -> None:
 def appearing_whole(final: Path) -> Iterator[BinaryIO]:
     """A stream whose content becomes ``final`` by one rename, after it is on disk.
 
-    Any number of processes may write the same file at once; the last rename wins. When the block raises,
+    Any number of processes may write the same file concurrently; the last rename wins. When the block raises,
     nothing is left behind.
 
     Raises:

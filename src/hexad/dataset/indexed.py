@@ -1,6 +1,6 @@
 """Megatron's ``.bin/.idx`` token files: a memory-mapped reader and a streaming, atomic writer.
 
-``PREFIX.bin`` is nothing but token ids, one sequence after another. ``PREFIX.idx`` is (little endian)::
+``PREFIX.bin`` contains token ids only, one sequence after another. ``PREFIX.idx`` is (little endian)::
 
     9 bytes   b"MMIDIDX\\0\\0"
     uint64    version, always 1
@@ -74,8 +74,8 @@ class IndexedDataset:
         boundaries: int64 ``[documents + 1]``, first sequence of each document; read-only, on disk.
 
     Raises:
-        HexadError: a file is missing, of another format or version, cut off or longer than its index says, or
-            the dataset holds no tokens. Empty documents are allowed: they contribute nothing.
+        HexadError: a file is missing, of another format or version, truncated or longer than its index
+            states, or the dataset has no tokens. Empty documents are allowed: they contribute nothing.
     """
 
     tokens: NDArray[Any]
@@ -138,7 +138,7 @@ class IndexedDataset:
         self.boundaries = raw[offset + 8 * sequences :].view("<i8")
 
     def _check_index(self) -> None:
-        """Sequences must follow one another without gaps, and documents must cover them in order."""
+        """Sequences must be contiguous, and documents must cover them in order."""
         total = 0
         for start in range(0, len(self.lengths), _CHUNK):
             lengths = self.lengths[start : start + _CHUNK].astype(np.int64)
@@ -226,10 +226,10 @@ def _unwritable(path: Path, error: OSError) -> HexadError:
 
 
 class IndexedWriter:
-    """Writes a dataset, one document after another; both files appear under their names when it is whole.
+    """Writes a dataset, one document after another; both files get their names when it is complete.
 
-    Use as a context manager: leaving it normally completes the dataset, leaving it by an exception removes
-    what was written. A killed process leaves only hidden ``.tmp`` files.
+    Use as a context manager: a normal exit completes the dataset, an exception removes what was written. A
+    killed process leaves only hidden ``.tmp`` files.
 
     Args:
         prefix: path without ``.bin`` / ``.idx``; its directory is made if missing. A dataset of that name is
@@ -311,10 +311,10 @@ class IndexedWriter:
         return len(sizes)
 
     def finish(self) -> None:
-        """Complete both files on disk, then let them appear under their names.
+        """Complete both files on disk, then rename them.
 
-        The index is renamed last and an old one removed first: whoever finds an index finds its tokens, and a
-        process killed between these renames leaves none.
+        The index is renamed last and an old one removed first: an index always has its tokens, and a process
+        killed between these renames leaves none.
 
         Raises:
             HexadError: the disk is full or the files cannot be written.

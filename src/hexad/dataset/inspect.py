@@ -1,4 +1,4 @@
-"""What a dataset holds, for people and programs."""
+"""A summary of a dataset."""
 
 from __future__ import annotations
 

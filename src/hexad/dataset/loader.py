@@ -30,19 +30,19 @@ from .tokenizer import Tokenizer
 Data = str | Sequence[tuple[float, str]]
 
 _AT_ONCE = 1 << 20
-"""Tokens read in one go."""
+"""Tokens read at once."""
 
 
 class DataLoader:
-    """Microbatches of one data rank. Its only state worth saving is the number of samples consumed.
+    """Microbatches of one data rank. Its only state is the number of samples consumed.
 
-    While a step computes, the next one is read by a thread of its own.
+    While a step computes, a thread reads the next one.
 
     Args:
         data: a prefix, or a blend ``[[weight, prefix], ...]``.
         sequence: inputs per sample, in tokens.
         documents: ``join``, or ``isolate``: positions whose target lies in the next document get no label,
-            and microbatches say where documents begin.
+            and microbatches contain the offsets of documents.
         micro: samples per microbatch.
         global_batch: samples per step, over all data ranks.
         seed: of the order of documents and samples.

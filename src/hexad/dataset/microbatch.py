@@ -1,4 +1,4 @@
-"""What the loader hands to the engine."""
+"""What the loader passes to the engine."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Why not ``numpy.random.permutation``: it needs memory and time for every element before the first is known
 (8 bytes for each of up to a billion documents or samples, per epoch and process), and NumPy does not promise
 the same stream in its next version (NEP 19), so that an upgrade would silently reorder a resumed run. A
-keyed bijection costs nothing to open, gives element ``i`` alone, and is fixed by this file for good.
+keyed bijection needs no setup, computes element ``i`` alone, and is defined by this file alone.
 
 It is a generalised Feistel network on mixed radix, with cycle walking (J. Black, P. Rogaway, "Ciphers with
 arbitrary finite domains", CT-RSA 2002); the round function is the finaliser of SplitMix64.
@@ -31,7 +31,7 @@ def permute(index: NDArray[np.int64], size: int, *words: int | str) -> NDArray[n
     Returns:
         int64 ``[n]``, each in ``0 .. size - 1``.
     """
-    # The domain is left * right >= size with less than one row too many: next to no cycle walking.
+    # The domain is left * right >= size with less than one row too many: almost no cycle walking.
     left = isqrt(size - 1) + 1 if size > 1 else 1
     right = -(-size // left)
     digest = blake2b(repr(words).encode(), digest_size=8 * _HALF_ROUNDS).digest()

@@ -2,16 +2,16 @@
 
 An epoch takes every document once, in an order drawn from (seed, source, epoch), joins them into one stream
 of ``T`` tokens and cuts it: sample ``j`` is tokens ``j * sequence`` to ``(j + 1) * sequence``, both included,
-the last being only the label of the one before and, as in Megatron, the first input of the next sample.
-There are ``(T - 1) // sequence`` samples, taken in a second random order. The tail that fills no sample is
-left out: every token but the last ``T - samples * sequence`` of the stream (1 to ``sequence`` of them; other
-ones in each epoch) is an input exactly once.
+the last being only the label of the one before and, as in Megatron, the first input of the next sample. There
+are ``(T - 1) // sequence`` samples, taken in a second random order. The remainder that fills no sample is
+dropped: every token but the last ``T - samples * sequence`` of the stream (1 to ``sequence`` of them; others
+in each epoch) is an input exactly once.
 
 Both orders are computed where they are needed (see :mod:`.permutation`). All that is stored is where each
 document of the shuffled order begins in the stream, 8 bytes per document and epoch: in memory for up to a
 million documents, where it takes a few tens of milliseconds, else in a memory-mapped file that the processes
-of a host share. The file's name is a hash of all it depends on and it appears by a rename, so that any number
-of processes and hosts may make it at once without knowing of each other.
+of a host share. The file's name is a hash of all it depends on and it is created by a rename, so that any
+number of processes and hosts may create it concurrently without synchronisation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SampleSource:
         source: number of this dataset in a blend; another number, another order.
         cache_dir: where to keep indexes that are too large for memory if the data's own directory
             (``PREFIX.cache``) cannot be written.
-        in_memory: number of documents up to which no file is made.
+        in_memory: number of documents up to which no file is created.
 
     Attributes:
         per_epoch: samples in an epoch.
@@ -148,7 +148,7 @@ class SampleSource:
             stream[start + 1 : stop + 1] = stream[start] + np.cumsum(lengths)
 
     def _stored(self, epoch: int) -> NDArray[np.int64]:
-        """The stream's index from a file, which is made if it is not there."""
+        """The stream's index from a file, which is created if it is missing."""
         words = (_FORMAT, self._lengths_hash(), *self._key, epoch)
         name = blake2b(repr(words).encode(), digest_size=16).hexdigest() + ".npy"
         for place in self._places:
@@ -169,7 +169,7 @@ class SampleSource:
         )
 
     def _mapped(self, path: Path) -> NDArray[np.int64] | None:
-        """The file's content if it is whole."""
+        """The file's content if it is complete."""
         try:
             stream: NDArray[Any] = np.load(path, mmap_mode="r")
         except (OSError, ValueError, EOFError):
@@ -192,7 +192,7 @@ class SampleSource:
                 temporary.unlink(missing_ok=True)
 
     def _lengths_hash(self) -> str:
-        """A hash of all that the index is made from; about a gigabyte a second."""
+        """A hash of everything the index depends on; about a gigabyte per second."""
         digest = blake2b(digest_size=16)
         for array in (self.data.lengths, self.data.boundaries):
             for start in range(0, len(array), _CHUNK):

@@ -1,7 +1,7 @@
-"""``PREFIX.hexad.json``: what is known of a dataset beside Megatron's two files; it only saves time.
+"""``PREFIX.hexad.json``: facts about a dataset beside Megatron's two files; it only saves time.
 
-The file is believed only while its fingerprint matches the data, so that copied or rebuilt data can never be
-taken for what it was. (The name is not ``PREFIX.json``: that may well be the user's own input.)
+The file is used only while its fingerprint matches the data, so that it is never applied to copied or rebuilt
+data. (The name is not ``PREFIX.json``, which may be the user's own input.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .indexed import IndexedDataset, bin_path, idx_path
 
 _BLOCK, _BLOCKS = 1 << 16, 16
 _SCAN = 1 << 24
-"""Tokens looked at in one go."""
+"""Tokens scanned at once."""
 _WORTH_KEEPING = 1 << 26
 """Tokens from which the result of a scan is kept."""
 
@@ -36,7 +36,7 @@ class Sidecar:
         max_token: largest token id.
         dtype: name of the token dtype.
         bin_bytes: size of the ``.bin``.
-        tokenizer: what to give ``load_tokenizer``, or None where it is not known.
+        tokenizer: argument of ``load_tokenizer``, or None if not known.
         vocab: the tokenizer's vocabulary size.
         eod: id of its end-of-document token, if it has one.
     """
@@ -90,10 +90,10 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
 
 
 def check_token_range(prefix: str | Path, vocab: int, *, dataset: IndexedDataset | None = None) -> int:
-    """Make sure that every token id of a dataset is in ``0 .. vocab - 1``.
+    """Check that every token id of a dataset is in ``0 .. vocab - 1``.
 
     The largest id is taken from the sidecar if that is valid; otherwise all tokens are read once (about a
-    gigabyte a second) and, for large data, the result is kept in a sidecar if the directory can be written.
+    gigabyte per second) and, for large data, the result is saved in a sidecar if the directory is writable.
 
     Args:
         prefix: of the dataset.

@@ -1,4 +1,4 @@
-"""Raw text on disk, cut into pieces that any process can read alone."""
+"""Raw text on disk, divided into pieces that any process can read independently."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Piece:
 
 
 def find_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files named by ``inputs``, directories recursed in sorted order; hidden files are left out.
+    """The files named by ``inputs``, directories recursed in sorted order; hidden files are skipped.
 
     Raises:
         HexadError: an input does not exist, or nothing is found.
@@ -128,7 +128,7 @@ def _read_jsonl(piece: Piece, key: str) -> Iterator[str]:
 
 
 def _text_of(line: bytes, key: str, path: Path, offset: int) -> str:
-    """The text of one JSON line that stands at ``offset`` of its file."""
+    """The text of one JSON line at ``offset`` of its file."""
     try:
         found = json.loads(line)
         problem = f"a JSON {type(found).__name__}, expected an object"
@@ -145,7 +145,7 @@ def _text_of(line: bytes, key: str, path: Path, offset: int) -> str:
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """Number of the line that begins at a byte offset; counted only once something is wrong."""
+    """Number of the line that begins at a byte offset; counted only for an error message."""
     lines = 1
     with path.open("rb") as stream:
         while offset > 0 and (block := stream.read(min(offset, 1 << 20))):

@@ -29,10 +29,10 @@ _ACCEPTED = (
 
 
 class Tokenizer(Protocol):
-    """What every tokenizer can do.
+    """Interface of every tokenizer.
 
     Attributes:
-        name: what to give :func:`load_tokenizer` to get it again.
+        name: argument with which :func:`load_tokenizer` loads it.
         vocab_size: ids are below this.
         eod: id of the end-of-document token, or None. ``encode`` never adds it, nor any other special token.
     """
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
     def eod(self) -> int | None: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``; text that looks like the end-of-document token is treated as the file says."""
+        """The ids of ``text``; text equal to the end-of-document token is handled as the file defines."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -82,7 +82,7 @@ class HuggingFaceTokenizer:
     Args:
         file: the ``tokenizer.json``; ``tokenizer_config.json`` and ``special_tokens_map.json`` beside it name
             the end-of-document token (``eos_token``), else :data:`END_NAMES` are tried.
-        name: what the user called it.
+        name: as the user gave it.
 
     Raises:
         HexadError: the file is not a tokenizer.
@@ -95,11 +95,11 @@ class HuggingFaceTokenizer:
             self._backend = Backend.from_file(str(file))
         except Exception as error:  # the package raises bare Exception
             raise HexadError(f"{file}: not a Hugging Face tokenizer.json: {_one_line(error)}") from None
-        # Files saved after use may carry limits that would cut documents short.
+        # Files saved after use may contain limits that would truncate documents.
         self._backend.no_truncation()
         self._backend.no_padding()
         self.name = name
-        # The largest id, not the count: vocabularies may have holes.
+        # The largest id, not the count: vocabularies may have gaps.
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         named = _named_end(file.parent)
         ids = (self._backend.token_to_id(end) for end in ([named] if named else END_NAMES))
@@ -286,12 +286,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> Huggin
 
     Args:
         texts: what to learn from, one document each.
-        vocab_size: ids to learn, the 256 bytes and ``<|endoftext|>`` included; fewer result where the texts
-            hold too few pairs.
+        vocab_size: ids to learn, the 256 bytes and ``<|endoftext|>`` included; fewer if the texts have too
+            few pairs.
         path: directory for ``tokenizer.json`` and ``tokenizer_config.json``; made if missing.
 
     Returns:
-        The tokenizer, as :func:`load_tokenizer` gives it.
+        The tokenizer, as :func:`load_tokenizer` returns it.
 
     Raises:
         HexadError: ``vocab_size`` is below 257, or the directory cannot be written.

@@ -1,4 +1,4 @@
-"""This process among those started together: its place, from the launcher's variables. No torch."""
+"""This process's rank among those started together, from the launcher's variables. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ HELD_BACK = signal.SIGUSR1
 
 
 def hold_back_notice() -> None:
-    """Keep the notice of pre-emption, which would end this process, until the run can heed it. Processes
-    started from here do likewise."""
+    """Block the pre-emption signal, which would end this process, until the run can handle it. Processes
+    started from here inherit this."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {HELD_BACK})
 
 
 def end_with(parent: int) -> None:
-    """End this process when the one that started it is gone: kill -9 leaves that no chance to say so.
+    """End this process when the one that started it has ended, possibly by kill -9.
 
-    ``parent`` is its process id; where this process is another's child already, it ends at once.
+    ``parent`` is its process id; if this process has another parent already, it ends at once.
     """
 
     def look() -> None:
@@ -37,13 +37,13 @@ def end_with(parent: int) -> None:
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's place among those that were started together.
+    """This process's rank among those that were started together.
 
     Attributes:
         rank, world: among all processes.
         local_rank, local_world: among those of this host.
         launcher: ``torchrun``, ``slurm`` or ``none``.
-        restart, restarts: how often torchrun has started these processes again, and will at most.
+        restart, restarts: how often torchrun has restarted these processes, and its limit.
     """
 
     rank: int = 0
@@ -64,7 +64,7 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Read the launcher's variables.
 
     Raises:
-        HexadError: a variable that is missing or not a number.
+        HexadError: a variable is missing or not a number.
     """
 
     def number(name: str, default: str | None = None) -> int:
@@ -92,7 +92,7 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
 
 
 def _batch_script(variables: Mapping[str, str]) -> bool:
-    """sbatch's script itself carries the job's variables, but is no member of an ``srun`` step."""
+    """sbatch's script itself has the job's variables, but is not part of an ``srun`` step."""
     return "SLURM_JOB_ID" in variables and "SLURM_STEP_ID" not in variables
 
 

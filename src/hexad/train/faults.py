@@ -1,4 +1,4 @@
-"""Steps that must not count: gradients that are not finite, losses that jump. No torch."""
+"""Detection of faulty steps: gradients that are not finite, loss spikes. No torch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Fault = Literal["not_finite", "spike"]
 
 
 class Streak(NamedTuple):
-    """Faults in a row: how many, and the largest number of a step among them."""
+    """Consecutive faults: how many, and the largest number of a step among them."""
 
     length: int = 0
     last: int = 0
 
 
 class FaultGuard:
-    """Remembers the losses that count, and how many steps in a row have failed.
+    """Keeps the losses of applied updates, and the number of consecutive faults.
 
-    Its state goes into checkpoints: a run that goes on from one judges as the run that wrote it.
+    Its state is part of checkpoints: a resumed run decides as the run that wrote it.
 
     Attributes:
-        streak: the faults since the last update beyond them.
+        streak: the faults since the last update beyond the last of them.
     """
 
     def __init__(self, settings: FaultSettings) -> None:
@@ -35,13 +35,13 @@ class FaultGuard:
 
     @property
     def limit(self) -> float | None:
-        """The largest loss that is no spike, in nats; None while nothing is one."""
+        """The largest loss that is not a spike, in nats; None while there is no detection."""
         if self.settings.spike is None or len(self._losses) < self.settings.spike_window:
             return None
         return self.settings.spike * median(self._losses)
 
     def record(self, step: int, loss: float, made: bool, fault: Fault | None) -> None:
-        """Take note of a step: whether its update was made, and why not (None: a loss scale overflowed)."""
+        """Record a step: whether its update was applied, and why not (None: the loss scale overflowed)."""
         if made:
             if self.settings.spike is not None:
                 self._losses.append(loss)
@@ -51,12 +51,12 @@ class FaultGuard:
             self.streak = Streak(self.streak.length + 1, max(self.streak.last, step))
 
     def action(self, fault: Fault) -> Literal["stop", "skip", "roll_back"]:
-        """What the settings ask to do about a fault."""
+        """The configured reaction to a fault."""
         return self.settings.on_spike if fault == "spike" else self.settings.not_finite
 
     @property
     def exhausted(self) -> bool:
-        """Whether more steps in a row have failed than ``faults.most``."""
+        """Whether more consecutive steps have failed than ``faults.most``."""
         return self.streak.length > self.settings.most
 
     def state(self) -> dict[str, Any]:
@@ -64,12 +64,12 @@ class FaultGuard:
         return {"losses": list(self._losses), "row": list(self.streak)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
+        """Restore :meth:`state`."""
         self._losses = deque(state.get("losses", []), maxlen=self.settings.spike_window)
         self.streak = Streak(*state.get("row", []))
 
     def describe(self, step: int, loss: float, fault: Fault, limit: float | None) -> str:
-        """In words, what was wrong with a step."""
+        """A message about a faulty step."""
         if fault == "not_finite":
             return f"step {step}: the loss is {loss:g} and the gradient is not finite"
         settings = self.settings

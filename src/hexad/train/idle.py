@@ -1,4 +1,4 @@
-"""Ranks that the layout has no work for: they stand by for the launcher's next restart."""
+"""Idle ranks, for which the layout has no work: they wait for the launcher's next restart."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _FAREWELL = 10.0  # seconds
 
 
 def stand_by(config: Config, here: Environment, members: int) -> None:
-    """Wait until the run has ended. Polite signals are left to the ranks that work: the run ends with them.
+    """Wait until the run has ended. Stop signals are handled by the training ranks, which end the run.
 
     Raises:
         AgreedError: the run ended with it.
-        CommError: the run ended without a word.
+        CommError: the run ended without a message.
     """
     previous = {number: signal.signal(number, signal.SIG_IGN) for number in POLITE_SIGNALS}
     try:
@@ -46,7 +46,7 @@ def stand_by(config: Config, here: Environment, members: int) -> None:
 
 
 def dismiss(store: dist.Store, idle: int, error: str) -> None:
-    """Tell the ranks that stand by that the run has ended, and how; the store may end with this process."""
+    """Notify idle ranks that the run has ended, and how; the store may end with this process."""
     store.set(_END, error)
     end = time.monotonic() + _FAREWELL
     while store.add(_LEFT, 0) < idle and time.monotonic() < end:

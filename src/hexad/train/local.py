@@ -1,4 +1,4 @@
-"""Starting local ranks through torchrun's elastic agent, again where they fail, and saying how they ended."""
+"""Starting local ranks through torchrun's elastic agent, restarting them, and reporting how they ended."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from .environment import HELD_BACK, hold_back_notice
 from .stop import POLITE_SIGNALS
 
 _GRACE = 5.0
-"""Seconds in which ranks that have lost a peer may end by themselves. torch would give them 30."""
+"""Seconds for ranks that have lost a peer to end by themselves; torch's default is 30."""
 _TIMED_OUT = re.compile(r"CommError: .*tim(ed |e)out", re.IGNORECASE | re.DOTALL)
-"""What a rank says whose peer does not answer: Gloo's "Timed out", NCCL's "timeout"."""
+"""The message of a rank whose peer does not answer: Gloo's "Timed out", NCCL's "timeout"."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LocalOutcome:
 
     Attributes:
         status: exit status for the command.
-        message: what to tell the user, or None.
+        message: for the user, or None.
     """
 
     status: int
@@ -50,10 +50,10 @@ class LocalOutcome:
 
 
 class _Agent(LocalElasticAgent):
-    """Hands a polite signal on to the ranks and keeps waiting for them, however long their save takes; when
-    one has failed, ends the others soon.
+    """Forwards a stop signal to the ranks and waits for them, however long their save takes; ends the others
+    soon when one has failed.
 
-    torch's agent would give them 30 seconds in both cases, and forget how they ended.
+    torch's agent would wait 30 seconds in both cases, and discard how they ended.
     """
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
@@ -71,14 +71,14 @@ class _Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._stopped, self._killed, self._ended_by_us = set(), set(), set()
-        # Ranks begin with it held back, after a restart too; here it waits until they can be told.
+        # Ranks start with it blocked, after a restart too; here it is blocked until it can be forwarded.
         hold_back_notice()
         processes = super()._start_workers(worker_group)
         # After super(): torch sets handlers of its own when it starts the processes.
         for number in POLITE_SIGNALS:
             signal.signal(number, self._hand_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {HELD_BACK})
-        if self.asked:  # while no rank was there to hear of it
+        if self.asked:  # while no rank was running
             self._hand_on(self.asked, None)
         return processes
 
@@ -101,7 +101,7 @@ class _Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state != WorkerState.FAILED:
             return result
-        # A mistake is met again however often the ranks are started; and who asked to stop means it.
+        # A user's error would recur after a restart, and a requested stop is final.
         if self.asked or any(failure.exitcode == USER_ERROR for failure in result.failures.values()):
             self._worker_group.spec.max_restarts = self.restarts
             self._remaining_restarts = 0
@@ -112,7 +112,7 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _end(self, processes: Mapping[int, int]) -> None:
-        """End the ranks that one has failed. A stopped one is let go on, so that it can write its stacks."""
+        """End the ranks whose peer has failed. A stopped one is resumed, so that it can write its stacks."""
         self._stopped = {rank for rank, process in processes.items() if _stopped(process)}
         self._ended_by_us = set(processes)
         for number in (signal.SIGTERM, signal.SIGCONT):
@@ -130,7 +130,7 @@ class _Agent(LocalElasticAgent):
                 os.killpg(process, signal.SIGKILL)
 
     def failure(self, result: RunResult) -> LocalOutcome:
-        """A user's error beats a killed rank beats a crash beats a rank that merely lost a peer."""
+        """In order of precedence: a user's error, a killed rank, a crash, a rank that only lost a peer."""
         failures: dict[int, ProcessFailure] = result.failures
         texts = {rank: _message(failure) for rank, failure in failures.items()}
         for rank, failure in failures.items():
@@ -164,8 +164,8 @@ def _how(status: int, text: str) -> str:
 
 
 def _exit_status(process: int) -> int | None:
-    """Of a child that has ended (a signal's number for one that was killed), 0 if it was already asked for;
-    None while it runs. It can still be waited for afterwards."""
+    """Of a child that has ended (a signal's number if it was killed), 0 if it was already collected; None
+    while it runs. It can still be waited for afterwards."""
     try:
         found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -174,7 +174,7 @@ def _exit_status(process: int) -> int | None:
 
 
 def _stopped(process: int) -> bool:
-    """Whether a process has been stopped (SIGSTOP); False where that cannot be told."""
+    """Whether a process has been stopped (SIGSTOP); False if unknown."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:
@@ -184,14 +184,14 @@ def _stopped(process: int) -> bool:
 def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalOutcome:
     """Run :mod:`hexad.cli.worker` with ``arguments`` on ``ranks`` local ranks and wait for all of them.
 
-    When one rank ends badly the others are stopped, and all are started again, up to ``restarts`` times.
-    SIGTERM, SIGINT and SIGUSR1 are handed on to the ranks.
+    When one rank fails the others are stopped, and all are restarted, up to ``restarts`` times. SIGTERM,
+    SIGINT and SIGUSR1 are forwarded to the ranks.
     """
     # In a store that outlives them, restarted ranks would find the addresses of dead ones (pytorch issue
     # 135712).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    # It would announce every signal it sends; the one line of LocalOutcome says what matters.
+    # It would log every signal it sends; LocalOutcome has one line.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     previous = {number: signal.getsignal(number) for number in POLITE_SIGNALS}
     with tempfile.TemporaryDirectory(prefix="hexad-launch-") as scratch:
@@ -228,7 +228,7 @@ def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalO
 def _outcome(result: RunResult, agent: _Agent) -> LocalOutcome:
     if not result.is_failed():
         return LocalOutcome(0)
-    # Ranks that had not begun to listen, or were told twice.
+    # Ranks that did not handle signals yet, or received two.
     asked = agent.asked
     if asked and any(failure.exitcode in (-signal.SIGTERM, -asked) for failure in result.failures.values()):
         return LocalOutcome(128 + asked, f"stopped by {asked.name} without saving")
@@ -239,7 +239,7 @@ def _outcome(result: RunResult, agent: _Agent) -> LocalOutcome:
 
 
 def _message(failure: ProcessFailure) -> str:
-    """What the worker left in its error file (see :mod:`hexad.cli.worker`)."""
+    """The message in the worker's error file (see :mod:`hexad.cli.worker`)."""
     try:
         with open(failure.error_file, encoding="utf-8") as file:
             return str(json.load(file)["message"]["message"])

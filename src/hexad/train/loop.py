@@ -1,4 +1,4 @@
-"""A training run: data in, steps, metrics, evaluation, checkpoints, resume, polite stops."""
+"""A training run: data, steps, metrics, evaluation, checkpoints, resuming, graceful stops."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ log = logging.getLogger("hexad")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the last step made, and the signal that ended it early, if any."""
+    """How a run ended: its last step, and the signal that ended it early, if any."""
 
     step: int
     stopped_by: str | None
 
 
 def train(config: Config) -> Outcome:
-    """Train as configured, on the world this process belongs to.
+    """Train as configured, in the world this process belongs to.
 
     Raises:
-        HexadError: anything the user can mend; the same on every rank.
+        HexadError: anything the user can fix; the same on every rank.
     """
     here = environment()
     members = working_layout(config, here.world).world
@@ -69,7 +69,7 @@ def train(config: Config) -> Outcome:
                 here.world,
                 here.world - members,
             )
-        # Hosts count their own: one that merely joined again has made no restart.
+        # Each host counts its own restarts: one that rejoined has made none.
         restart = max(gather_objects(here.restart, run.mesh.world))
         if restart and config.checkpoint.resume == "never":  # that was meant for the first start
             run = run.resuming()
@@ -81,14 +81,14 @@ def train(config: Config) -> Outcome:
 
 
 class Trainer:
-    """Everything a run holds on one rank."""
+    """The state of a run on one rank."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.mesh = mesh = run.mesh
         self.config = config = run.resolved.config
         self.first = mesh.rank == 0
-        # What can fail on one rank alone (files) is agreed upon, and has no collectives inside.
+        # What can fail on one rank alone (files) runs under agreed, without collectives inside.
         self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
         run.identical("data", [fingerprint(prefix) for prefix in _prefixes(config)])
         self.engine = Engine(run.resolved, mesh)
@@ -112,7 +112,7 @@ class Trainer:
     def leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop reading ahead and finish the save under way, unless peers it needs are gone."""
+        """Stop reading ahead and finish the save in progress, unless peers it needs are lost."""
         self.loader.close()
         if self.validation is not None:
             self.validation.close()
@@ -126,7 +126,7 @@ class Trainer:
             log.warning("%s", failed)  # what ends the run is another error
 
     def run_steps(self) -> Outcome:
-        """Train up to ``run.steps``, or until a signal asks to stop."""
+        """Train up to ``run.steps``, or until a stop signal."""
         config, engine = self.config, self.engine
         # Agreed, because a package may be missing on the one rank that writes.
         recorder = self.run.agreed(lambda: Recorder(config, engine.step) if self.first else nullcontext())
@@ -158,7 +158,7 @@ class Trainer:
                 signal = stop.answer(asking)
                 if signal == SAVE_FAILED:
                     self.checkpointer.wait()
-                    signal = None  # one that came meanwhile is heard after the next step
+                    signal = None  # one that arrived meanwhile is handled after the next step
                 if action != "roll_back" and self._save_due(engine.step, signal):
                     reason = "signal" if signal else "schedule"
                     last = bool(signal) or engine.step == config.run.steps
@@ -171,8 +171,8 @@ class Trainer:
         return Outcome(engine.step, None)
 
     def _action(self, result: StepResult, metrics: Metrics) -> str | None:
-        """What to do about a step whose update was not made (``stop``, ``skip``, ``roll_back``), noted in its
-        metrics; None for other steps."""
+        """The reaction to a faulty step (``stop``, ``skip``, ``roll_back``), recorded in its metrics;
+        None for other steps."""
         guard = self.engine.guard
         if self._went_back is not None:
             metrics["fault"], self._went_back = self._went_back, None
@@ -189,19 +189,19 @@ class Trainer:
         return action
 
     def _advice(self, result: StepResult, metrics: Metrics) -> str:
-        """Why a run cannot go on after a step that was not made."""
+        """Why a run cannot continue after a faulty step."""
         what = str(metrics["fault"])
         if self.engine.scaler.active and result.fault == "not_finite":
             what += f" at loss scale {result.loss_scale:g}, which cannot be lowered (precision.loss_scale)"
         return f"{what}; lower optimizer.lr, or resume from an earlier checkpoint with other data"
 
     def _roll_back(self, metrics: Metrics) -> None:
-        """Load the newest checkpoint, and leave out the data that has been read since it was saved.
+        """Load the newest checkpoint, and skip the data that has been read since it was saved.
 
-        A run that is killed before its next checkpoint meets the same fault again, and does the same.
+        A run that is killed before its next checkpoint repeats the same fault and roll back.
 
         Raises:
-            AgreedError: there is no checkpoint to go back to.
+            AgreedError: there is no checkpoint to roll back to.
         """
         engine, samples = self.engine, self.engine.samples
         self.checkpointer.wait()
@@ -273,8 +273,8 @@ class Trainer:
         metrics["validation_loss"] = loss_sum / max(targets, 1)
 
     def _load_newest(self, find: Callable[[], Path | None]) -> tuple[Path, Manifest] | None:
-        """Load the checkpoint that ``find`` finds, setting aside damaged ones as far as the settings allow;
-        None where there is none."""
+        """Load the checkpoint that ``find`` finds, renaming damaged ones if the settings allow it; None if
+        there is none."""
         path = self.run.agreed(find)
         self.run.identical("the newest checkpoint", str(path))
         if path is None:
@@ -304,7 +304,7 @@ class Trainer:
             log.info("changed since: %s", change)
 
     def _load_weights(self, run: Run) -> None:
-        """Begin with the weights that ``model.load`` names."""
+        """Load the weights that ``model.load`` names."""
         with ExitStack() as stack, blaming("model.load"):
             source, identity = run.agreed(lambda: stack.enter_context(open_weights(self.config)))
             run.identical("what model.load names", identity)

@@ -1,4 +1,4 @@
-"""What is written down about each step: metrics.jsonl, TensorBoard, Weights & Biases, the progress line."""
+"""The records of each step: metrics.jsonl, TensorBoard, Weights & Biases, the progress line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sink(Protocol):
         ...
 
     def rewind(self, last_step: int) -> None:
-        """Forget steps after ``last_step``, which will be made again, where the sink can."""
+        """Remove steps after ``last_step``, which will be repeated, if the sink can."""
         ...
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Sink(Protocol):
 class MetricsFile:
     """``metrics.jsonl``: one JSON object per logged step.
 
-    Lines of steps after ``last_step`` (made by a run that then died, and about to be made again) are removed.
+    Lines of steps after ``last_step`` (of a run that died, about to be repeated) are removed.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -71,7 +71,7 @@ def _step(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # cut off by a kill
+        return float("inf")  # truncated by a kill
 
 
 class TensorBoard:
@@ -114,7 +114,7 @@ class WeightsAndBiases:
         self._run.log(flat(metrics), step=metrics["step"])
 
     def rewind(self, last_step: int) -> None:
-        """Its steps only grow: it keeps the first values."""
+        """Its steps only increase: it keeps the first values."""
 
     def close(self) -> None:
         self._run.finish()
@@ -192,12 +192,12 @@ class Recorder:
         self._sinks.append(ProgressLine(config.run.steps, last_step))
 
     def write(self, metrics: Metrics) -> None:
-        """Hand one step's metrics to every sink."""
+        """Write one step's metrics to every sink."""
         for sink in self._sinks:
             sink.write(metrics)
 
     def rewind(self, last_step: int) -> None:
-        """Forget steps after ``last_step`` in every sink that can."""
+        """Remove steps after ``last_step`` in every sink that can."""
         for sink in self._sinks:
             sink.rewind(last_step)
 

@@ -1,4 +1,4 @@
-"""Meeting the other ranks: the store in which process groups, and ranks that stand by, find each other."""
+"""Rendezvous: the store through which process groups and idle ranks are connected."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
     """The store of this world's ranks, the same and fresh for all of them.
 
     Args:
-        here: this process's place; all ``here.world`` ranks call this together.
-        members: ranks that make process groups.
+        here: this process's rank; all ``here.world`` ranks call this together.
+        members: ranks that create process groups.
         timeout: seconds to wait for others.
 
     Raises:
-        HexadError: the port is in use, or nobody answers, at an address that a person or SLURM has set.
-        CommError: the same where an elastic agent has started the ranks: it may start them again.
+        HexadError: the port is in use or does not answer, at an address that the user or SLURM has set.
+        CommError: the same if an elastic agent has started the ranks: it may restart them.
     """
     address = os.environ.get("MASTER_ADDR") or _slurm_first_host()
     port = int(os.environ.get("MASTER_PORT", "29500"))
@@ -39,7 +39,7 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return _fresh(here, lambda: dist.TCPStore(address, port, timeout=limit, wait_for_workers=False))
-        # Ranks that stand by come and go as they like: only members are waited for.
+        # Idle ranks may connect at any time: only members are waited for.
         return dist.TCPStore(
             address,
             port,
@@ -61,11 +61,11 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
 
 
 def _fresh(here: Environment, connect: Callable[[], dist.TCPStore]) -> dist.Store:
-    """A part of torchrun's store that only the ranks of this start use.
+    """A prefix of torchrun's store that only the ranks of this start use.
 
-    That store outlives them: in it, restarted ranks would find the addresses of dead ones and wait for those
-    (pytorch issue 135712). Nothing that torchrun tells a rank names a start for all hosts alike. So each rank
-    asks under a name nobody has used before, and the first answers all with one of its own choice.
+    The store outlives the ranks: restarted ranks would find the addresses of dead ones in it and wait for
+    them (pytorch issue 135712). torchrun provides no identifier of a start that is common to all hosts. So
+    each rank sends a request under a random key, and the first rank answers all with one random prefix.
     """
     store = connect()
     if here.rank == 0:
@@ -81,7 +81,7 @@ def _fresh(here: Environment, connect: Callable[[], dist.TCPStore]) -> dist.Stor
 
 
 def _answer(store: dist.Store, name: str, others: int) -> None:
-    """Answer until all other ranks of this start have confirmed; questions of earlier ones do no harm."""
+    """Answer until all other ranks of this start have confirmed; requests of earlier starts are harmless."""
     answered: set[str] = set()
     try:
         while store.add(f"{name}/met", 0) < others:
@@ -92,7 +92,7 @@ def _answer(store: dist.Store, name: str, others: int) -> None:
                     answered.add(question)
             time.sleep(_POLL)
     except (dist.DistNetworkError, dist.DistStoreError):
-        return  # the store is gone: the ranks meet this themselves
+        return  # the store is gone: the ranks get this error themselves
 
 
 def _slurm_first_host() -> str:

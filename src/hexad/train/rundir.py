@@ -1,4 +1,4 @@
-"""The run directory: made, found to be one for all ranks, and logged into."""
+"""The run directory: created, verified to be shared by all ranks, locked, with log files."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ log = logging.getLogger("hexad")
 
 
 def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> None:
-    """Make ``run.dir``, see that all ranks mean the same one and no other run does, and log into it until
+    """Create ``run.dir``, verify that all ranks share it and that no other run uses it, and log into it until
     ``stack`` closes.
 
     Raises:
-        AgreedError: it cannot be made or written, is not shared by all hosts, or is in use.
+        AgreedError: it cannot be created or written, is not shared by all hosts, or is in use.
     """
     path = Path(settings.dir)
     # A name that no other run uses; chosen by rank 0.
     token = path / f".shared-{gather_objects((os.getpid(), os.urandom(4).hex()), run.mesh.world)[0][1]}"
     first = run.mesh.rank == 0
-    # Ranks of this run that are gone, or cut off with their host, may take until run.timeout to let go of it.
-    # Hosts count restarts for themselves: where some may come and go, none knows of all.
+    # Lost ranks of this run, or those of a disconnected host, may hold the lock until run.timeout. Each host
+    # counts its own restarts: where hosts may come and go, no host knows the number of all.
     here = run.environment
     again = here.restart > 0 or (here.restarts > 0 and here.world > here.local_world)
     patience = settings.timeout / 2 if any(gather_objects(again, run.mesh.world)) else 0.0
@@ -66,9 +66,9 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
 
 
 def _lock(path: Path, patience: float, stack: ExitStack) -> None:
-    """Hold ``run.dir`` for this run until ``stack`` closes, or this process ends in whatever way.
+    """Lock ``run.dir`` for this run until ``stack`` closes or this process ends.
 
-    Waits up to ``patience`` seconds for another to let go of it. A file system without locks has none.
+    Waits up to ``patience`` seconds for another process to release it. Ignored by file systems without locks.
     """
     file = stack.enter_context((path / ".lock").open("a+", encoding="utf-8"))
     end = time.monotonic() + patience
@@ -89,8 +89,8 @@ def _lock(path: Path, patience: float, stack: ExitStack) -> None:
 
 
 def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None:
-    """Messages, and the stacks of a crash or a stall, go to ``log-rankN.txt``; the first rank's messages to
-    stderr too."""
+    """Messages, and the stacks of a crash or a stall, are written to ``log-rankN.txt``; the first rank's
+    messages to stderr too."""
     try:
         file = stack.enter_context(path.open("a", encoding="utf-8"))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Stopping a run politely: SIGTERM, SIGINT and SIGUSR1 save a checkpoint and exit."""
+"""Graceful stop of a run: SIGTERM, SIGINT and SIGUSR1 save a checkpoint and exit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SAVE_FAILED = "save failed"
 _SAVE_FAILED_NUMBER = 255  # above every signal's
 _ONE_REQUEST = 0.5  # seconds
 POLITE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""SIGUSR1 is how SLURM and others announce that a job will be pre-empted."""
+"""SIGUSR1 is the signal with which SLURM and others announce pre-emption."""
 
 
 class StopRequest:
-    """Remembers a signal, and lets all ranks agree on it after a step.
+    """Records a signal, and lets all ranks agree on it after a step.
 
-    The agreement is a one-number reduction started before the step and read after it, so that nobody waits.
-    A second signal, more than half a second later, acts as it would without Hexad (managers that signal a
-    command and its ranks make two of one). Used as a context manager.
+    The agreement is a one-number reduction started before the step and read after it, so that no rank waits.
+    A second signal, more than half a second later, has its default effect (managers that signal a command and
+    its ranks send two at once). Used as a context manager.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -40,7 +40,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in POLITE_SIGNALS:
                 self._previous[number] = signal.signal(number, self._receive)
-            # One that came in the meantime comes now.
+            # A blocked signal is delivered now.
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {HELD_BACK})
         return self
 
@@ -52,7 +52,7 @@ class StopRequest:
         self._restore()
 
     def ask(self, save_failed: bool) -> Pending:
-        """Start asking whether any rank has received a signal, or has seen its background save fail."""
+        """Start the reduction: whether any rank has received a signal, or its background save has failed."""
         word = _SAVE_FAILED_NUMBER if save_failed else self._received
         return all_reduce_async(torch.tensor([word], device=self._mesh.device), self._mesh.world, "max")
 

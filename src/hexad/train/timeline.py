@@ -1,4 +1,4 @@
-"""The timed pipeline actions of one step, beside what was planned: ``run.dir/timeline.json``."""
+"""The measured and the planned times of one step's pipeline actions: ``run.dir/timeline.json``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .engine import Engine
 
 
 def timeline_text(engine: Engine) -> str:
-    """The last recorded step's timeline as JSON, beside the planned one; the ranks of a pipeline call it
+    """The last recorded step's timeline and the planned one as JSON; the ranks of a pipeline call it
     together."""
     # Clocks of different hosts agree to about a millisecond.
     found = gather_objects(engine.recorded(), engine.mesh.pipeline)
@@ -25,7 +25,7 @@ def timeline_text(engine: Engine) -> str:
 
 
 def _planned(engine: Engine, measured: Timeline) -> Costs:
-    """The costs that were planned with, in seconds: as fast on average as the actions were."""
+    """The costs of the plan, scaled so that the mean time of an action equals the measured one."""
     config, plan = engine.config, engine.plan
     costs = stage_costs(config, plan.layers, plan.schedule.pipeline)
     work = _busy(simulate(plan.schedule, costs))

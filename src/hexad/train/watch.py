@@ -1,4 +1,4 @@
-"""Stacks of all threads, and in words the collective a rank is at, when nothing has moved for too long."""
+"""Writes the stacks of all threads, and the collective a rank waits for, after too long without progress."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ log = logging.getLogger("hexad.watch")
 
 
 class Watch:
-    """Looks at this rank's collectives from a thread of its own. Used as a context manager.
+    """Watches this rank's collectives from a separate thread. Used as a context manager.
 
-    Shortly before ``timeout`` seconds without progress, when the peers of a hung rank are about to give up,
-    the stacks of all threads are written to the log, and in words what the rank waits for. That is
-    information only: a long compilation or save passes. What takes as long before the first step is no news
-    to anybody who looks at the messages: it goes to the log file alone.
+    Shortly before ``timeout`` seconds without progress, when the peers of a hung rank are about to time out,
+    the stacks of all threads and the collective that the rank waits for are written to the log. The rank is
+    not ended: a long compilation or save may take that long. Before the first step they are written to the
+    log file only, not to stderr.
 
-    Where a thread that hangs holds Python's lock, this one cannot run either. A timer in C then writes the
-    stacks. It is put off as long as this thread runs: it must not look at threads that are running, which
-    can crash the process. So can a stop of the whole job (SIGSTOP) for longer than that: the timer goes by
-    the clock, and nothing tells it from a thread that did not run.
+    If a hanging thread holds Python's lock, this thread cannot run either. A timer in C then writes the
+    stacks. It is reset as long as this thread runs: reading the stacks of running threads can crash the
+    process. The same can happen if the complete job is stopped (SIGSTOP) for longer than that: the timer uses
+    the wall clock and cannot distinguish this from a thread that did not run.
 
     Args:
         trace: of the mesh.
@@ -88,9 +88,9 @@ def _words(call: Call) -> str:
 
 
 def _in_the_stack(words: str, call: Callable[[], bool]) -> bool:
-    """Call something from a line of code whose "file" is ``words``.
+    """Call a function from a line of code whose "file" is ``words``.
 
-    So they stand among the stacks that the timer in C writes, when no Python can run any more to say them.
+    They then appear in the stacks that the timer in C writes when Python cannot run.
     """
     result: bool = eval(compile("call()", f"as last seen: {words}", "eval"), {"call": call})
     return result

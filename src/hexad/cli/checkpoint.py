@@ -1,4 +1,4 @@
-"""``hexad checkpoint``: what a checkpoint holds, and whether it is whole."""
+"""``hexad checkpoint``: inspect, verify, import and export."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _document(manifest: Manifest) -> dict[str, Any]:
 
 
 def _layout(layout: dict[str, Any]) -> str:
-    """What of a layout is not the default: `` (tensor 2, zero 1)``."""
+    """The part of a layout that is not the default: `` (tensor 2, zero 1)``."""
     plain = {"virtual_stages": 1, "replicas": 1, "zero": 0, "schedule": "1f1b"}
     told = [f"{name} {value}" for name, value in layout.items() if value != plain.get(name, 1)]
     return f" ({', '.join(told)})" if told else ""
@@ -173,10 +173,10 @@ def export_command(source: str, target: str, dtype: str, shard_size: str, as_jso
 
 
 def _end_of_document(config: Config) -> int | None:
-    """The tokenizer's, as far as it is still there."""
+    """The tokenizer's, if it still exists."""
     from hexad.dataset.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(config.data.tokenizer).eod
     except HexadError:
-        return None  # the export says that there is none
+        return None  # the export reports that there is none

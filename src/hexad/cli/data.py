@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _ManyInputs(click.Command):
-    """Lets ``--input`` take several values, as in ``--input a b c``, which click's options cannot."""
+    """Lets ``--input`` accept several values, as in ``--input a b c``, which click's options cannot."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []

@@ -48,7 +48,7 @@ def _settings(directory: Path, data: DemoData) -> dict[str, Any]:
 
 
 def _write_run(directory: Path, data: DemoData, overrides: tuple[str, ...]) -> Path:
-    """``run.yaml``: what is trained, overrides included, and how to go on.
+    """``run.yaml``: the settings, overrides included, and how to continue.
 
     Raises:
         HexadError: the file cannot be written, or an override is malformed.
@@ -61,7 +61,7 @@ def _write_run(directory: Path, data: DemoData, overrides: tuple[str, ...]) -> P
     steps, schedule = config.run.steps, config.lr_schedule
     on = f"run.steps={2 * steps}"
     if schedule.kind in ("linear", "cosine") and schedule.decay_steps == "auto" and steps > schedule.warmup:
-        # Left at auto, the end of the decay would move along, and the learning rate would jump up again.
+        # With auto, the end of the decay would move, and the learning rate would rise again.
         on += f" lr_schedule.decay_steps={steps}"
     text = f"# Written by 'hexad demo'. To continue training:\n#   hexad train {quote(str(path))} {on}\n"
     try:
@@ -86,7 +86,7 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
 
     from .train import start
 
-    load_config(None, overrides)  # refuse wrong settings before the work
+    load_config(None, overrides)  # refuse wrong settings first
     where = Path(directory)
     click.echo("1. tokenizer and dataset from Python's standard library", err=True)
     data = build_demo_data(where / "data")
@@ -101,7 +101,7 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
 
 
 def _report(where: Path, data: DemoData) -> int:
-    """The curve, a sample, the communication, and where to go from here; returns the sample's exit status."""
+    """The loss curve, a sample, the communication, and next commands; returns the sample's exit status."""
     from hexad.show.figure import save_figure
     from hexad.show.run import read_metrics, readable_bytes, run_figure
 
@@ -139,7 +139,7 @@ def _report(where: Path, data: DemoData) -> int:
 
 
 def _draw_timeline(where: Path) -> None:
-    """One step of the pipeline as planned and as measured; nothing where the run was too short for it."""
+    """One step of the pipeline as planned and as measured; nothing if the run was too short."""
     from hexad.show.figure import save_figure
     from hexad.show.schedule import read_timeline
     from hexad.show.schedule_figure import schedule_figure

@@ -78,7 +78,7 @@ def _config(request: dict[str, Any]) -> Config:
     if tree.get("precision", {}).get("dtype") == "fp8":
         tree["precision"]["dtype"] = "bf16"  # what the weights are kept in: any device generates
     model = tree.get("model", {})
-    model.pop("load", None)  # the weights are the checkpoint's, wherever they once came from
+    model.pop("load", None)  # the weights are the checkpoint's
     if family(model["family"]).rotary:
         model.pop("max_positions", None)  # there is no table of them
     for override in request["overrides"]:
@@ -92,7 +92,7 @@ def _config(request: dict[str, Any]) -> Config:
 
 
 def _with_ranks(config: Config, tensor_given: bool, nproc: int) -> Config:
-    """The configuration with a tensor degree that makes use of all ranks."""
+    """The configuration with a tensor degree that uses all ranks."""
     parallel = config.parallel
     if not tensor_given and nproc % parallel.pipeline == 0:
         parallel = parallel.model_copy(update={"tensor": nproc // parallel.pipeline})
@@ -112,7 +112,7 @@ def _with_ranks(config: Config, tensor_given: bool, nproc: int) -> Config:
 
 
 def _tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer, which may be another than the checkpoint's, but not one with ids the model lacks."""
+    """The tokenizer, possibly another than the checkpoint's, but without ids that the model lacks."""
     from hexad.dataset.tokenizer import load_tokenizer
 
     with blaming("data.tokenizer"):

@@ -1,4 +1,4 @@
-"""The ``hexad`` command: thin. Commands are imported when they are called, so that help comes at once."""
+"""The ``hexad`` command. Subcommands are imported when they are called, so that help starts fast."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run(arguments: list[str]) -> int:
 
 
 def speaks() -> bool:
-    """Whether this process tells of an error that all ranks meet alike: the first one does."""
+    """Whether this process prints an error that all ranks have: only the first one does."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 

@@ -34,13 +34,13 @@ def print_json(document: Any) -> None:
 
 
 def degrees(layout: Layout) -> dict[str, int]:
-    """The axes that divide something, in the order people name them."""
+    """The axes of degree above 1, in the usual order."""
     names = ("tensor", "context", "pipeline", "data", "expert")
     return {name: layout.degrees[name] for name in names if layout.degrees[name] > 1}
 
 
 def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 0) -> int:
-    """Run a command of :mod:`hexad.cli.worker` on local ranks, started again up to ``restarts`` times if they
+    """Run a command of :mod:`hexad.cli.worker` on local ranks, restarted up to ``restarts`` times if they
     fail; returns the exit status."""
     from hexad.train.local import run_local
 

@@ -48,7 +48,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
 
 def start(ranks: int, arguments: list[str], restarts: int = 0) -> int:
-    """Train on local ranks: one in this process; several, or one that may be started again, through torchrun.
+    """Train on local ranks: one in this process; several, or one that may be restarted, through torchrun.
     Returns the exit status."""
     if ranks == 1 and not restarts:
         from .worker import work
@@ -66,7 +66,7 @@ def train_here(arguments: list[str]) -> None:
 
 
 def _check_data(config: Config) -> int:
-    """Missing data is found before any process is started; returns the tokenizer's vocabulary size."""
+    """Check the data before any process is started; returns the tokenizer's vocabulary size."""
     from hexad.dataset.indexed import IndexedDataset
     from hexad.dataset.tokenizer import load_tokenizer
 

@@ -26,16 +26,16 @@ from .main import fail, speaks
 
 
 def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
-    """Do this rank's work; returns (exit status, message, whether all ranks have the same to say)."""
+    """Do this rank's work; returns (exit status, message, whether all ranks have the same message)."""
     try:
         action()
     except (AgreedError, ConfigError) as error:
         return USER_ERROR, str(error), True
     except HexadError as error:
         return USER_ERROR, str(error), False
-    except CommError as error:  # a peer is gone; its own message says why
+    except CommError as error:  # a peer is lost; its own message says why
         return 1, f"CommError: {error}", False
-    except KeyboardInterrupt:  # a second one: the first asks politely
+    except KeyboardInterrupt:  # a second one: the first stops gracefully
         return 130, "interrupted", True
     except Exception as error:
         traceback.print_exc()
@@ -44,7 +44,7 @@ def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
 
 
 def work(action: Callable[[], None]) -> int:
-    """Do this rank's work where nobody collects messages; what all ranks have to say is printed by one."""
+    """Do this rank's work without a parent that collects messages; one rank prints a common message."""
     status, message, same = attempt(action)
     if status and (speaks() or not same):
         fail(message, status=status)
@@ -53,8 +53,8 @@ def work(action: Callable[[], None]) -> int:
 
 
 def _end_if_deserted(status: int) -> None:
-    """After a failure among several ranks, end at once: threads may be waiting for peers that are gone, and
-    would keep the process alive until run.timeout."""
+    """After a failure among several ranks, end at once: threads may be waiting for lost peers, and would keep
+    the process alive until run.timeout."""
     if status == 1 and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

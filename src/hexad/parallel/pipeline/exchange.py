@@ -1,4 +1,4 @@
-"""The messages of one pipeline rank under way: when transfers are started, and when buffers are free.
+"""The messages of one pipeline rank in flight: when transfers start, and when buffers are released.
 No torch: the executor sends tensors through it, the memory model counts what it holds.
 
 The order is that of :mod:`.transfers`.
@@ -17,7 +17,7 @@ Received = TypeVar("Received", covariant=True)
 
 
 class Waiting(Protocol[Received]):
-    """A transfer under way."""
+    """A transfer in flight."""
 
     def wait(self) -> Received:
         """Block until it is over; a received tensor may be used then."""
@@ -32,12 +32,12 @@ class Transport(Protocol[T]):
         ...
 
     def receive(self, microbatch: int, peer: int, tag: int) -> Waiting[T]:
-        """Start receiving what belongs to a microbatch."""
+        """Start receiving a message of a microbatch."""
         ...
 
 
 class Exchange(Generic[T]):
-    """Carries one step's messages of this rank.
+    """Sends and receives one step's messages of this rank.
 
     Args:
         schedule: whose messages.
@@ -68,7 +68,7 @@ class Exchange(Generic[T]):
         self._advance(self._position[message])
 
     def receive(self, message: Message) -> T:
-        """The message, once it is here."""
+        """The message, once it has arrived."""
         position = self._position[message]
         self._advance(position)
         tensor = self._arriving.pop(message).wait()
@@ -77,7 +77,7 @@ class Exchange(Generic[T]):
         return tensor
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until all sends are complete."""
         for pending in (*self._unanswered, *(work for sent in self._sent.values() for _, work in sent)):
             pending.wait()
 
@@ -99,8 +99,8 @@ class Exchange(Generic[T]):
             self._next += 1
 
     def _keep(self, transfer: Transfer, pending: Waiting[object]) -> None:
-        """Hold on to what is being sent. Waiting for the oldest is safe: by the common order of transfers its
-        receiver is never kept from posting it."""
+        """Hold a send buffer. Waiting for the oldest is safe: by the common order of transfers its receiver
+        is never prevented from posting it."""
         if transfer.answered:
             self._sent.setdefault(transfer.peer, deque()).append((transfer.delivered, pending))
             return

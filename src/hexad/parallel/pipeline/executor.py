@@ -1,6 +1,6 @@
-"""Runs a schedule: walks this rank's actions, and derives sends and receives from them.
+"""Runs a schedule: executes this rank's actions, and derives sends and receives from them.
 
-One stage on one rank is the shortest schedule, so that there is no second path without a pipeline.
+One stage on one rank is a schedule too, so that there is no separate path without a pipeline.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Executor(Generic[M]):
 
     Attributes:
         peak_activations: most pairs of stage and microbatch held at once so far, from ``F`` to ``W``.
-        times: (start, end) of every action of the last recorded run, in seconds from its begin; time spent
+        times: (start, end) of every action of the last recorded run, in seconds since its start; time spent
             waiting for messages lies between actions.
-        began: when that was, in seconds since the epoch.
+        began: start of that run, in seconds since the epoch.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Executor(Generic[M]):
     def run(
         self, microbatches: Sequence[M], scale: float | None = None, record: bool = False
     ) -> torch.Tensor | None:
-        """Carry out this rank's actions.
+        """Execute this rank's actions.
 
         Args:
             microbatches: as many as the schedule has, the same ones on all pipeline ranks.
@@ -127,7 +127,7 @@ class _PointToPoint(Generic[M]):
 
 
 class _Walk(Generic[M]):
-    """What one run holds: activations from ``F`` to ``B``, and what weight gradients need of them to ``W``.
+    """What one run holds: activations from ``F`` to ``B``, and operands of weight gradients to ``W``.
 
     A stage's output is not held, only the edge of the graph at which backward starts.
     """
@@ -156,7 +156,7 @@ class _Walk(Generic[M]):
         return len(self._graphs) + len(self._weights)
 
     def act(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
-        """Do one action; returns what a neighbouring stage needs of it."""
+        """Execute one action; returns its result for a neighbouring stage."""
         kind, stage, microbatch = action
         if kind == "W":
             self._gradients.compute(self._weights.pop((stage, microbatch)))
@@ -217,7 +217,7 @@ class _Clock:
         self.tick()
 
     def tick(self) -> None:
-        """Note the time."""
+        """Record the time."""
         if self._events is None:
             self._seconds.append(time.perf_counter())
             return
@@ -225,7 +225,7 @@ class _Clock:
         self._events[-1].record()
 
     def pairs(self) -> list[tuple[float, float]]:
-        """(start, end) of each two ticks, in seconds since the clock was made."""
+        """(start, end) of each two ticks, in seconds since the clock was created."""
         if self._events is not None:
             self._events[-1].synchronize()
             self._seconds = [self._events[0].elapsed_time(event) / 1000 for event in self._events]

@@ -13,12 +13,12 @@ from hexad.config import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Time that one microbatch takes, in any one unit. All are finite and none is negative.
+    """Time of one microbatch, in any unit. All are finite and not negative.
 
     Attributes:
-        embedding: of the token (and position) embedding, the work of the first stage besides its layers.
+        embedding: of the token (and position) embedding, computed by the first stage besides its layers.
         layers: of each layer.
-        head: of the last norm, the output head and the loss, the work of the last stage besides its layers.
+        head: of the last norm, the output head and the loss, computed by the last stage besides its layers.
     """
 
     embedding: float
@@ -40,12 +40,12 @@ def partition(
 
     With one stage it holds all layers. Otherwise:
 
-    - ``cost``: the slowest stage is as fast as it can be. Among such divisions the sum of the stages' squared
-      times is least, and what is still equal gives later stages more layers: earlier ones keep more
-      activations. The first and the last stage, which hold the embedding and the head, may have no layer.
-    - ``even``: numbers of layers differ by at most one, for any ``costs``. The larger ones stand just before
-      the last stage, so that the stages with embedding and head are the last to get one.
-    - a list: so many layers each. The first and the last entry may be 0.
+    - ``cost``: the time of the slowest stage is minimal. Among such divisions the sum of the stages' squared
+      times is minimal, and of equal ones later stages have more layers: earlier ones hold more activations.
+      The first and the last stage, which hold the embedding and the head, may have no layer.
+    - ``even``: numbers of layers differ by at most one, for any ``costs``. The larger ones are just before
+      the last stage, so that the stages with embedding and head are the last to get one more.
+    - a list: the number of layers of each. The first and the last entry may be 0.
 
     Args:
         split: one of these.
@@ -132,7 +132,7 @@ def _by_cost(layers: int, stages: int, costs: LayerCosts) -> list[int]:
 
 
 def _least_limit(kinds: list[_Ends], total: int) -> int:
-    """The least time within which every stage can stay."""
+    """The least time that every stage can meet."""
     low, high = 0, total
     while low < high:
         middle = (low + high) // 2
@@ -144,9 +144,9 @@ def _least_limit(kinds: list[_Ends], total: int) -> int:
 
 
 def _furthest(kinds: list[_Ends], limit: int) -> list[int]:
-    """For each stage the furthest layer before which it can end, all within ``limit``; empty if they cannot.
+    """For each stage the largest end of its layers, all within ``limit``; empty if there is none.
 
-    To go as far as possible is never worse: costs are not negative.
+    The largest end is never worse: costs are not negative.
     """
     layers = len(kinds[0].starts) - 1
     spare = sum(kind.fewest for kind in kinds)
@@ -196,7 +196,7 @@ def _sizes(choices: list[list[int]], layers: int) -> list[int]:
 
 
 def _whole_numbers(values: Sequence[float]) -> list[int]:
-    """``values`` in a unit in which all are whole: their sums are exact, so that equal ones compare equal."""
+    """``values`` in a unit in which all are integers: sums are exact, so that equal ones compare equal."""
     if not all(isfinite(value) and value >= 0 for value in values):
         raise ValueError(f"found costs {list(values)}, expected finite numbers from 0")
     ratios = [float(value).as_integer_ratio() for value in values]

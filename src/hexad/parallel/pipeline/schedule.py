@@ -1,7 +1,7 @@
 """A pipeline schedule is data: for each pipeline rank, the order of its actions.
 
-The generators (``schedules/``), the validator, the simulator, the pictures and the executor all speak of the
-same :class:`Schedule`. It can be written to a file and read from one.
+The generators (``schedules/``), the validator, the simulator, the pictures and the executor all use the same
+:class:`Schedule`. It can be written to a file and read from one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ KINDS = ("F", "B", "W", "BW")
 
 
 class ScheduleError(HexadError):
-    """A schedule that cannot be made, or that must not be run."""
+    """A schedule that cannot be built, or is not valid."""
 
 
 class Action(NamedTuple):
-    """One thing a pipeline rank does.
+    """One action of a pipeline rank.
 
     Attributes:
         kind: ``F`` forward; ``B`` gradient of the stage's input; ``W`` gradient of its weights; ``BW`` both.
@@ -63,7 +63,7 @@ class Schedule:
     """The order of actions on every pipeline rank.
 
     Attributes:
-        name: for people.
+        name: for display.
         microbatches: of one step.
         placement: the pipeline rank of every stage.
         ranks: for each pipeline rank its actions, in order.
@@ -94,7 +94,7 @@ class Schedule:
         return any(action.kind == "W" for actions in self.ranks for action in actions)
 
     def sent(self, action: Action) -> Message | None:
-        """The message that another rank waits for once ``action`` is done."""
+        """The message to another rank after ``action``."""
         kind, stage, microbatch = action
         target = stage + 1 if kind == "F" else stage - 1
         if kind == "W" or not 0 <= target < self.stages or self.placement[target] == self.placement[stage]:
@@ -110,14 +110,14 @@ class Schedule:
         return Message("F" if kind == "F" else "B", source, microbatch)
 
     def first(self, microbatches: int) -> Schedule:
-        """The schedule for the first ``microbatches``. Leaving actions out keeps every order possible."""
+        """The schedule for the first ``microbatches``. Removing actions keeps the order valid."""
         ranks = tuple(
             tuple(action for action in actions if action.microbatch < microbatches) for actions in self.ranks
         )
         return Schedule(self.name, microbatches, self.placement, ranks)
 
     def as_tree(self) -> dict[str, Any]:
-        """What a file holds, as JSON values."""
+        """The content of a file, as JSON values."""
         return {
             "name": self.name,
             "microbatches": self.microbatches,
@@ -127,7 +127,7 @@ class Schedule:
 
 
 def looped(pipeline: int, virtual_stages: int) -> tuple[int, ...]:
-    """Placement of stages in turns: 0, 1, .., p-1, 0, 1, .. (Narayanan et al., arXiv 2104.04473)."""
+    """Round-robin placement of stages: 0, 1, .., p-1, 0, 1, .. (Narayanan et al., arXiv 2104.04473)."""
     return tuple(stage % pipeline for stage in range(pipeline * virtual_stages))
 
 
@@ -139,8 +139,8 @@ def v_shaped(pipeline: int) -> tuple[int, ...]:
 def forward_schedule(placement: Sequence[int], microbatches: int) -> Schedule:
     """Forward passes only, for evaluation.
 
-    Microbatches go in groups of as many as there are ranks, each group through all of a rank's stages. Every
-    action comes after those it needs in one order that all ranks share, so that no rank can wait in vain.
+    Microbatches run in groups of as many as there are ranks, each group through all of a rank's stages. All
+    ranks follow one order in which every action comes after those it needs, so that there is no deadlock.
     """
     pipeline = max(placement) + 1
     ranks: list[list[Action]] = [[] for _ in range(pipeline)]

@@ -15,18 +15,18 @@ TIMELINE = "timeline.json"
 
 @dataclass(frozen=True)
 class Costs:
-    """What a schedule's actions take, per stage and for one microbatch.
+    """Costs of a schedule's actions, per stage and for one microbatch.
 
     Attributes:
         forward: seconds of F, of each stage.
         backward: seconds of B, the gradient of the stage's input alone. BW takes ``backward + weight``.
         weight: seconds of W.
-        latency: seconds that a message takes besides ``transfer``.
-        transfer: seconds that a message occupies its link. There is one link from each rank to each other;
-            the messages on one link go one after another.
+        latency: seconds of a message besides ``transfer``.
+        transfer: seconds that a message occupies its link. There is one link from each rank to each other,
+            and messages on one link are sequential.
         activation: memory held from the beginning of F to the end of B, of each stage, in any unit; 1.0 each
             by default.
-        weight_inputs: the part of it that is held on until the end of W; by default all.
+        weight_inputs: the part of it that is held until the end of W; by default all.
     """
 
     forward: tuple[float, ...]
@@ -48,7 +48,7 @@ class Costs:
 
     @property
     def stages(self) -> int:
-        """How many stages they are of."""
+        """Number of stages."""
         return len(self.forward)
 
     @classmethod
@@ -62,16 +62,16 @@ class Costs:
         latency: float = 0.0,
         transfer: float = 0.0,
     ) -> Costs:
-        """Every stage alike.
+        """Equal costs of every stage.
 
         Args:
             stages: over all ranks.
-            per_rank: stages per rank; each takes that part of a rank's time and memory.
-            forward: seconds of a rank's whole share of F for one microbatch; ``backward`` and ``weight`` too.
+            per_rank: stages per rank; each has that fraction of a rank's time and memory.
+            forward: seconds of F in all of a rank's stages for one microbatch; so ``backward``, ``weight``.
             backward: see above.
             weight: see above.
-            latency: seconds per message, whatever ``per_rank``.
-            transfer: seconds per message, whatever ``per_rank``.
+            latency: seconds per message, for any ``per_rank``.
+            transfer: seconds per message, for any ``per_rank``.
         """
         shares = [(total / per_rank,) * stages for total in (forward, backward, weight, 1.0)]
         return cls(shares[0], shares[1], shares[2], latency, transfer, shares[3])
@@ -79,15 +79,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule carried out, every action as soon as it can be.
+    """The times of a schedule's actions, each as early as possible.
 
     Attributes:
         schedule: what was simulated.
         times: for each rank and each of its actions (start, end) in seconds.
         makespan: seconds from the first start to the last end over all ranks.
-        span: seconds from a rank's first start to its last end, of the rank where that is longest. It is what
-            a step costs where steps follow each other without a common stop.
-        bubble: the part of ``ranks * span`` in which nothing is computed (as in Qi et al., arXiv 2401.10241).
+        span: seconds from a rank's first start to its last end, of the rank where that is longest: the time
+            of a step if steps follow each other without synchronisation.
+        bubble: the idle fraction of ``ranks * span`` (as in Qi et al., arXiv 2401.10241).
         peak_memory: of each rank, in the unit of :attr:`Costs.activation`.
     """
 
@@ -132,12 +132,12 @@ class Timeline:
 def simulate(
     schedule: Schedule, costs: Costs, durations: Sequence[Sequence[float]] | None = None
 ) -> Timeline:
-    """Carry out a valid schedule (see :func:`~hexad.parallel.pipeline.validate.validate`).
+    """Simulate a valid schedule (see :func:`~hexad.parallel.pipeline.validate.validate`).
 
     Sends never block and take none of a rank's time. It takes time proportional to the number of actions.
 
     Args:
-        schedule: what to carry out.
+        schedule: to simulate.
         costs: of its stages.
         durations: seconds of every rank's actions one by one, as measured, in place of the costs' times.
 
@@ -183,14 +183,14 @@ def _seconds(costs: Costs) -> dict[str, Sequence[float]]:
 def _times(
     schedule: Schedule, durations: Sequence[Sequence[float]], latency: float, transfer: float
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """(start, end) of every action. Each rank goes on until it must wait, and is woken by what it waits for.
+    """(start, end) of every action. Each rank runs until it must wait, and resumes when its input is known.
 
-    A link's messages all come from one rank and go in the order of that rank's actions, so that ranks can be
-    carried out one after the other, each as far as it goes, without a common clock.
+    A link's messages all come from one rank, in the order of that rank's actions, so that ranks can be
+    simulated one after the other, each as far as possible, without a common clock.
     """
     microbatches, stages, placement = schedule.microbatches, schedule.stages, schedule.placement
     pipeline, backward = schedule.pipeline, schedule.stages * schedule.microbatches
-    # When the input of F (and, above, that of B) of each stage and microbatch is there. None: not yet known.
+    # When the input of F (and, above, that of B) of each stage and microbatch arrives. None: not yet known.
     arrivals: list[float | None] = [None] * (2 * backward)
     arrivals[:microbatches] = arrivals[2 * backward - microbatches :] = [0.0] * microbatches
     links = [0.0] * pipeline**2

@@ -1,9 +1,8 @@
 """Which messages a pipeline rank sends and receives, and in which order; no torch, for the memory model too.
 
-All ranks start their sends and receives in one global order, that of the times at which a simulation
-produces the messages. Then none can wait for another in a circle, even where a communicator carries out what
-it is given strictly in order (NCCL): the two ends of the earliest unfinished message have nothing left to do
-before it.
+All ranks start their sends and receives in one global order, that of the times at which a simulation produces
+the messages. Then there is no deadlock, even if a communicator executes strictly in order (NCCL): the two
+ends of the earliest unfinished message have nothing left to do before it.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from .schedule import Message, Schedule
 from .simulate import Costs, simulate
 
 AHEAD = 4
-"""Receives posted before they are needed, and sends under way that no answer will confirm: enough to hide a
-message behind an action, few enough to hold."""
+"""Receives posted before they are needed, and sends in flight whose receipt no later message implies: enough
+to overlap a message with an action, few enough to hold."""
 
 
 class Transfer(NamedTuple):
@@ -24,9 +23,9 @@ class Transfer(NamedTuple):
     Attributes:
         outgoing: this rank sends it.
         peer: the other rank.
-        delivered: position of the action that needs it (outgoing) or makes it (incoming) among the peer's
-            actions. Whoever hears from the peer about a later action knows that it is done.
-        answered: an outgoing one: whether such a message will come.
+        delivered: position of the action that needs it (outgoing) or produces it (incoming) among the peer's
+            actions. A message from a later action of the peer implies that it is done.
+        answered: of an outgoing one: whether such a message will follow.
     """
 
     message: Message

@@ -1,4 +1,4 @@
-"""Whether a schedule can be run, and what it needs: memory, and room for messages on their way."""
+"""Whether a schedule can be run, and what it needs: memory, and buffers for messages in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Report:
         peak_activations: for each rank, the most activations held at once, counted in stages x microbatches;
             each is held from F to W (or BW). Zeros for forwards only, which hold none.
         buffers: the fewest messages that each directed link between two ranks must be able to hold, beyond
-            what the receiver has taken, for no rank to wait in vain. 0: sends may block until received.
+            those that the receiver has taken, to avoid a deadlock. 0: sends may block until received.
     """
 
     peak_activations: tuple[int, ...]
@@ -26,17 +26,17 @@ class Report:
 
 
 def validate(schedule: Schedule, buffers: int | None = None, *, forward_only: bool = False) -> Report:
-    """Check that a schedule is complete and that its order can be carried out.
+    """Check that a schedule is complete and that its order has no deadlock.
 
     Args:
         schedule: any, from a generator or a file.
         buffers: messages that each directed link between two ranks holds while the receiver has not taken
             them; a send into a full one blocks its rank. A message is taken when the receiver reaches the
             action that needs it. 0: a send blocks until then. None: sends never block.
-        forward_only: the schedule has forwards and nothing else, as for evaluation.
+        forward_only: the schedule has forwards only, as for evaluation.
 
     Raises:
-        ScheduleError: names the first action that is missing, doubled, misplaced or out of order; or the
+        ScheduleError: names the first action that is missing, duplicate, misplaced or out of order; or the
             ranks that wait for each other, and for what.
     """
     if not schedule.ranks or schedule.microbatches < 1:
@@ -96,7 +96,7 @@ def _check_rank(schedule: Schedule, rank: int, done: bytearray, forward_only: bo
 
 
 def _misplaced(schedule: Schedule, rank: int, action: Action, state: int, forward_only: bool) -> str:
-    """Why ``action`` cannot stand where it does: ``state`` is what was done before it, as in ``done``."""
+    """Why ``action`` is misplaced: ``state`` is what was done before it, as in ``done``."""
     kind, stage, number = action
     if forward_only and kind != "F":
         return f"rank {rank} has {action}, expected forwards only"
@@ -124,14 +124,14 @@ def _missing(schedule: Schedule, stage: int, number: int, state: int) -> None:
 
 
 class _Run:
-    """Carries a schedule out without clocks: each rank goes on until it must wait.
+    """Simulates a schedule without clocks: each rank runs until it must wait.
 
-    What can happen at one point stays possible until it happens, so that the end does not depend on the order
-    in which ranks are tried. More buffers only allow more: where all ranks are stuck, they can be added and
-    the run go on, and the number at the end is the fewest that suffice.
+    An action that can run stays possible until it runs, so that the result does not depend on the order in
+    which ranks are tried. More buffers only allow more actions: when all ranks are blocked, one is added and
+    the run continues, and the number at the end is the smallest that suffices.
 
-    A message is known by an index: of what needs it, ``stage * microbatches + number`` for F, and the same
-    above all of those for B.
+    A message has the index of the action that needs it: ``stage * microbatches + number`` for F, and the same
+    plus the number of all those for B.
     """
 
     def __init__(self, schedule: Schedule, limit: int | None) -> None:
@@ -179,7 +179,7 @@ class _Run:
         stack.append(sender)
 
     def _advance(self, rank: int, stack: list[int]) -> None:
-        """Run one rank as far as it goes; put those that can go on because of it on the stack."""
+        """Run one rank as far as possible; push the ranks that can continue because of it on the stack."""
         if self.sending[rank] >= 0:
             return
         schedule, sent, placement = self.schedule, self.sent, self.schedule.placement
@@ -218,7 +218,7 @@ class _Run:
         self.position[rank] = position
 
     def _take(self, rank: int, source: int, need: int, stack: list[int]) -> bool:
-        """Take a message off its link, or from a sender blocked with it; or note that ``rank`` waits."""
+        """Take a message from its link, or from a sender blocked with it; or record that ``rank`` waits."""
         link = source * self.schedule.pipeline + rank
         if self.sent[need] == 1:
             self.held[link] -= 1
@@ -234,7 +234,7 @@ class _Run:
         return True
 
     def _deadlock(self) -> str:
-        """The shortest circle of ranks that wait for each other."""
+        """The shortest cycle of ranks that wait for each other."""
         waits = dict(self._waits())
         circles = []
         for start in waits:
@@ -249,7 +249,7 @@ class _Run:
         return f"deadlock{room}: {reasons}{more}"
 
     def _waits(self) -> Iterator[tuple[int, tuple[int, str]]]:
-        """For each rank that is stuck, the rank it waits for and why."""
+        """For each blocked rank, the rank it waits for and why."""
         schedule = self.schedule
         for rank, (position, actions) in enumerate(zip(self.position, schedule.ranks)):
             if position == len(actions):

@@ -1,8 +1,8 @@
 """The best schedule that a search finds for given costs within a given memory.
 
-Candidates are the schedules with names, and orders found greedily (Qi et al., arXiv 2401.10241, section 3)
-with several tastes; each is simulated. The search reads no clock and draws nothing at random, so that all
-ranks find the same schedule by themselves.
+Candidates are the named schedules, and orders found greedily (Qi et al., arXiv 2401.10241, section 3) with
+several heuristics; each is simulated. The search is deterministic and does not depend on time, so that all
+ranks find the same schedule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLACK = 1e-9
 def placements(pipeline: int, virtual_stages: int) -> tuple[Placement, ...]:
     """The placements of stages that ``auto`` considers.
 
-    With one stage per rank asked for, also two of half the size: there and back, or in turns.
+    With one stage per rank requested, also two of half the size: V-shaped, or round-robin.
     """
     if pipeline == 1 or virtual_stages > 2:
         return (looped(pipeline, virtual_stages),)
@@ -44,21 +44,20 @@ def search(
     among: Sequence[Placement] | None = None,
     effort: int = 200_000,
 ) -> Schedule:
-    """The schedule with the shortest simulated makespan found; of equals the one that needs less memory.
+    """The schedule with the shortest simulated makespan found; of equal ones that with less memory.
 
-    It is never slower than any schedule with a name that has one of the placements and fits the memory.
+    It is never slower than a named schedule that has one of the placements and fits the memory.
 
     Args:
         pipeline: number of pipeline ranks.
         microbatches: of one step.
         virtual_stages: stages per rank; 1 allows two as well (see :func:`placements`).
-        costs: of a placement, None for one that cannot be had; or of the one number of stages to consider;
-            or nothing, where a rank's F, B and W take equally long.
+        costs: of a placement, None for one that is not possible; or of the one number of stages to consider;
+            by default a rank's F, B and W take equally long.
         memory: the most activation memory of a rank, in the unit of :attr:`Costs.activation`. By default as
             much as 1F1B needs: as many microbatches as there are ranks, through all stages of a rank.
         among: the placements to consider instead of :func:`placements`.
-        effort: actions that may be carried out greedily, beyond one attempt; the default takes about a
-            second.
+        effort: limit of actions simulated greedily, beyond one attempt; the default takes about a second.
 
     Raises:
         ScheduleError: the memory is less than one microbatch needs, or there is no placement to consider.
@@ -84,7 +83,7 @@ def search(
         peak = max(peak_memory(schedule, found))
         if peak > memory * (1 + 2 * _SLACK) + _SLACK:
             continue
-        # Rounded, for sums in another order not to decide.
+        # Rounded, so that the order of summation does not decide.
         key = (float(f"{simulate(schedule, found).makespan:.9e}"), peak)
         if key < best_key:
             best, best_key = schedule, key
@@ -93,7 +92,7 @@ def search(
 
 
 def named(pipeline: int, microbatches: int, placement: Placement) -> Iterator[Schedule]:
-    """The schedules with names, in their default form, for a placement."""
+    """The named schedules, in their default form, for a placement."""
     per_rank = len(placement) // pipeline
     if placement == looped(pipeline, per_rank):
         if per_rank == 1:
@@ -143,7 +142,7 @@ def _candidates(
     for turn in zip(*(_recipes(*option, pipeline, memory) for option in fitting)):
         for (placement, costs), (taste, name) in zip(fitting, turn):
             size = 3 * len(placement) * microbatches
-            # One is always tried: with little memory, no schedule that has a name may fit.
+            # One is always tried: with little memory, possibly no named schedule fits.
             if left < effort and left < size:
                 return
             left -= size
@@ -156,7 +155,7 @@ def _candidates(
 def _recipes(
     placement: Placement, costs: Costs, pipeline: int, memory: float
 ) -> Iterator[tuple[Taste, str | None]]:
-    """Tastes, some with a schedule to follow, the ones that most often bring most first."""
+    """Heuristics, some with a schedule to follow, in order of their usual gain."""
     most = int(memory / max(_shares(placement, costs)) * len(placement) / pipeline * (1 + _SLACK))
     slope = (most - 1) / max(pipeline - 1, 1)
     ahead = tuple(1 + int(slope * (pipeline - 1 - rank)) for rank in range(pipeline))

@@ -8,8 +8,8 @@ from ..schedule import Action, Schedule, looped
 def gpipe(pipeline: int, microbatches: int, virtual_stages: int = 1) -> Schedule:
     """GPipe (Huang et al., arXiv 1811.06965), breadth-first where a rank has several stages.
 
-    A rank runs every microbatch through one of its stages before it turns to the next, and back again in
-    the opposite order (Lamy-Poirier, arXiv 2211.05953). It holds the activations of the whole step:
+    A rank runs every microbatch through one of its stages before the next stage, and backward in the opposite
+    order (Lamy-Poirier, arXiv 2211.05953). It holds the activations of the complete step:
     ``microbatches * virtual_stages``.
     """
     placement = looped(pipeline, virtual_stages)

@@ -1,4 +1,4 @@
-"""Orders found by carrying a step out, where every rank takes the next best action whenever it is free."""
+"""Orders found by simulating a step in which every rank takes the best available action when it is free."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Taste:
-    """What a rank prefers when it has a choice.
+    """A heuristic: which action a rank prefers.
 
     Attributes:
-        first: of forwards and backwards that are ready: ``B``, ``F``, or ``FB`` for in turns.
+        first: of forwards and backwards that are ready: ``B``, ``F``, or ``FB`` for alternating.
         deep: of a rank's stages, whether the later is preferred in forwards.
-        fill: a weight gradient is worked off where nothing else is ready, if the next known input is away by
-            at least this part of the time it takes.
+        fill: a deferred weight gradient is computed when nothing else is ready, if the next known input will
+            take at least this fraction of its time to arrive.
         ahead: for each rank the most microbatches per stage whose F is done and whose B is not; None for as
             many as fit in memory.
-        debt: for each rank, how many weight gradients it owes at most before they come first; None for as
-            many as fit in memory.
+        debt: for each rank, the most deferred weight gradients before they take precedence; None for as many
+            as fit in memory.
     """
 
     first: str = "B"
@@ -45,20 +45,20 @@ def greedy(
 ) -> Schedule | None:
     """A schedule in which no rank ever holds more than ``memory``.
 
-    A forward is admitted only if a place is left for each of the rank's later stages. Then the microbatch
-    that has come furthest can always go on, and with it, in the end, all of them.
+    A forward is admitted only if memory is left for each of the rank's later stages. Then the microbatch that
+    has advanced furthest can always continue, and in the end all of them.
 
     Args:
         placement: rank of every stage.
         microbatches: of the step.
         costs: of the stages.
         memory: in the unit of :attr:`Costs.activation`; at least one microbatch's of all stages of a rank.
-        taste: what is preferred.
-        follow: forwards and backwards keep the order they have here (in which a backward is B or BW), and
-            only the weight gradients are placed anew.
+        taste: the heuristic.
+        follow: forwards and backwards keep their order in this schedule (a backward is B or BW), and only the
+            weight gradients are moved.
 
     Returns:
-        None if ``follow`` cannot be kept to within the memory.
+        None if ``follow`` does not fit into the memory.
     """
     run = _Run(placement, microbatches, costs, memory, taste, follow)
     run.carry_out()
@@ -68,10 +68,10 @@ def greedy(
 
 
 class _Run:
-    """A step that is being carried out.
+    """A step that is being simulated.
 
     Per stage, ``inputs["F"]`` and ``inputs["B"]`` list when the input of each microbatch arrives, as far as
-    that is known, and ``counts`` how many of each kind have begun.
+    known, and ``counts`` how many of each kind have started.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _Run:
         return "W", owed
 
     def _owed(self, rank: int) -> int | None:
-        """The stage of the oldest weight gradient that is owed, later stages before earlier ones."""
+        """The stage of the oldest deferred weight gradient, later stages before earlier ones."""
         best, oldest = None, 1 << 60
         for stage in self.stages[rank]:
             number = self.counts["W"][stage]
@@ -142,7 +142,7 @@ class _Run:
         return best
 
     def _preferred(self, rank: int, now: float) -> tuple[tuple[str, int] | None, float]:
-        """The best action that is ready, or the next one that will be as far as is known, and when."""
+        """The best action that is ready, or the next known one, and when it is ready."""
         forward, forward_ready = self._candidate("F", rank, now)
         backward, backward_ready = self._candidate("B", rank, now)
         if forward_ready > now or backward_ready > now:

@@ -1,4 +1,4 @@
-"""One forward, one backward in turns, with one stage per rank or several."""
+"""Alternating forwards and backwards, with one stage per rank or several."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def one_forward_one_backward(pipeline: int, microbatches: int) -> Schedule:
 def interleaved(pipeline: int, microbatches: int, virtual_stages: int, group: int | None = None) -> Schedule:
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473); with one stage per rank it is 1F1B.
 
-    Microbatches go in groups, each group through all of a rank's stages. Rank ``r`` of ``p`` runs
-    ``2 * (p - r - 1) + (v - 1) * group`` forwards ahead. Where the groups do not divide the microbatches, the
-    rest is spread over them: a small group at the end would make every rank wait for it once per stage.
+    Microbatches run in groups, each group through all of a rank's stages. Rank ``r`` of ``p`` runs
+    ``2 * (p - r - 1) + (v - 1) * group`` forwards ahead. If the groups do not divide the microbatches, the
+    remainder is spread over them: a small group at the end would make every rank wait once per stage.
 
     Args:
         pipeline: ranks ``p``.
         microbatches: any number from 1.
         virtual_stages: stages per rank, ``v``.
-        group: microbatches of one group, from 1. The default, as many as there are ranks, is the least that
-            keeps all ranks busy; a larger one leaves more time for messages and holds more activations.
+        group: microbatches of one group, from 1. The default, the number of ranks, is the smallest that keeps
+            all ranks busy; a larger one leaves more time for messages and holds more activations.
     """
     if virtual_stages == 1:
         return replace(one_forward_one_backward(pipeline, microbatches), name="interleaved")
@@ -50,8 +50,8 @@ def interleaved(pipeline: int, microbatches: int, virtual_stages: int, group: in
         forwards = [Action("F", stage, number) for stage, number in order]
         last = (virtual_stages - 1) * pipeline + 2 * rank
         backwards = [Action("BW", last - stage, number) for stage, number in order]
-        # With groups of fewer microbatches than ranks, the first rank may be ahead of the last by less than
-        # two groups only: else each would wait for the other, for a forward and a backward one group away.
+        # With groups of fewer microbatches than ranks, the first rank must be ahead of the last by less than
+        # two groups: otherwise they would deadlock, each waiting for an action one group away.
         ahead = max(2 * (pipeline - rank - 1), 2 * (pipeline - smallest) - 1)
         ranks.append(in_turns(forwards, backwards, ahead + (virtual_stages - 1) * largest))
     return Schedule("interleaved", microbatches, looped(pipeline, virtual_stages), tuple(ranks))
@@ -66,7 +66,7 @@ def _groups(microbatches: int, size: int) -> list[range]:
 
 
 def in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """``ahead`` forwards, then one forward and one backward in turns, then the backwards that are left."""
+    """``ahead`` forwards, then alternating forwards and backwards, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     turns = [action for pair in zip(forwards[ahead:], backwards) for action in pair]
     return (*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :])

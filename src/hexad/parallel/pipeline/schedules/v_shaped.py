@@ -1,7 +1,7 @@
-"""Two stages per rank, placed there and back: ZB-V and DualPipe-V.
+"""Two stages per rank in a V-shaped placement: ZB-V and DualPipe-V.
 
-The first rank then also has the last stage: backwards begin where forwards begin, and every rank needs the
-same memory. Below, ``down`` is a rank's stage on the way there and ``back`` the one on the way back.
+The first rank then also has the last stage: backwards start where forwards start, and every rank needs the
+same memory. Below, ``down`` is a rank's stage in the first half of the V and ``back`` the one in the second.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..schedule import Action, Schedule, v_shaped
 def zb_v(pipeline: int, microbatches: int) -> Schedule:
     """ZB-V (Qi et al., arXiv 2405.15362): no bubble where F, B and W take equally long.
 
-    Every rank holds the activations of at most ``2 * p`` stages, that is of ``p`` whole microbatches: as much
-    as 1F1B's first rank.
+    Every rank holds the activations of at most ``2 * p`` stages, that is of ``p`` complete microbatches: as
+    many as 1F1B's first rank.
     """
     planned = max(microbatches, 2 * pipeline)
     return _schedule(
@@ -25,10 +25,10 @@ def zb_v(pipeline: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(pipeline: int, microbatches: int) -> Schedule:
-    """DualPipe-V (DeepSeek's DualPipe, cut in half): forwards paired with whole backwards.
+    """DualPipe-V (DeepSeek's DualPipe, cut in half): forwards paired with complete backwards.
 
-    What it is made for is to run the two of a pair at the same time, where one's communication hides behind
-    the other's arithmetic; here they stand one after the other. Every rank holds the activations of at most
+    It is designed to run the two of a pair at the same time, so that one's communication overlaps with the
+    other's arithmetic; here they run one after the other. Every rank holds the activations of at most
     ``2 * p + 1`` stages.
     """
     planned = max(microbatches, 2 * pipeline)
@@ -45,7 +45,7 @@ def _schedule(name: str, pipeline: int, microbatches: int, orders: Sequence[_Ord
 
 
 class _Order:
-    """The actions of one rank as they are added; microbatches of each kind and stage count up from 0."""
+    """Builds the actions of one rank; microbatches of each kind and stage are numbered from 0."""
 
     def __init__(self, pipeline: int, rank: int) -> None:
         self.actions: list[Action] = []
@@ -56,7 +56,7 @@ class _Order:
     def add(self, words: str, times: int = 1) -> None:
         """Add actions such as ``F0 B1``: the kind, and 0 for ``down`` or 1 for ``back``.
 
-        ``W`` without a stage is the weight gradient that has been owed longest, of either.
+        ``W`` without a stage is the oldest deferred weight gradient of either stage.
         """
         steps = [(word.rstrip("01"), self._stages.get(word[-1])) for word in words.split()]
         for _ in range(times):
@@ -99,7 +99,7 @@ def _dualpipe_v(pipeline: int, rank: int, microbatches: int) -> _Order:
     order.add("B1 W1 F1", after)
     order.add("F0 BW1 F1 BW0", microbatches - 2 * pipeline + rank + 1)
     order.add("BW1 F1 BW0", after)
-    # Of the backwards without a forward the second half leaves its weight gradients for later.
+    # The second half of the backwards without a forward defers its weight gradients.
     order.add("BW1 BW0", (rank + 1) // 2)
     order.add("B1 B0" if rank % 2 else "BW1 B0")
     order.add("B1 B0", rank - (rank + 1) // 2)

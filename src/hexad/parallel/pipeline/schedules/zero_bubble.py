@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2: weight gradients moved to where a rank would wait (Qi et al., arXiv 2401.10241)."""
+"""ZB-H1 and ZB-H2: weight gradients fill a rank's waiting time (Qi et al., arXiv 2401.10241)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..schedule import Action, Schedule, looped
 
 
 def zb_h1(pipeline: int, microbatches: int) -> Schedule:
-    """As many forwards ahead as 1F1B. Every rank holds up to ``p`` activations, as 1F1B's first rank does."""
+    """As many forwards ahead as 1F1B. Every rank holds up to ``p`` activations, like 1F1B's first rank."""
     return _handcrafted("zb_h1", pipeline, microbatches, 1)
 
 
@@ -19,10 +19,10 @@ def zb_h2(pipeline: int, microbatches: int) -> Schedule:
 
 
 def _handcrafted(name: str, pipeline: int, microbatches: int, depth: int) -> Schedule:
-    """Rank ``r`` runs ``depth * (p - r - 1)`` forwards ahead and owes ``depth * r`` weight gradients.
+    """Rank ``r`` runs ``depth * (p - r - 1)`` forwards ahead and defers ``depth * r`` weight gradients.
 
-    The debt makes the gradients of the inputs, for which the ranks before wait, come early. It is paid at the
-    end, while those ranks are still at theirs.
+    Deferring them makes the gradients of the inputs, for which previous ranks wait, available earlier. They
+    are computed at the end, while previous ranks still run their backwards.
     """
     ranks = [
         _order(rank, microbatches, depth * (pipeline - rank - 1), depth * rank) for rank in range(pipeline)

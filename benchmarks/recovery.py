@@ -2,8 +2,8 @@
 
 Each kill is a SIGKILL to a random rank at a random moment, a third of them while a checkpoint is written.
 The run restarts by itself (``faults.restarts``). Measured per kill: seconds from the kill to the first new
-step, and how many steps were made again. Checked: the losses of all steps equal those of a run that was never
-killed, and every restart goes on from the newest checkpoint that was complete at the kill, or a newer one.
+step, and how many steps were repeated. Checked: the losses of all steps equal those of a run that was never
+killed, and every restart resumes from the newest checkpoint that was complete at the kill, or a newer one.
 
     python benchmarks/recovery.py --kills 50 --ranks 2 --output benchmarks/results/recovery.json
 """

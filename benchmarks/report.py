@@ -67,7 +67,7 @@ def step_time(results: dict[str, Any]) -> Iterator[str]:
 
 
 def overlap(results: dict[str, Any]) -> Iterator[str]:
-    """A row per ZeRO stage."""
+    """A row per ZeRO level."""
     yield (
         "| ZeRO | MB sent | compute s | full speed s | waited for s | overlapped s | ideal s | alone s "
         "| hidden, waited for | hidden, overlapped |"
@@ -80,7 +80,7 @@ def overlap(results: dict[str, Any]) -> Iterator[str]:
         yield "| " + " | ".join(cells) + " |"
     if PICTURE.exists():
         yield ""
-        yield f"![A step's seconds by stage](images/{PICTURE.name})"
+        yield f"![Seconds of a step by ZeRO level](images/{PICTURE.name})"
 
 
 def checkpoint_io(results: dict[str, Any]) -> Iterator[str]:
@@ -102,8 +102,8 @@ def checkpoint_io(results: dict[str, Any]) -> Iterator[str]:
         yield f"| {title} | {' | '.join(cells)} |"
     yield ""
     pause = f"{seconds['pause']:.2f} s, {results['pause_over_synchronous']:.0%} of a synchronous one"
-    memory = f"{results['transient_over_share']['hexad_load']:.1%} of the rank's share"
-    yield f"An asynchronous save holds training up for {pause}. Loading needs {memory} beside it in memory."
+    memory = f"{results['transient_over_share']['hexad_load']:.1%} of the rank's shard"
+    yield f"An asynchronous save pauses training for {pause}. Loading needs {memory} as additional memory."
 
 
 def main() -> None:

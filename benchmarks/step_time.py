@@ -4,7 +4,7 @@
     python benchmarks/step_time.py --modes pipeline2_1f1b tensor2_pipeline2_1f1b pipeline2_best
     python benchmarks/step_time.py --modes zero1_2 zero2_2 zero3_2 [--dtype bf16]
 
-For every mode, all programs' processes are started and hold the same weights; then they take turns, a step
+For every mode, all programs' processes are started and hold the same weights; then they alternate, a step
 each, while the others' processes sleep. Printed are the medians of the wall seconds of a step (the slowest
 rank), of the CPU seconds (all ranks), the largest resident set of a rank, and the ratios (Hexad / peer):
 ``paired`` is the median of the ratios of neighbouring steps, which is steadier than the ratio of medians.

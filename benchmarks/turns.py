@@ -1,4 +1,4 @@
-"""Programs of several ranks that are started together and then take turns, a step each.
+"""Programs of several ranks that are started together and then alternate, a step each.
 
 A rank runs ``python SCRIPT --worker ...`` with :func:`serve`; all but one program sleep at any time.
 """
@@ -46,7 +46,7 @@ def serve(start: Callable[[], Step], world: int) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """An unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

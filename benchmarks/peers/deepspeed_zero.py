@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO stages 1 to 3 on CPUs, for ``sharded.py``. Needs ``deepspeed``, which Hexad does not.
 
-Traps: it clips gradients to 1.0 unless told otherwise, and writes its log to standard output.
+Traps: it clips gradients to 1.0 by default, and writes its log to standard output.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def random_tokens(shape: Shape, steps: int = 1, seed: int = 5) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time plain PyTorch steps, the modes taking turns.")
+    parser = argparse.ArgumentParser(description="Time plain PyTorch steps, alternating between modes.")
     parser.add_argument("modes", nargs="+", choices=MODES)
     parser.add_argument("--steps", type=int, default=5, help="timed steps per mode")
     parser.add_argument("--warmup", type=int, default=1, help="steps before, not timed")

@@ -266,7 +266,7 @@ def _batches(tokens: Tensor) -> Iterator[Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time PyTorch's pipelines, the modes taking turns.")
+    parser = argparse.ArgumentParser(description="Time PyTorch's pipelines, alternating between modes.")
     parser.add_argument("modes", nargs="+", choices=MODES)
     parser.add_argument("--steps", type=int, default=5, help="timed steps per mode")
     parser.add_argument("--warmup", type=int, default=1, help="steps before, not timed")

@@ -1,5 +1,5 @@
-"""A run and a checkpoint as version 0.1.0 wrote them before each weight was declared in an inventory: format2/
-holds the run.yaml, the resolved config.yaml and the checkpoint of step 2 of a run on two tensor ranks."""
+"""A run and a checkpoint as they were written before inventories declared the weights: format2/ holds the
+run.yaml, the resolved config.yaml and the checkpoint of step 2 of a run on two tensor ranks."""
 
 from __future__ import annotations
 

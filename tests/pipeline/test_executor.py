@@ -21,7 +21,7 @@ from hexad.model.transformer import Transformer, build_stages
 from hexad.parallel.data.buckets import Formats, make_buckets
 from hexad.parallel.data.gradients import Deferred, Gradients
 from hexad.parallel.data.pool import BufferPool
-from hexad.parallel.data.sharding import StateSharding
+from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import Schedule
 from hexad.parallel.pipeline.schedules import build_schedule

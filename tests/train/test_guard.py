@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hexad.cli.train import train_here
-from hexad.cli.worker import attempt
+from hexad.cli.outcome import attempt
 from hexad.config.schema import FaultSettings
 from hexad.train.engine import Engine
 from hexad.train.faults import FaultGuard

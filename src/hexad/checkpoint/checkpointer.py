@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hexad.comm import agreed, collect_objects, gather_objects
+from hexad.comm import Trace, agreed, collect_objects, gather_objects
 from hexad.config import AgreedError, Config, HexadError, blaming
-from hexad.topology.mesh import Axis, Mesh, Trace
+from hexad.topology.mesh import Axis, Mesh
 
 from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint

@@ -56,7 +56,7 @@ def generate(source: str, nproc: int, **options: Any) -> int:
     _tokenizer(_config(request)), _sampling(request)  # refuse wrong settings before any rank is started
     if nproc > 1 and not environment().joined:
         return start_local("generate", [json.dumps(request)], nproc)
-    from .worker import work
+    from .outcome import work
 
     return work(lambda: generate_here(request))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from importlib import import_module
 
 import click
@@ -12,6 +11,8 @@ import click
 from hexad import __version__
 from hexad.config import HexadError, did_you_mean
 from hexad.train.environment import end_with, hold_back_notice
+
+from .messages import fail, speaks
 
 # command -> (module, attribute, first line of help)
 _COMMANDS = {
@@ -89,19 +90,6 @@ def run(arguments: list[str]) -> int:
         return 130
     except BrokenPipeError:
         return 1
-
-
-def speaks() -> bool:
-    """Whether this process prints an error that all ranks have: only the first one does."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
-
-
-def fail(message: str, debug: bool = False, status: int = 2) -> int:
-    """Print ``hexad: error: ...`` and return the exit status."""
-    if debug:
-        traceback.print_exc()
-    print(f"hexad: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    return status
 
 
 def _usage_hint(error: click.UsageError) -> str:

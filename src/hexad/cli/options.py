@@ -44,7 +44,7 @@ def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 
     fail; returns the exit status."""
     from hexad.train.local import run_local
 
-    from .main import fail
+    from .messages import fail
 
     outcome = run_local([command, *arguments], ranks, restarts)
     return fail(outcome.message, status=outcome.status) if outcome.message else outcome.status

@@ -32,7 +32,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     if joined and nproc is not None:
         raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
     if joined and not dry_run:
-        from .worker import work
+        from .outcome import work
 
         return work(lambda: train_here([path, *overrides]))
     ranks = environment().world if joined else nproc or smallest_world(config)
@@ -51,7 +51,7 @@ def start(ranks: int, arguments: list[str], restarts: int = 0) -> int:
     """Train on local ranks: one in this process; several, or one that may be restarted, through torchrun.
     Returns the exit status."""
     if ranks == 1 and not restarts:
-        from .worker import work
+        from .outcome import work
 
         return work(lambda: train_here(arguments))
     return start_local("train", arguments, ranks, restarts)

@@ -7,8 +7,6 @@ import json
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
 
 from hexad.train.environment import end_with, hold_back_notice
 
@@ -17,48 +15,7 @@ if __name__ == "__main__":
     hold_back_notice()
     end_with(int(sys.argv[1]))
 
-import torch.distributed as dist
-
-from hexad.comm import CommError
-from hexad.config import USER_ERROR, AgreedError, ConfigError, HexadError
-
-from .main import fail, speaks
-
-
-def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
-    """Do this rank's work; returns (exit status, message, whether all ranks have the same message)."""
-    try:
-        action()
-    except (AgreedError, ConfigError) as error:
-        return USER_ERROR, str(error), True
-    except HexadError as error:
-        return USER_ERROR, str(error), False
-    except CommError as error:  # a peer is lost; its own message says why
-        return 1, f"CommError: {error}", False
-    except KeyboardInterrupt:  # a second one: the first stops gracefully
-        return 130, "interrupted", True
-    except Exception as error:
-        traceback.print_exc()
-        return 1, f"{type(error).__name__}: {error}", False
-    return 0, "", True
-
-
-def work(action: Callable[[], None]) -> int:
-    """Do this rank's work without a parent that collects messages; one rank prints a common message."""
-    status, message, same = attempt(action)
-    if status and (speaks() or not same):
-        fail(message, status=status)
-    _end_if_deserted(status)
-    return status
-
-
-def _end_if_deserted(status: int) -> None:
-    """After a failure among several ranks, end at once: threads may be waiting for lost peers, and would keep
-    the process alive until run.timeout."""
-    if status == 1 and dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+from .outcome import attempt, end_if_deserted
 
 
 def main() -> None:
@@ -83,7 +40,7 @@ def main() -> None:
             json.dump({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}, file)
         os.replace(f"{error_file}.partial", error_file)
     sys.stdout.flush()
-    _end_if_deserted(status)
+    end_if_deserted(status)
     sys.exit(status)
 
 

@@ -18,11 +18,13 @@ from .collectives import (
     reduce_scatter_async,
     send_async,
 )
+from .trace import Trace
 from .volume import all_to_all_bytes, sent_bytes
 
 __all__ = [
     "CommError",
     "Pending",
+    "Trace",
     "agreed",
     "all_to_all_bytes",
     "all_gather",

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hexad.topology.mesh import Axis, Call, Trace
+from hexad.topology.mesh import Axis
 
+from .trace import Call, Trace
 from .volume import all_to_all_bytes, sent_bytes
 
 # torch 2.13 renamed two collectives; 2.11 and 2.12 know the old names only.
@@ -54,12 +55,8 @@ class Pending:
         """Block until the result may be used (on a GPU: until the stream may use it)."""
         if self._work is not None:
             work, self._work = self._work, None
-            call, trace = self._call, self._trace
-            assert call is not None and trace is not None
-            try:
-                trace.wait(call, work.wait)
-            except RuntimeError as error:
-                raise CommError(f"{call.what} failed: {error}") from error
+            assert self._call is not None
+            _wait(self._call, self._trace, work.wait)
             if self._finish is not None:
                 self._result = self._finish(self._result)
         return self._result
@@ -84,7 +81,8 @@ def _start(
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes) if sent is None else sent
     axis.calls[operation] += 1
     made = Call(f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})", nbytes, time.time())
-    axis.trace.changes += 1
+    if axis.trace is not None:
+        axis.trace.changes += 1
     try:
         with torch.profiler.record_function(f"hexad.{axis.name}.{operation}"):
             return Pending(result, call(), made, axis.trace, finish)
@@ -266,7 +264,8 @@ def _start_p2p(
     axis.calls[operation] += 1
     what = f"{operation} over axis {axis.name} with rank {axis.ranks[peer]}"
     made = Call(what, tensor.nbytes, time.time())
-    axis.trace.changes += 1
+    if axis.trace is not None:
+        axis.trace.changes += 1
     try:
         with torch.profiler.record_function(f"hexad.{axis.name}.{operation}"):
             return Pending(tensor, call(), made, axis.trace)
@@ -294,7 +293,15 @@ def collect_objects(value: object, axis: Axis) -> list[Any] | None:
 
 def _wait_for(axis: Axis, call: Callable[[], None]) -> None:
     made = Call(f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})", 0, time.time())
+    _wait(made, axis.trace, call)
+
+
+def _wait(call: Call, trace: Trace | None, action: Callable[[], object]) -> None:
+    """Wait for a call by ``action``, noted in the trace, if there is one."""
     try:
-        axis.trace.wait(made, call)
+        if trace is None:
+            action()
+        else:
+            trace.wait(call, action)
     except RuntimeError as error:
-        raise CommError(f"{made.what} failed: {error}") from error
+        raise CommError(f"{call.what} failed: {error}") from error

@@ -191,7 +191,7 @@ def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
     same = (kind.norm, kind.rotary, kind.gated, kind.bias) == (own.norm, own.rotary, own.gated, own.bias)
     if not same or (model.qkv_bias, model.qk_norm) != (kind.qkv_bias, kind.qk_norm):
         return False
-    if kind.name == "llama" and model.hidden % model.heads:
+    if kind.whole_heads and model.hidden % model.heads:
         return False  # refused by its config class, though its layers could
     assumed: dict[str, Any] = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads}
     assumed["attention_multiplier"] = kind.defaults(model)["attention_multiplier"]

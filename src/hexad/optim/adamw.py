@@ -11,7 +11,7 @@ import torch
 from hexad.comm import Pending, all_reduce
 from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data.buckets import Bucket
-from hexad.parallel.data.sharding import Shardings
+from hexad.parallel.data.state_sharding import Shardings
 from hexad.parallel.inventory import Grid
 from hexad.topology.mesh import Axis
 

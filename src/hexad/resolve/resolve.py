@@ -7,7 +7,7 @@ from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
 from hexad.model.configuration import complete_model
-from hexad.optim.schedule import decay_steps
+from hexad.optim.learning_rate import decay_steps
 from hexad.topology.layout import Layout
 
 from .checks import check_config

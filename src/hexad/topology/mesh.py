@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,38 +15,6 @@ if TYPE_CHECKING:
 
 TRAINING_AXES = ("tensor", "context", "pipeline", "data", "expert")
 """Axes that a step's traffic is counted for."""
-
-
-class Call(NamedTuple):
-    """A collective or message: in words, its bytes, and when it was started (seconds since the epoch)."""
-
-    what: str
-    nbytes: int
-    since: float
-
-
-@dataclass(eq=False)
-class Trace:
-    """What this rank's collectives are at, for a thread that watches them (filled by :mod:`hexad.comm`).
-
-    Attributes:
-        step: the step being made.
-        waiting: the call that is being waited for.
-        finished: the call that was last waited for.
-        changes: grows with every call that is started or finished.
-    """
-
-    step: int = 0
-    waiting: Call | None = None
-    finished: Call | None = None
-    changes: int = 0
-
-    def wait(self, call: Call, action: Callable[[], object]) -> None:
-        """Wait for a call by ``action``; one that fails stays the one that is waited for."""
-        self.waiting = call
-        action()
-        self.waiting, self.finished = None, call
-        self.changes += 1
 
 
 @dataclass(eq=False)
@@ -61,7 +28,8 @@ class Axis:
         group: the process group; None where the axis has size 1.
         sent: bytes this rank has sent, by operation (filled by :mod:`hexad.comm`).
         calls: number of collectives, by operation.
-        trace: of all axes of a mesh.
+        trace: what this rank's collectives are doing, if something watches: a
+            :class:`hexad.comm.trace.Trace`, of all axes of a mesh.
     """
 
     name: str
@@ -70,7 +38,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     sent: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
-    trace: Trace = field(default_factory=Trace)
+    trace: Any = None
 
     @property
     def size(self) -> int:
@@ -183,16 +151,15 @@ class Mesh:
         return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls, axis.trace)
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device, timeout: float = 600.0) -> Mesh:
+    def create(cls, layout: Layout, device: torch.device, timeout: float = 600.0, trace: Any = None) -> Mesh:
         """Build the groups in use, and only those.
 
         Every rank of the default process group calls this together; a world of one needs no process group.
-        ``timeout`` is in seconds.
+        ``timeout`` is in seconds; for ``trace`` see :class:`Axis`.
         """
         limit = timedelta(seconds=timeout)
         rank = dist.get_rank() if layout.world > 1 else 0
         everyone = dist.group.WORLD if layout.world > 1 else None
-        trace = Trace()
         axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone, trace=trace)}
         for name in TRAINING_AXES:
             ranks = tuple(layout.group(rank, name))
@@ -209,8 +176,8 @@ class Mesh:
         return cls(layout, rank, device, axes, limit)
 
     @property
-    def trace(self) -> Trace:
-        """What this rank's collectives are at."""
+    def trace(self) -> Any:
+        """What this rank's collectives are doing, if something watches."""
         return self.world.trace
 
     def training_axes(self) -> list[Axis]:

@@ -20,13 +20,13 @@ from hexad.dataset.microbatch import Microbatch
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import DTYPES, build_stages
 from hexad.optim.adamw import BucketAdamW
+from hexad.optim.learning_rate import learning_rate
 from hexad.optim.scaling import LossScaler
-from hexad.optim.schedule import learning_rate
 from hexad.parallel.data.buckets import Bucket, Formats, make_buckets
 from hexad.parallel.data.gatherer import ParameterGatherer
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.data.pool import BufferPool
-from hexad.parallel.data.sharding import StateSharding
+from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.inventory import Grid
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
@@ -261,7 +261,8 @@ class Engine:
                 outside the vocabulary.
         """
         language = self._language()
-        self.mesh.trace.step = self.step + 1
+        if self.mesh.trace is not None:
+            self.mesh.trace.step = self.step + 1
         counting = language.count(microbatches)
         placed = [language.placed(microbatch) for microbatch in microbatches]
         self.begin(len(placed))

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hexad.comm import CommError, agreed, gather_objects
+from hexad.comm import CommError, Trace, agreed, gather_objects
 from hexad.config import AgreedError, Config, ConfigError, HexadError
 from hexad.resolve import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
@@ -133,7 +133,7 @@ def launch(config: Config) -> Iterator[Run]:
     idle = here.world - layout.world if here.rank == 0 else 0
     try:
         with _meeting():
-            mesh = Mesh.create(layout, device, config.run.timeout)
+            mesh = Mesh.create(layout, device, config.run.timeout, Trace())
         # Hosts may have different devices, and read files of their own: agreed, not each for itself.
         agreed(lambda: check_device(config, device), mesh.world)
         run = Run(mesh, here, agreed(lambda: resolve(config, layout), mesh.world))

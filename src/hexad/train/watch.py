@@ -7,10 +7,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import TextIO
 
-from hexad.topology.mesh import Call, Trace
+from hexad.comm.trace import Call, Trace
 
 log = logging.getLogger("hexad.watch")
 
@@ -88,9 +88,15 @@ def _words(call: Call) -> str:
 
 
 def _in_the_stack(words: str, call: Callable[[], bool]) -> bool:
-    """Call a function from a line of code whose "file" is ``words``.
+    """Call something from a function whose "file" is ``words``.
 
-    They then appear in the stacks that the timer in C writes when Python cannot run.
+    They then appear in the stacks that the timer in C writes when no Python can run any more: it writes the
+    names of files and functions, and nothing else.
     """
-    result: bool = eval(compile("call()", f"as last seen: {words}", "eval"), {"call": call})
-    return result
+
+    def last_seen() -> bool:
+        return call()
+
+    code = last_seen.__code__.replace(co_filename=f"as last seen: {words}")
+    named: Callable[[], bool] = FunctionType(code, {}, closure=last_seen.__closure__)
+    return named()

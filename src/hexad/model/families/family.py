@@ -32,6 +32,7 @@ class Family:
         bias: biases on the attention's output and in the feed-forward layer.
         qkv_bias, qk_norm, tied: defaults of ``model.qkv_bias``, ``qk_norm`` and ``tied_embeddings``.
         grouped: ``model.kv_heads`` is 4 by default, where that divides the heads; otherwise all heads.
+        whole_heads: its class of ``transformers`` requires ``hidden`` to be a multiple of ``heads``.
         presets: published models by name: values of :class:`ModelSettings`, each with the checkpoint whose
             ``config.json`` it was taken from.
         modules: our module -> its name in a published state dict. Several of ours with one of theirs are
@@ -63,6 +64,7 @@ class Family:
     qk_norm: bool = False
     tied: bool = False
     grouped: bool = True
+    whole_heads: bool = False
     presets: Mapping[str, Shape] = field(default_factory=dict)
     base: str = "model."
     layer: str = "layers.{}."

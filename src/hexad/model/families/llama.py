@@ -48,6 +48,7 @@ def _llama3(sizes: Sizes, *, scaling: float | None = None, tied: bool = False) -
 FAMILY = Family(
     name="llama",
     classes=("LlamaForCausalLM", "LlamaModel"),
+    whole_heads=True,
     modules={
         "embedding": "embed_tokens",
         "norm": "norm",

@@ -12,6 +12,7 @@ FAMILY = replace(
     LLAMA,
     name="mistral",
     classes=("MistralForCausalLM", "MistralModel"),
+    whole_heads=False,
     absent={
         **{key: value for key, value in LLAMA.absent.items() if not key.endswith("_bias")},
         "intermediate_size": 14336,

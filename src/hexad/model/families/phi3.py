@@ -18,6 +18,7 @@ FAMILY = replace(
     LLAMA,
     name="phi3",
     classes=("Phi3ForCausalLM", "Phi3Model"),
+    whole_heads=False,
     modules={
         **LLAMA.modules,
         **dict.fromkeys(("attention.q", "attention.k", "attention.v"), "self_attn.qkv_proj"),

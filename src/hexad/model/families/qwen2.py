@@ -31,6 +31,7 @@ FAMILY = replace(
     LLAMA,
     name="qwen2",
     classes=("Qwen2ForCausalLM", "Qwen2Model"),
+    whole_heads=False,
     qkv_bias=True,
     absent={
         **{key: value for key, value in LLAMA.absent.items() if key not in _LACKED},

@@ -15,7 +15,7 @@ from torch import nn
 from ..rectangle import Rectangle
 from ..sharding import Declared, absent, declared_parameters, initialise
 from .bucket_plan import BucketPlan, Held, plan_buckets
-from .sharding import Shardings
+from .state_sharding import Shardings
 
 
 @dataclass(frozen=True)

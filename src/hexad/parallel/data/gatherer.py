@@ -18,7 +18,7 @@ from hexad.comm import Pending, all_gather_async
 from .buckets import Bucket
 from .gathering import Gathering
 from .pool import BufferPool
-from .sharding import Shardings
+from .state_sharding import Shardings
 
 
 class ParameterGatherer:

@@ -20,7 +20,7 @@ from ..gradients import Contribution, Product, attach
 from .buckets import Bucket
 from .pool import BufferPool
 from .rounds import Rounds
-from .sharding import Shardings
+from .state_sharding import Shardings
 
 Deferred = deque[tuple[torch.Tensor, Product]]
 """Parameters, and products that are missing from their gradients."""

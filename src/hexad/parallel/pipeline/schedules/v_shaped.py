@@ -54,7 +54,8 @@ class _Order:
         self._counts: dict[tuple[str, int], int] = {}
 
     def add(self, words: str, times: int = 1) -> None:
-        """Add actions such as ``F0 B1``: the kind, and 0 for ``down`` or 1 for ``back``.
+        """Add actions in the notation of the papers' figures, such as ``F0 B1``: the kind, and 0 for ``down``
+        or 1 for ``back``.
 
         ``W`` without a stage is the oldest deferred weight gradient of either stage.
         """

@@ -1,0 +1,51 @@
+"""How a rank's work ends: exit status and message, and who prints it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from hexad.comm import CommError
+from hexad.config import USER_ERROR, AgreedError, ConfigError, HexadError
+
+from .messages import fail, speaks
+
+
+def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
+    """Do this rank's work; returns (exit status, message, whether all ranks have the same message)."""
+    try:
+        action()
+    except (AgreedError, ConfigError) as error:
+        return USER_ERROR, str(error), True
+    except HexadError as error:
+        return USER_ERROR, str(error), False
+    except CommError as error:  # a peer is lost; its own message says why
+        return 1, f"CommError: {error}", False
+    except KeyboardInterrupt:  # a second one: the first stops gracefully
+        return 130, "interrupted", True
+    except Exception as error:
+        traceback.print_exc()
+        return 1, f"{type(error).__name__}: {error}", False
+    return 0, "", True
+
+
+def work(action: Callable[[], None]) -> int:
+    """Do this rank's work without a parent that collects messages; one rank prints a common message."""
+    status, message, same = attempt(action)
+    if status and (speaks() or not same):
+        fail(message, status=status)
+    end_if_deserted(status)
+    return status
+
+
+def end_if_deserted(status: int) -> None:
+    """After a failure among several ranks, end at once: threads may be waiting for lost peers, and would keep
+    the process alive until run.timeout."""
+    if status == 1 and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)

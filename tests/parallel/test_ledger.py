@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from hexad.comm import sent_bytes
 from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.model.counts import parameter_count
+from hexad.plan.memory import execution, rank_buckets, rank_parameters, rank_stages
+from hexad.resolve import resolve
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -73,6 +76,34 @@ def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) 
     per_microbatch += sum(2 * (tensor - 1) * tokens * n * 4 // tensor for n in (1, 2))  # maximum; sum, target
     norm = 2 * (tensor - 1) * 4 // tensor
     return microbatches * per_microbatch + 2 * (tensor - 1) * partial // tensor + norm
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "sequence", "schedule", "recompute"),
+    [
+        ("llama", 2, True, "zb_h1", "full"),
+        ("qwen3", 2, False, "1f1b", "full"),
+        ("gpt2", 4, True, "1f1b", "selective"),
+        ("granite", 4, False, "zb_h1", "none"),
+    ],
+)
+def test_the_inventory_states_what_layers_send(
+    pool: Pool, family: str, tensor: int, sequence: bool, schedule: str, recompute: str
+) -> None:
+    """For 2 of 4 layers that recompute; with weight gradients in actions of their own, or not."""
+    memory = {"recompute": recompute, **({} if recompute == "none" else {"recompute_layers": 2})}
+    config = _config(family, 1, tensor, sequence, "fp32", schedule=schedule)
+    config = build_config({**config.model_dump(by_alias=True), "memory": memory})
+    layout = Layout.from_settings(config.parallel, tensor)
+    stages = rank_stages(resolve(config, layout), 0)
+    kind: Any = recompute
+    collectives = stages[0].sent(execution(config, layout), kind, 2, schedule == "zb_h1")
+    per_microbatch = sum(each.times * sent_bytes(each.operation, tensor, each.nbytes) for each in collectives)
+    buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
+    partial = [4 * bucket.size for bucket in buckets if bucket.traits.partial]
+    once = sum(sent_bytes("all_reduce", tensor, nbytes) for nbytes in (*partial, 4))  # 4: the norm
+    for found in pool.run(tensor, _measure, config, tensor):
+        assert found["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

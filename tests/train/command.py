@@ -124,8 +124,8 @@ def call(*arguments: str) -> Result:
 
 def _rank(rank: int, world: int, arguments: list[str], port: int) -> tuple[int, str]:
     """One rank as torchrun would start it."""
-    from hexad.cli.train import train_here
     from hexad.cli.outcome import attempt
+    from hexad.cli.train import train_here
 
     with rank_variables(rank, world, port):
         return attempt(lambda: train_here(arguments))[:2]

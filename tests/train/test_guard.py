@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hexad.cli.train import train_here
 from hexad.cli.outcome import attempt
+from hexad.cli.train import train_here
 from hexad.config.schema import FaultSettings
 from hexad.train.engine import Engine
 from hexad.train.faults import FaultGuard

@@ -192,6 +192,13 @@ class Stage:
         """Bytes held from ``B`` to ``W``."""
         return Counter({kind: len(self.layers) * n for kind, n in self.block.operands(run).items()})
 
+    def sent(self, run: Execution, recompute: Recomputed, count: int, split: bool) -> list[Collective]:
+        """What moves over the tensor axis for one microbatch; the first ``count`` layers recompute."""
+        plain = len(self.layers) - count
+        found = self.block.sent(run, recompute, split) * count + self.block.sent(run, "none", split) * plain
+        found += [] if self.embedding is None else self.embedding.sent(run)
+        return found + ([] if self.head is None else self.head.sent(run))
+
     def products(self, run: Execution) -> list[Product]:
         """All matrix products."""
         found = self.block.products(run) * len(self.layers)

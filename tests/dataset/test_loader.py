@@ -147,7 +147,7 @@ def test_errors_of_reading_ahead_surface_at_the_step(tmp_path: Path) -> None:
 
 def config(prefix: object, *overrides: str):
     data = {"train": prefix, "sequence": 8}
-    return load_config({"data": data, "batch": {"micro": 2, "global": 8}}, overrides)
+    return load_config({"model": {"vocab": 257}, "data": data, "batch": {"micro": 2, "global": 8}}, overrides)
 
 
 def test_from_config(tmp_path: Path) -> None:

@@ -117,8 +117,8 @@ def _tokenizer(config: Config) -> Tokenizer:
 
     with blaming("data.tokenizer"):
         tokenizer = load_tokenizer(config.data.tokenizer)
-    vocab = config.model.vocab
-    if vocab != "auto" and tokenizer.vocab_size > vocab:
+    vocab = int(config.model.vocab)
+    if tokenizer.vocab_size > vocab:
         raise ConfigError(
             "data.tokenizer",
             f"found {config.data.tokenizer} with {tokenizer.vocab_size} ids, more than the model's {vocab}; "

@@ -216,7 +216,6 @@ def loader_from_config(
         raise ConfigError(
             f"data.{which}", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]"
         )
-    vocab = config.model.vocab
     return DataLoader(
         data,
         sequence=config.data.sequence,
@@ -226,7 +225,7 @@ def loader_from_config(
         seed=config.run.seed,
         data_rank=data_rank,
         data_size=data_size,
-        vocab=tokenizer.vocab_size if vocab == "auto" else vocab,
+        vocab=int(config.model.vocab),
         eod=tokenizer.eod,
         cache_dir=Path(config.run.dir) / "index-cache",
         setting=f"data.{which}",

@@ -90,8 +90,11 @@ class Mesh:
         large = [self.axes[name] for name in names if self.axes[name].size > 1]
         if len(large) < 2:
             return large[0] if large else self.axes[names[0]]
-        ranks = tuple(self.layout.group(self.rank, *names))
-        return self._part(self.axes[names[0]], ranks)
+        together = "-".join(names)
+        if together not in self.axes:
+            ranks = tuple(self.layout.group(self.rank, *names))
+            self.axes[together] = self._part(self.axes[names[0]], ranks)
+        return self.axes[together]
 
     def _expert_axis(self, name: str) -> Axis:
         """An axis of the expert grid, made when it is first asked for; every rank calls this together. Its

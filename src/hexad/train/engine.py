@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,40 +33,13 @@ from hexad.parallel.sharding import declared_parameters
 from hexad.resolve import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
 from hexad.topology.mesh import Axis, Mesh
 
-from .faults import Fault, FaultGuard
+from .faults import Fault, FaultGuard, StepResult
 from .language import LanguageModel, Task, compute, training_shard
 
 Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
 """What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
 first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
 scalar."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step did.
-
-    Attributes:
-        step: its number, counted from 1.
-        loss: mean cross-entropy per target token over the global batch before the update, in nats.
-        grad_norm: global gradient norm before clipping.
-        lr: learning rate applied.
-        targets: target tokens in the global batch.
-        skipped: the gradient was not finite, or the loss a spike, and nothing was updated.
-        loss_scale: what the loss was multiplied by in the backward pass.
-        fault: why it was skipped; None where only the loss scale was too large.
-        limit: the largest loss that would have been no spike; None without a limit.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    targets: int
-    skipped: bool
-    loss_scale: float
-    fault: Fault | None = None
-    limit: float | None = None
 
 
 def formats(precision: PrecisionSettings) -> Formats:
@@ -272,7 +244,7 @@ class Engine:
         scale = self.scaler.scale
         total = self.accumulate(tasks, scale / targets, record)
         total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        loss = all_reduce_async(total, self.mesh.data)
+        loss = all_reduce_async(total, language.axis)
         self.reduce()
         loss = all_reduce_async(loss.wait(), self.mesh.pipeline)
         schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
@@ -314,7 +286,7 @@ class Engine:
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if total is not None:
             result += torch.stack([total, torch.full_like(total, targets)])
-        loss_sum, count = all_reduce(all_reduce(result, self.mesh.data), self.mesh.pipeline).tolist()
+        loss_sum, count = all_reduce(all_reduce(result, language.axis), self.mesh.pipeline).tolist()
         return loss_sum, int(count)
 
     def _language(self) -> LanguageModel:

@@ -4,12 +4,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from hexad.config.schema import FaultSettings
 
 Fault = Literal["not_finite", "spike"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        step: its number, counted from 1.
+        loss: mean cross-entropy per target token over the global batch before the update, in nats.
+        grad_norm: global gradient norm before clipping.
+        lr: learning rate applied.
+        targets: target tokens in the global batch.
+        skipped: the gradient was not finite, or the loss a spike, and nothing was updated.
+        loss_scale: what the loss was multiplied by in the backward pass.
+        fault: why it was skipped; None where only the loss scale was too large.
+        limit: the largest loss that would have been no spike; None without a limit.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    targets: int
+    skipped: bool
+    loss_scale: float
+    fault: Fault | None = None
+    limit: float | None = None
 
 
 class Streak(NamedTuple):

@@ -59,6 +59,7 @@ class LanguageModel:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
+        self.axis = mesh.gradient_axis()  # ranks that have other tokens
         self.vocab = int(config.model.vocab)
 
     def boundary(self, task: Task) -> torch.Tensor:
@@ -85,12 +86,12 @@ class LanguageModel:
         return microbatch.to(self.mesh.device)
 
     def count(self, microbatches: Sequence[Microbatch]) -> Pending:
-        """Start summing (target tokens, microbatches, microbatches squared) over the data ranks."""
+        """Start summing (target tokens, microbatches, microbatches squared) over ranks with other tokens."""
         if not microbatches:
             raise HexadError("train_step needs at least one microbatch")
         number = len(microbatches)
         counts = [sum(m.targets() for m in microbatches), number, number**2]
-        return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.mesh.data)
+        return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.axis)
 
     def targets(self, counts: torch.Tensor) -> int:
         """The global number of targets, from :meth:`count`'s sums.
@@ -108,7 +109,7 @@ class LanguageModel:
         """Refuse different numbers of microbatches on the data ranks, given :meth:`count`'s sums."""
         _, number, squares = counts.tolist()
         # Equality in Cauchy-Schwarz: only when every rank has the same number.
-        if number**2 != squares * self.mesh.data.size:
+        if number**2 != squares * self.axis.size:
             raise HexadError("data ranks were given different numbers of microbatches in one step")
 
     def key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:

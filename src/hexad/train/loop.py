@@ -29,8 +29,9 @@ from hexad.resolve import working_layout
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
-from .engine import Engine, StepResult
+from .engine import Engine
 from .environment import environment
+from .faults import StepResult
 from .idle import stand_by
 from .launch import Run, launch
 from .record import Metrics, Recorder

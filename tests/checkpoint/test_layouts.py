@@ -20,7 +20,7 @@ from hexad.train.engine import Engine
 from ..parity.harness import Case, Variant, assemble, microbatches
 from ..pool import Pool
 
-BEFORE, AFTER = 2, 3
+BEFORE, AFTER = 2, 2
 """Steps until the save, and after the load."""
 
 # Tied embeddings (held by two stages), masked labels, dropout; 5 layers, a vocabulary no degree divides.

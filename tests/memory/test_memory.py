@@ -130,7 +130,8 @@ def _case(world: int, **groups: dict[str, Any]) -> tuple[int, Groups]:
 BF16, FP8 = {"dtype": "bf16"}, {"dtype": "fp8"}
 # Few tokens, so that copies of weights make the peak.
 LARGE_WEIGHTS: Groups = {
-    "model": {"layers": 2, "hidden": 256, "ffn_hidden": 1024, "vocab": 112},
+    "model": {"layers": 2, "hidden": 128, "ffn_hidden": 512, "vocab": 112},
+    "data": {"sequence": 16},
     "batch": {"micro": 1, "global": 2},
 }
 FEW = [

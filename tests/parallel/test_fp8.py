@@ -210,16 +210,17 @@ def test_the_head_is_not_multiplied_in_eight_bits() -> None:
 
 # Engines
 
+# As small as two tensor ranks allow: CPUs emulate 8-bit products, much slower than those of 32 bits.
 _MODEL = {
-    "layers": 4,
-    "hidden": 64,
+    "layers": 2,
+    "hidden": 32,
     "heads": 4,
     "kv_heads": 2,
-    "ffn_hidden": 96,
+    "ffn_hidden": 32,
     "vocab": 101,
     "init_std": 0.1,
 }
-_MICRO, _SEQUENCE, _SAMPLES = 2, 16, 8
+_MICRO, _SEQUENCE, _SAMPLES = 2, 8, 8
 
 
 def config_of(dtype: str = "fp8", **groups: dict[str, Any]) -> Config:
@@ -247,13 +248,20 @@ def losses_of(config: Config, steps: int = 4) -> list[float]:
 
 
 def test_training_stays_near_bf16(pool: Pool) -> None:
-    """A batch seen eight times is soon known by heart: the loss falls to a third, and differences add up."""
-    (narrow,) = pool.run(1, losses_of, config_of(), 8)
-    (wide,) = pool.run(1, losses_of, config_of("bf16"), 8)
+    """On a batch seen eight times the loss falls to less than half, and differences add up."""
+    optimizer = {"lr": 0.006}
+    (narrow,) = pool.run(1, losses_of, config_of(optimizer=optimizer), 8)
+    (wide,) = pool.run(1, losses_of, config_of("bf16", optimizer=optimizer), 8)
     assert narrow[-1] < narrow[0] / 2
     assert narrow == pytest.approx(wide, rel=0.05)
     assert narrow[:3] == pytest.approx(wide[:3], rel=0.01)
     assert narrow[0] != wide[0]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> list[float]:
+    """The losses of one process."""
+    return pool.run(1, losses_of, config_of())[0]
 
 
 @pytest.mark.parametrize(
@@ -270,8 +278,9 @@ def test_training_stays_near_bf16(pool: Pool) -> None:
         ({"parallel": {"tensor": 2, "sequence": False}, "memory": {"recompute": "full"}}, 2 * BF16),
     ],
 )
-def test_layouts_stay_near_one_process(groups: dict[str, Any], tolerance: float, pool: Pool) -> None:
-    (alone,) = pool.run(1, losses_of, config_of())
+def test_layouts_stay_near_one_process(
+    groups: dict[str, Any], tolerance: float, pool: Pool, alone: list[float]
+) -> None:
     parallel = groups.get("parallel", {})
     world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     found = pool.run(world, losses_of, config_of(**groups))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hexad.topology.layout import Layout
 
 from ..pool import Pool
 
-_SEQUENCE, _MICRO, _GLOBAL = 16, 2, 16
+_SEQUENCE, _MICRO, _GLOBAL = 16, 2, 8
 _ALIGNMENT = 32  # elements that every parameter's share is rounded up to in a flat buffer
 _STEPS = 2
 
@@ -106,11 +107,32 @@ def test_the_inventory_states_what_layers_send(
         assert found["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def _each(cases: list[tuple[Any, ...]], *settings: tuple[str, str]) -> list[Any]:
+    """Each case with each combination of the settings' values.
+
+    By default each case has each value of a setting once; where there is one setting, values take turns.
+    """
+    return [
+        pytest.param(
+            *(pair[at] for pair, at in zip(settings, chosen)),
+            *case,
+            marks=pytest.mark.slow if (number + sum(chosen)) % 2 else (),
+        )
+        for number, case in enumerate(cases)
+        for chosen in product((0, 1), repeat=len(settings))
+    ]
+
+
+_DTYPES, _FAMILIES = ("fp32", "bf16"), ("llama", "gpt2")
+
+
 @pytest.mark.parametrize(
-    ("data", "tensor", "sequence"),
-    [(2, 1, True), (4, 1, True), (1, 2, True), (1, 4, False), (2, 2, True), (2, 2, False)],
+    ("dtype", "family", "data", "tensor", "sequence"),
+    _each(
+        [(2, 1, True), (4, 1, True), (1, 2, True), (1, 4, False), (2, 2, True), (2, 2, False)],
+        _DTYPES,
+        _FAMILIES,
+    ),
 )
 def test_step_bytes(pool: Pool, family: str, dtype: str, data: int, tensor: int, sequence: bool) -> None:
     config = _config(family, data, tensor, sequence, dtype)
@@ -138,17 +160,19 @@ def test_step_bytes(pool: Pool, family: str, dtype: str, data: int, tensor: int,
         assert found == wanted, f"rank {rank}"
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("tensor", "sequence", "tied", "pipeline", "schedule", "virtual"),
-    [
-        (1, True, False, 2, "1f1b", 1),
-        (1, True, True, 2, "interleaved", 2),
-        (2, True, True, 2, "zb_h1", 1),
-        (2, False, False, 2, "zb_v", 2),
-        (1, True, True, 4, "1f1b", 1),
-        (1, True, True, 3, "dualpipe_v", 2),
-    ],
+    ("dtype", "tensor", "sequence", "tied", "pipeline", "schedule", "virtual"),
+    _each(
+        [
+            (1, True, False, 2, "1f1b", 1),
+            (1, True, True, 2, "interleaved", 2),
+            (2, True, True, 2, "zb_h1", 1),
+            (2, False, False, 2, "zb_v", 2),
+            (1, True, True, 4, "1f1b", 1),
+            (1, True, True, 3, "dualpipe_v", 2),
+        ],
+        _DTYPES,
+    ),
 )
 def test_pipeline_bytes(
     pool: Pool,

@@ -18,7 +18,8 @@ from hexad.topology.layout import Layout
 
 from .. import pool as worker_pool
 
-STEPS = 3
+STEPS = 2
+"""The second is the first that computes with updated weights."""
 TOLERANCE = 1e-9
 
 Tensors = dict[str, np.ndarray]
@@ -100,15 +101,24 @@ class Case:
     zero: int = 0
     replicas: int = 1
     recompute: str = "none"
+    steps: int = STEPS
 
     @property
     def world(self) -> int:
         return self.data * self.tensor * self.pipeline
 
     @property
+    def tensor_axis(self) -> str:
+        return f"tensor {self.tensor}{' + sequence' if self.sequence and self.tensor > 1 else ''}"
+
+    @property
     def layout(self) -> str:
-        tensor = f"tensor {self.tensor}{' + sequence' if self.sequence and self.tensor > 1 else ''}"
-        return f"data {self.data} x {tensor}"
+        return f"data {self.data} x {self.tensor_axis}"
+
+    @property
+    def plan(self) -> tuple[str, int]:
+        """The schedule, and stages per rank."""
+        return self.schedule, self.virtual
 
     @property
     def stages(self) -> str:
@@ -193,13 +203,15 @@ def variants_in_turn(cases: Iterable[Case]) -> tuple[Case, ...]:
     )
 
 
+def values_in(case: Case, settings: Sequence[str], strength: int) -> set[tuple[tuple[str, Any], ...]]:
+    """The values that any ``strength`` of the settings have in the case."""
+    return set(combinations([(name, getattr(case, name)) for name in settings], strength))
+
+
 def covering(cases: Sequence[Case], settings: Sequence[str], strength: int) -> tuple[Case, ...]:
     """Few of the cases, in which every combination of values of any ``strength`` settings still occurs."""
 
-    def combinations_in(case: Case) -> set[tuple[tuple[str, Any], ...]]:
-        return set(combinations([(name, getattr(case, name)) for name in settings], strength))
-
-    found = [combinations_in(case) for case in cases]
+    found = [values_in(case, settings, strength) for case in cases]
     missing = set().union(*found)
     chosen: list[Case] = []
     while missing:
@@ -237,8 +249,8 @@ def uneven(layers: int, stages: int) -> tuple[int, ...]:
     return (*(layers // inner + (stage < layers % inner) for stage in range(inner)), 0)
 
 
-def pipeline_cases(per_schedule: int | None) -> tuple[Case, ...]:
-    """Cases for every schedule on 2 and 4 ranks: in all the layouts around it, or in so many of them.
+def pipeline_cases() -> tuple[Case, ...]:
+    """Every schedule on 2 and 4 ranks in all the layouts around it.
 
     Variants, microbatch counts and splits take turns.
     """
@@ -246,11 +258,32 @@ def pipeline_cases(per_schedule: int | None) -> tuple[Case, ...]:
     for pipeline, (schedule, virtual) in product((2, 4), SCHEDULES):
         around = [layout for layout in ((1, 1, True), *LAYOUTS) if layout[0] * layout[1] <= 8 // pipeline]
         around = [layout for layout in around if max(layout[:2]) <= 2]
-        for index in range(per_schedule or len(around)):
-            data, tensor, sequence = around[(len(cases) // 2 + index) % len(around)]
-            case = Case(VARIANTS[0], data, tensor, sequence, pipeline, schedule, virtual)
-            cases.append(_taking_turns(case, len(cases)))
-    return tuple(cases)
+        cases += [Case(VARIANTS[0], *layout, pipeline, schedule, virtual) for layout in around]
+    return all_taking_turns(cases)
+
+
+def pipeline_grid() -> tuple[Case, ...]:
+    """Of every schedule three cases or four, in which each pair of settings occurs; few have 8 ranks.
+
+    Those on 4 pipeline ranks without tensor parallelism have the most microbatches.
+    """
+    around = (  # pipeline, data, tensor, sequence
+        ((4, 1, 1, True), (2, 1, 2, True), (2, 2, 2, False)),
+        ((4, 2, 1, True), (2, 1, 2, True), (2, 1, 2, False)),
+        ((4, 1, 1, True), (2, 2, 2, True), (2, 1, 2, False)),
+    )
+    chosen = [(plan, around[turn % 3][column]) for column in range(3) for turn, plan in enumerate(SCHEDULES)]
+    chosen += [(plan, (4, 1, 2, turn % 2 == 0)) for turn, plan in enumerate(SCHEDULES[3::3])]
+    chosen += [(plan, (2, 2, 1, True)) for plan in SCHEDULES[1::4]]
+    return all_taking_turns(
+        Case(VARIANTS[0], data, tensor, sequence, pipeline, schedule, virtual)
+        for (schedule, virtual), (pipeline, data, tensor, sequence) in chosen
+    )
+
+
+def all_taking_turns(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """The cases with variants, splits and numbers of microbatches that take turns."""
+    return tuple(_taking_turns(case, turn) for turn, case in enumerate(cases))
 
 
 def _taking_turns(case: Case, turn: int) -> Case:
@@ -272,6 +305,17 @@ def _taking_turns(case: Case, turn: int) -> Case:
     )
 
 
+def _in_grid(case: Case) -> bool:
+    """Each variant with data 2, tensor 2 with and without sequence, and tensor 4 one way; other layouts three
+    times each, with variants in turn."""
+    variant, layout = VARIANTS.index(case.variant), LAYOUTS.index((case.data, case.tensor, case.sequence))
+    if case.world == 2:
+        return True
+    if (case.data, case.tensor) == (1, 4):
+        return case.sequence == (variant % 2 == 0)
+    return (variant - layout) % len(VARIANTS) in (0, 3, 6)
+
+
 LAYOUTS = tuple(
     (data, tensor, sequence)
     for data in (1, 2, 4)
@@ -279,8 +323,11 @@ LAYOUTS = tuple(
     for sequence in ((True, False) if tensor > 1 else (True,))
     if 1 < data * tensor <= worker_pool.MAX_RANKS
 )
-GRID = tuple(Case(variant, *layout) for variant in VARIANTS for layout in LAYOUTS)
-PIPELINE_GRID = pipeline_cases(per_schedule=2)
+EVERY_LAYOUT = tuple(Case(variant, *layout) for variant in VARIANTS for layout in LAYOUTS)
+GRID = tuple(case for case in EVERY_LAYOUT if _in_grid(case))
+EVERY_PIPELINE = pipeline_cases()
+PIPELINE_SETTINGS = ("plan", "pipeline", "data", "tensor_axis")
+PIPELINE_GRID = pipeline_grid()
 EVERY_STATE = state_cases()
 STATE_SETTINGS = ("data", "tensor", "schedule", "pipeline", "zero", "replicas", "recompute")
 STATE_GRID = variants_in_turn(covering(EVERY_STATE, STATE_SETTINGS, 2))
@@ -356,7 +403,7 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
     mesh = Mesh.create(layout, torch.device("cpu"))
     with mutations.applied(mutation, mesh) if mutation else nullcontext():
         engine = Engine(config, mesh)
-        results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(STEPS)]
+        results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(case.steps)]
         gradients = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.gradient)]
         weights = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.master)]
     return [r.loss for r in results], [r.grad_norm for r in results], gradients, weights
@@ -398,19 +445,24 @@ def run(pool: worker_pool.Pool, case: Case, mutation: str | None = None) -> Trac
     )
 
 
+def alone(case: Case) -> Case:
+    """The case's model and samples on one process."""
+    return Case(case.variant, samples=case.samples, steps=case.steps)
+
+
 class References:
     """One process's traces, computed once per model and batch."""
 
     def __init__(self, pool: worker_pool.Pool) -> None:
         self._pool = pool
-        self._traces: dict[tuple[str, int], Trace] = {}
+        self._traces: dict[tuple[str, int, int], Trace] = {}
         self._errors: dict[str, float] = {}
 
     def of(self, case: Case) -> Trace:
         """The trace of the case's model and samples on one process."""
-        key = (case.variant.name, case.samples)
+        key = (case.variant.name, case.samples, case.steps)
         if key not in self._traces:
-            self._traces[key] = run(self._pool, Case(case.variant, samples=case.samples))
+            self._traces[key] = run(self._pool, alone(case))
         return self._traces[key]
 
     def error_of_whole(self, case: Case) -> float:

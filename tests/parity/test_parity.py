@@ -5,28 +5,31 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from ..pool import Pool
 from .harness import (
+    EVERY_LAYOUT,
+    EVERY_PIPELINE,
     EVERY_STATE,
     GRID,
     PIPELINE_GRID,
+    PIPELINE_SETTINGS,
     STATE_GRID,
+    STATE_SETTINGS,
     TOLERANCE,
     VARIANTS,
     Case,
     References,
     errors,
-    pipeline_cases,
     run,
+    values_in,
 )
 from .mutations import MUTATIONS
 from .table import PAGE, pipeline_rows, rows, state_rows
-
-EVERY_PIPELINE = pipeline_cases(per_schedule=None)
 
 
 @pytest.fixture(scope="session")
@@ -45,19 +48,43 @@ def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, referen
     assert max(found.values()) < TOLERANCE, found
 
 
+@pytest.mark.parametrize(
+    ("grid", "every", "settings"),
+    [(PIPELINE_GRID, EVERY_PIPELINE, PIPELINE_SETTINGS), (STATE_GRID, EVERY_STATE, STATE_SETTINGS)],
+    ids=["pipelines", "states"],
+)
+def test_every_pair_of_settings_is_in_the_grid(
+    grid: tuple[Case, ...], every: tuple[Case, ...], settings: tuple[str, ...]
+) -> None:
+    assert _pairs(grid, settings) == _pairs(every, settings)
+
+
+def _pairs(cases: tuple[Case, ...], settings: tuple[str, ...]) -> set[object]:
+    return set().union(*(values_in(case, settings, 2) for case in cases))
+
+
+def test_every_model_and_every_layout_is_in_the_grid() -> None:
+    assert min(Counter(case.layout for case in GRID).values()) >= 3
+    for variant in VARIANTS:
+        found = {case.layout for case in GRID if case.variant == variant}
+        assert found >= {"data 2 x tensor 1", "data 1 x tensor 2", "data 1 x tensor 2 + sequence"}
+        assert any("tensor 4" in layout for layout in found)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", (*EVERY_PIPELINE, *EVERY_STATE), ids=name_of)
+@pytest.mark.parametrize("case", (*EVERY_LAYOUT, *EVERY_PIPELINE, *EVERY_STATE), ids=name_of)
 def test_every_layout(case: Case, pool: Pool, references: References) -> None:
     found = errors(run(pool, case), references.of(case))
     assert max(found.values()) < TOLERANCE, found
 
 
 def test_a_random_sample(pool: Pool, references: References) -> None:
-    """Other cases every time; HEXAD_SEED repeats those of a failure."""
+    """Other cases every time, and a step more; HEXAD_SEED repeats those of a failure."""
     seed = int(os.environ.get("HEXAD_SEED", time.time()))
     generator = random.Random(seed)
-    for case in generator.sample(EVERY_PIPELINE, 2) + generator.sample(EVERY_STATE, 2):
-        case = replace(case, samples=generator.randint(1, 6) * case.variant.micro * case.data)
+    for case in (generator.choice(EVERY_PIPELINE), generator.choice(EVERY_STATE)):
+        samples = generator.randint(1, 6) * case.variant.micro * case.data
+        case = replace(case, samples=samples, steps=3)
         found = errors(run(pool, case), references.of(case))
         assert max(found.values()) < TOLERANCE, f"HEXAD_SEED={seed}: {name_of(case)}: {found}"
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import pytest
 
 from ..pool import Pool
-from .command import FOUR, Process, RunFile, wait_until_gone
+from .command import FOUR, Process, RunFile, wait_until_gone, write_run
 from .conftest import MakeRun
 
 Start = Callable[..., Process]
+TWO = ("parallel.data=2",)
 
 
 def kill_a_rank(run: RunFile, process: Process, rank: int, world: int) -> None:
@@ -33,13 +34,36 @@ def kill_a_rank(run: RunFile, process: Process, rank: int, world: int) -> None:
     assert run.checkpoints and run.newest.is_dir()
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, data: str, pool: Pool) -> RunFile:
+    """An uninterrupted run of 24 steps on data 2."""
+    run = write_run(tmp_path_factory.mktemp("two"), data, run={"steps": 24})
+    assert run.world(pool, 2, *TWO) == [(0, "")] * 2
+    return run
+
+
+LAYOUTS = pytest.mark.parametrize(
+    ("world", "layout", "uninterrupted"),
+    [(2, TWO, "two"), pytest.param(4, FOUR, "four", marks=pytest.mark.slow)],
+    ids=["two ranks", "four ranks"],
+)
+"""Each rank that is started imports PyTorch: two by default."""
+
+
+@LAYOUTS
 def test_a_killed_rank_ends_the_run_which_then_resumes_exactly(
-    make_run: MakeRun, start: Start, four: RunFile, pool: Pool
+    make_run: MakeRun,
+    start: Start,
+    pool: Pool,
+    request: pytest.FixtureRequest,
+    world: int,
+    layout: tuple[str, ...],
+    uninterrupted: str,
 ) -> None:
     run = make_run(run={"steps": 24})
-    kill_a_rank(run, start(run.arguments(*FOUR)), 2, 4)
-    assert run.world(pool, 4, *FOUR) == [(0, "")] * 4
-    assert run.losses == four.losses
+    kill_a_rank(run, start(run.arguments(*layout)), world // 2, world)
+    assert run.world(pool, world, *layout) == [(0, "")] * world
+    assert run.losses == request.getfixturevalue(uninterrupted).losses
     assert run.checkpoints == [16, 20, 24] and run.newest.name == "step-00000024"
 
 
@@ -82,18 +106,25 @@ def test_a_rank_of_a_pipeline_killed_in_the_middle_of_a_step(make_run: MakeRun, 
     wait_until_gone(ranks.values(), 5)
 
 
+@LAYOUTS
 def test_killing_the_command_leaves_no_rank_behind(
-    make_run: MakeRun, start: Start, four: RunFile, pool: Pool
+    make_run: MakeRun,
+    start: Start,
+    pool: Pool,
+    request: pytest.FixtureRequest,
+    world: int,
+    layout: tuple[str, ...],
+    uninterrupted: str,
 ) -> None:
     run = make_run(run={"steps": 24})
-    process = start(run.arguments(*FOUR))
+    process = start(run.arguments(*layout))
     process.wait_for_step(run, 6)
     ranks = process.ranks()
     os.killpg(process.popen.pid, signal.SIGKILL)
     assert process.wait(10).status == -signal.SIGKILL
     wait_until_gone(ranks.values(), 10)
-    assert run.world(pool, 4, *FOUR) == [(0, "")] * 4
-    assert run.losses == four.losses
+    assert run.world(pool, world, *layout) == [(0, "")] * world
+    assert run.losses == request.getfixturevalue(uninterrupted).losses
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

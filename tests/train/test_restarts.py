@@ -21,7 +21,7 @@ from .kills import kill_at_random
 Start = Callable[..., Process]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_killed_ranks_restart_and_lose_nothing_but_steps(
     make_run: MakeRun, start: Start, pool: Pool, kills: int
 ) -> None:

@@ -13,7 +13,7 @@ from hexad.config import AgreedError, Config
 
 from .environment import Environment
 from .rendezvous import meet
-from .stop import POLITE_SIGNALS
+from .stop import STOP_SIGNALS
 
 log = logging.getLogger("hexad")
 
@@ -22,14 +22,14 @@ _POLL = 0.2  # seconds
 _FAREWELL = 10.0  # seconds
 
 
-def stand_by(config: Config, here: Environment, members: int) -> None:
+def wait_idle(config: Config, here: Environment, members: int) -> None:
     """Wait until the run has ended. Stop signals are handled by the training ranks, which end the run.
 
     Raises:
         AgreedError: the run ended with it.
         CommError: the run ended without a message.
     """
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in POLITE_SIGNALS}
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         store = meet(here, members, config.run.timeout)
         while not store.check([_END]):
@@ -37,7 +37,7 @@ def stand_by(config: Config, here: Environment, members: int) -> None:
         error = store.get(_END).decode()
         store.add(_LEFT, 1)
     except (dist.DistNetworkError, dist.DistStoreError) as gone:
-        raise CommError(f"standby rank {here.rank} lost the run: {gone}") from gone
+        raise CommError(f"idle rank {here.rank} lost its connection to the run: {gone}") from gone
     finally:
         for number, action in previous.items():
             signal.signal(number, action)

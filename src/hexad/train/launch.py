@@ -114,7 +114,7 @@ def launch(config: Config) -> Iterator[Run]:
     Raises:
         ConfigError: settings that do not fit the world, before any process group is made.
         HexadError: the rendezvous failed (a port in use, an unreachable host), or the layout has no work for
-            this rank (``faults.idle_ranks``; see :func:`hexad.train.idle.stand_by`).
+            this rank (``faults.idle_ranks``; see :func:`hexad.train.idle.wait_idle`).
         CommError: a rank that had been there is gone.
     """
     here = environment()
@@ -191,4 +191,4 @@ def _meeting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's errors of stores and connections are among them
-        raise CommError(f"the ranks could not meet: {error}") from error
+        raise CommError(f"the process group could not be set up: {error}") from error

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import registry
 from hexad.config import USER_ERROR
 
 from .environment import HELD_BACK, hold_back_notice
-from .stop import POLITE_SIGNALS
+from .stop import STOP_SIGNALS
 
 _GRACE = 5.0
 """Seconds for ranks that have lost a peer to end by themselves; torch's default is 30."""
@@ -75,7 +75,7 @@ class _Agent(LocalElasticAgent):
         hold_back_notice()
         processes = super()._start_workers(worker_group)
         # After super(): torch sets handlers of its own when it starts the processes.
-        for number in POLITE_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._hand_on)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {HELD_BACK})
         if self.asked:  # while no rank was running
@@ -193,7 +193,7 @@ def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalO
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     # It would log every signal it sends; LocalOutcome has one line.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    previous = {number: signal.getsignal(number) for number in POLITE_SIGNALS}
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with tempfile.TemporaryDirectory(prefix="hexad-launch-") as scratch:
         place = rendezvous.RendezvousParameters(
             backend="c10d",

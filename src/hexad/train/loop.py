@@ -32,7 +32,7 @@ from hexad.topology.mesh import Mesh
 from .engine import Engine
 from .environment import environment
 from .faults import StepResult
-from .idle import stand_by
+from .idle import wait_idle
 from .launch import Run, launch
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
@@ -59,7 +59,7 @@ def train(config: Config) -> Outcome:
     here = environment()
     members = working_layout(config, here.world).world
     if here.rank >= members:
-        stand_by(config, here, members)
+        wait_idle(config, here, members)
         return Outcome(0, None)
     with launch(config) as run, ExitStack() as stack:
         open_run_directory(config.run, run, stack)
@@ -97,7 +97,7 @@ class Trainer:
         self.flops = flops_per_token(config.model, config.data.sequence)
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
-        self._went_back: str | None = None
+        self._recovery: str | None = None
         run.agreed(lambda: self._write("config.yaml", dump_config(self.config)))
 
     def _write(self, name: str, text: str) -> None:
@@ -175,8 +175,8 @@ class Trainer:
         """The reaction to a faulty step (``stop``, ``skip``, ``roll_back``), recorded in its metrics;
         None for other steps."""
         guard = self.engine.guard
-        if self._went_back is not None:
-            metrics["fault"], self._went_back = self._went_back, None
+        if self._recovery is not None:
+            metrics["fault"], self._recovery = self._recovery, None
         if result.fault is None:
             return None
         action = guard.action(result.fault)
@@ -211,11 +211,11 @@ class Trainer:
             raise AgreedError(f"{metrics['fault']}; no checkpoint to roll back to yet (checkpoint.every)")
         _, manifest = found
         engine.rolled_back(manifest.progress, samples)
-        self._went_back = (
+        self._recovery = (
             f"{metrics['fault']}: rolled back to step {engine.step}, skipping samples {manifest.samples} "
             f"to {samples - 1}"
         )
-        log.warning(self._went_back)
+        log.warning(self._recovery)
 
     def _log_due(self, metrics: Metrics) -> bool:
         due = metrics["step"] % self.config.log.every == 0 or metrics["step"] == self.config.run.steps

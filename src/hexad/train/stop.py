@@ -17,7 +17,7 @@ from .environment import HELD_BACK
 SAVE_FAILED = "save failed"
 _SAVE_FAILED_NUMBER = 255  # above every signal's
 _ONE_REQUEST = 0.5  # seconds
-POLITE_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is the signal with which SLURM and others announce pre-emption."""
 
 
@@ -38,7 +38,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in POLITE_SIGNALS:
+            for number in STOP_SIGNALS:
                 self._previous[number] = signal.signal(number, self._receive)
             # A blocked signal is delivered now.
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {HELD_BACK})

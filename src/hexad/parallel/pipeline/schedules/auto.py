@@ -13,7 +13,7 @@ from itertools import product
 from ..schedule import Schedule, ScheduleError, looped, v_shaped
 from ..simulate import Costs, peak_memory, simulate
 from .gpipe import gpipe
-from .greedy import Taste, greedy
+from .greedy import Preference, greedy
 from .one_forward_one_backward import interleaved, one_forward_one_backward
 from .v_shaped import dualpipe_v, zb_v
 from .zero_bubble import zb_h1, zb_h2
@@ -140,58 +140,58 @@ def _candidates(
     fitting = [option for option in options if max(_shares(*option)) <= memory * (1 + _SLACK)]
     left = effort
     for turn in zip(*(_recipes(*option, pipeline, memory) for option in fitting)):
-        for (placement, costs), (taste, name) in zip(fitting, turn):
+        for (placement, costs), (preference, name) in zip(fitting, turn):
             size = 3 * len(placement) * microbatches
             # One is always tried: with little memory, possibly no named schedule fits.
             if left < effort and left < size:
                 return
             left -= size
             follow = known[placement, name] if name else None
-            found = greedy(placement, microbatches, costs, memory, taste, follow)
+            found = greedy(placement, microbatches, costs, memory, preference, follow)
             if found is not None:
                 yield found, costs
 
 
 def _recipes(
     placement: Placement, costs: Costs, pipeline: int, memory: float
-) -> Iterator[tuple[Taste, str | None]]:
+) -> Iterator[tuple[Preference, str | None]]:
     """Heuristics, some with a schedule to follow, in order of their usual gain."""
     most = int(memory / max(_shares(placement, costs)) * len(placement) / pipeline * (1 + _SLACK))
     slope = (most - 1) / max(pipeline - 1, 1)
     ahead = tuple(1 + int(slope * (pipeline - 1 - rank)) for rank in range(pipeline))
     debt = tuple(most - count for count in ahead)
     if len(placement) == pipeline:
-        yield Taste("FB", debt=debt), None
-        yield Taste("F", fill=1, ahead=ahead, debt=debt), None
-        yield Taste(), "1f1b"
-        yield Taste("F", ahead=ahead, debt=debt), None
-        yield Taste(), "zb_h2"
-        yield Taste("FB", fill=0, debt=debt), None
-        yield Taste("B", ahead=tuple(range(pipeline, 0, -1))), None
-        yield Taste("FB", fill=1, debt=debt), None
+        yield Preference("FB", debt=debt), None
+        yield Preference("F", fill=1, ahead=ahead, debt=debt), None
+        yield Preference(), "1f1b"
+        yield Preference("F", ahead=ahead, debt=debt), None
+        yield Preference(), "zb_h2"
+        yield Preference("FB", fill=0, debt=debt), None
+        yield Preference("B", ahead=tuple(range(pipeline, 0, -1))), None
+        yield Preference("FB", fill=1, debt=debt), None
         follow = "zb_h1"
     elif placement == v_shaped(pipeline):
-        yield Taste("FB", fill=0), None
-        yield Taste(fill=0), "zb_v"
-        yield Taste("B"), None
-        yield Taste("FB"), None
-        yield Taste(), "zb_v"
-        yield Taste("F", deep=False, fill=0), None
-        yield Taste("F", fill=1), None
-        yield Taste(fill=1), "zb_v"
+        yield Preference("FB", fill=0), None
+        yield Preference(fill=0), "zb_v"
+        yield Preference("B"), None
+        yield Preference("FB"), None
+        yield Preference(), "zb_v"
+        yield Preference("F", deep=False, fill=0), None
+        yield Preference("F", fill=1), None
+        yield Preference(fill=1), "zb_v"
         follow = "dualpipe_v"
     else:
-        yield Taste("FB", fill=0, debt=debt), None
-        yield Taste("B"), None
-        yield Taste("FB", debt=debt), None
-        yield Taste("F", deep=False), None
-        yield Taste(fill=0), "interleaved"
-        yield Taste("FB", fill=0), None
-        yield Taste("F", deep=False, fill=1, debt=debt), None
-        yield Taste("F", fill=0, debt=debt), None
+        yield Preference("FB", fill=0, debt=debt), None
+        yield Preference("B"), None
+        yield Preference("FB", debt=debt), None
+        yield Preference("F", deep=False), None
+        yield Preference(fill=0), "interleaved"
+        yield Preference("FB", fill=0), None
+        yield Preference("F", deep=False, fill=1, debt=debt), None
+        yield Preference("F", fill=0, debt=debt), None
         follow = "interleaved"
-    yield Taste(fill=0), follow
-    yield Taste(), follow
+    yield Preference(fill=0), follow
+    yield Preference(), follow
     for first, deep, fill in product(("B", "F", "FB"), (True, False), (0, 0.5, 1)):
-        yield Taste(first, deep, fill), None
-        yield Taste(first, deep, fill, debt=debt), None
+        yield Preference(first, deep, fill), None
+        yield Preference(first, deep, fill, debt=debt), None

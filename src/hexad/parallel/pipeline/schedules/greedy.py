@@ -14,7 +14,7 @@ _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
-class Taste:
+class Preference:
     """A heuristic: which action a rank prefers.
 
     Attributes:
@@ -40,7 +40,7 @@ def greedy(
     microbatches: int,
     costs: Costs,
     memory: float,
-    taste: Taste,
+    preference: Preference,
     follow: Schedule | None = None,
 ) -> Schedule | None:
     """A schedule in which no rank ever holds more than ``memory``.
@@ -53,14 +53,14 @@ def greedy(
         microbatches: of the step.
         costs: of the stages.
         memory: in the unit of :attr:`Costs.activation`; at least one microbatch's of all stages of a rank.
-        taste: the heuristic.
+        preference: the heuristic.
         follow: forwards and backwards keep their order in this schedule (a backward is B or BW), and only the
             weight gradients are moved.
 
     Returns:
         None if ``follow`` does not fit into the memory.
     """
-    run = _Run(placement, microbatches, costs, memory, taste, follow)
+    run = _Run(placement, microbatches, costs, memory, preference, follow)
     run.carry_out()
     if sum(map(len, run.orders)) < 3 * len(placement) * microbatches:
         return None
@@ -80,10 +80,10 @@ class _Run:
         microbatches: int,
         costs: Costs,
         memory: float,
-        taste: Taste,
+        preference: Preference,
         follow: Schedule | None,
     ) -> None:
-        self.placement, self.costs, self.taste = placement, costs, taste
+        self.placement, self.costs, self.preference = placement, costs, preference
         pipeline, stages = max(placement) + 1, len(placement)
         self.pipeline = pipeline
         self.orders: list[list[Action]] = [[] for _ in range(pipeline)]
@@ -116,11 +116,11 @@ class _Run:
                 self._begin(rank, now, *choice, events)
 
     def _choose(self, rank: int, now: float) -> tuple[str, int] | None:
-        taste, counts = self.taste, self.counts
+        preference, counts = self.preference, self.counts
         owed = self._owed(rank)
-        if owed is not None and taste.debt is not None:
+        if owed is not None and preference.debt is not None:
             done, begun = counts["B"], counts["W"]
-            if sum(done[s] - begun[s] for s in self.stages[rank]) > taste.debt[rank]:
+            if sum(done[s] - begun[s] for s in self.stages[rank]) > preference.debt[rank]:
                 return "W", owed
         if self.plans is not None:
             choice, ready = self._planned(rank)
@@ -128,7 +128,7 @@ class _Run:
             choice, ready = self._preferred(rank, now)
         if choice is not None and ready <= now:
             return choice
-        if owed is None or ready - now < taste.fill * self.seconds["W"][owed]:
+        if owed is None or ready - now < preference.fill * self.seconds["W"][owed]:
             return None
         return "W", owed
 
@@ -149,7 +149,7 @@ class _Run:
             if forward_ready < backward_ready:
                 return ("F", forward), forward_ready
             return ("B", backward), backward_ready
-        first = self.taste.first
+        first = self.preference.first
         if first == "B" or (first == "FB" and self.last[rank] == "F"):
             return ("B", backward), now
         return ("F", forward), now
@@ -159,7 +159,7 @@ class _Run:
         best, ready = -1, _NEVER
         begun, inputs = self.counts[kind], self.inputs[kind]
         own = self.stages[rank]
-        for stage in reversed(own) if kind == "B" or self.taste.deep else own:
+        for stage in reversed(own) if kind == "B" or self.preference.deep else own:
             number = begun[stage]
             if number < len(inputs[stage]):
                 arrival = inputs[stage][number]
@@ -171,7 +171,7 @@ class _Run:
     def _admitted(self, rank: int, stage: int) -> bool:
         if self.needs[stage] > self.room[rank]:
             return False
-        ahead = self.taste.ahead
+        ahead = self.preference.ahead
         return ahead is None or self.counts["F"][stage] - self.counts["B"][stage] < ahead[rank]
 
     def _planned(self, rank: int) -> tuple[tuple[str, int] | None, float]:

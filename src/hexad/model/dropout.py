@@ -115,8 +115,11 @@ class Dropper:
             dtype: of the result.
         """
         numbers = torch.arange(first, first + columns, dtype=torch.int32, device=keys.device)
-        # Multiplying by an odd constant spreads neighbouring columns before they meet the key.
-        hashes = _mix_(_mix_(numbers.mul_(0x9E3779B1 - (1 << 32))) ^ keys[0].unsqueeze(-1))
+        # Multiplying by the odd 0x9E3779B1 spreads neighbouring columns before they meet the key. In halves:
+        # torch's compiler makes an arange's factor its step, and a large one overflows in C++ (with AVX-512 and
+        # gcc 12 it crashes).
+        spread = ((numbers * 0x9E37) << 16) + numbers * 0x79B1
+        hashes = _mix_(_mix_(spread) ^ keys[0].unsqueeze(-1))
         hashes ^= keys[1].unsqueeze(-1)
         kept = hashes >= int(self.rate * (1 << 32)) - _HALF
         return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))

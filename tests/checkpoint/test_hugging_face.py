@@ -281,20 +281,32 @@ def test_slices_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         theirs.assert_same_tensors(source, tmp_path / f"{name}-out")
 
 
-def test_switches_choose_the_architecture(tmp_path: Path) -> None:
-    """A llama with biases is what transformers calls qwen2, one with odd widths a mistral."""
-    for model, family in (({"qkv_bias": True}, "qwen2"), ({"hidden": 22, "head_dim": 6}, "mistral")):
-        where = tmp_path / family
-        where.mkdir()
-        run = small_run(where, "llama", **model)
-        assert run.train().status == 0
-        document = convert("export", run.directory, where / "out")
-        assert document["family"] == family
-        assert document["notes"][0].startswith(f"written as {family}")
-        with theirs.exact_norms(), torch.no_grad():
-            wanted = theirs.load(where / "out")(batch(257)[:, :16]).logits
-        found = logits(run.directory, batch(257)[:, :16])
-        assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-10
+_SWITCHED = [
+    ("llama", {"qkv_bias": True}, "qwen2"),
+    ("llama", {"hidden": 22, "head_dim": 6}, "mistral"),
+    ("llama", {"head_dim": 8, "rotary_fraction": 0.5}, "phi3"),
+    ("phi3", {"qkv_bias": True}, "qwen2"),
+    ("phi3", {"qk_norm": True}, "qwen3"),
+]
+
+
+@pytest.mark.parametrize(("ours", "options", "family"), _SWITCHED)
+def test_switches_choose_the_architecture(
+    ours: str, options: dict[str, Any], family: str, tmp_path: Path
+) -> None:
+    """A llama with biases is what transformers calls qwen2, one with odd widths a mistral.
+
+    Tensors have the names, and are fused as, in the family that is written.
+    """
+    run = small_run(tmp_path, ours, **options)
+    assert run.train().status == 0
+    document = convert("export", run.directory, tmp_path / "out")
+    assert document["family"] == family
+    assert document["notes"][0].startswith(f"written as {family}")
+    with theirs.exact_norms(), torch.no_grad():
+        wanted = theirs.load(tmp_path / "out")(batch(257)[:, :16]).logits
+    found = logits(run.directory, batch(257)[:, :16])
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-10
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:

@@ -92,3 +92,14 @@ def test_the_tokenizer_is_read_only_where_it_must_be(tmp_path: Path) -> None:
     assert resolve(config_of(data=missing, model={"vocab": 300}), TWO).config.model.vocab == 300
     with pytest.raises(ConfigError, match=r"model\.vocab: found 300, less than the tokenizer's 301"):
         resolve(config_of(model={"vocab": 300}), TWO, vocab=301)
+
+
+def test_a_configuration_without_files_is_completed_first() -> None:
+    found = resolve(Config(), Layout(world=1), vocab=100).config.model
+    assert (found.vocab, found.head_dim) == (100, found.hidden // found.heads)
+
+
+def test_learned_positions_have_no_rotary_fraction() -> None:
+    config = load_config({"model": {"family": "gpt2", "vocab": 100, "rotary_fraction": 0.5}})
+    with pytest.raises(ConfigError, match="model.rotary_fraction.*0.5.*gpt2 has learned positions"):
+        resolve(config, Layout(world=1))

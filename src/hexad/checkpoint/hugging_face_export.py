@@ -11,6 +11,7 @@ import torch
 
 from hexad.config import Config, HexadError
 from hexad.model.configuration import build_config
+from hexad.model.families import Family
 from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
 
 from .directory import write_durably
@@ -103,12 +104,12 @@ def export_model(
     notes = []
     if kind.name != config.model.family:
         notes.append(
-            f"written as {kind.name}: {config.model.family} has no such biases, norms or sizes there"
+            f"written as {kind.name}: {config.model.family} has no such biases, norms, rotation or sizes"
         )
     if "dropout" not in kind.keys and config.model.dropout:
         notes.append(f"model.dropout {config.model.dropout} cannot be stored in its {CONFIG_FILE}")
     wanted = None if dtype == "auto" and checkpoint.manifest.weights_only else FORMATS[_format(config, dtype)]
-    targets = _targets(checkpoint, config, wanted)
+    targets = _targets(checkpoint, config, kind, wanted)
     stored = {checkpoint.manifest.tensors[f"model.{name}"].dtype for t in targets for name, _ in t.parts}
     word = _word(max(targets, key=lambda target: target.nbytes).dtype)
     narrowed = [name for name in sorted(stored) if wanted is not None and _narrows(name, wanted)]
@@ -129,10 +130,12 @@ def _format(config: Config, dtype: str) -> str:
     return config.precision.dtype if dtype == "auto" else dtype
 
 
-def _targets(checkpoint: Checkpoint, config: Config, dtype: torch.dtype | None) -> list[_Target]:
-    """Their tensors; without ``dtype`` in the format in which they are stored."""
+def _targets(
+    checkpoint: Checkpoint, config: Config, kind: Family, dtype: torch.dtype | None
+) -> list[_Target]:
+    """Their tensors, of family ``kind``; without ``dtype`` in the format in which they are stored."""
     parts: dict[str, list[tuple[str, PublishedTensor]]] = {}
-    for ours, place in published_tensors(config.model).items():
+    for ours, place in published_tensors(config.model, kind).items():
         parts.setdefault(place.name, []).append((ours, place))
     targets = []
     for name, found in parts.items():

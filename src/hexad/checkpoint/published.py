@@ -51,12 +51,14 @@ class PublishedTensor:
         return tensor.t() if self.transposed else tensor
 
 
-def published_tensors(model: ModelSettings) -> dict[str, PublishedTensor]:
-    """Our global tensor name -> where it stands in the family's published state dict.
+def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[str, PublishedTensor]:
+    """Our global tensor name -> where it stands in a published state dict.
 
-    ``model`` is resolved: its sizes are numbers.
+    Args:
+        model: resolved: its sizes are numbers.
+        kind: the family as which the files are written; by default the model's own.
     """
-    kind = family(model.family)
+    kind = kind or family(model.family)
     weights = ModelInventory(model).weights()
     fused: dict[str, list[Weight]] = {}
     for weight in weights.values():

@@ -116,8 +116,8 @@ class Dropper:
         """
         numbers = torch.arange(first, first + columns, dtype=torch.int32, device=keys.device)
         # Multiplying by the odd 0x9E3779B1 spreads neighbouring columns before they meet the key. In halves:
-        # torch's compiler makes an arange's factor its step, and a large one overflows in C++ (with AVX-512 and
-        # gcc 12 it crashes).
+        # torch's compiler makes an arange's factor its step, and a large one overflows in C++ (a crash with
+        # AVX-512 and gcc 12).
         spread = ((numbers * 0x9E37) << 16) + numbers * 0x79B1
         hashes = _mix_(_mix_(spread) ^ keys[0].unsqueeze(-1))
         hashes ^= keys[1].unsqueeze(-1)

@@ -101,6 +101,12 @@ def _model(config: Config) -> Iterator[ConfigError]:
     if not rotary and (model.rope_scaling is not None or model.qk_norm):
         field = "model.rope_scaling" if model.rope_scaling is not None else "model.qk_norm"
         yield ConfigError(field, f"{model.family} has no rotary positions and no query/key norm; remove it")
+    if not rotary and model.rotary_fraction != 1.0:
+        yield ConfigError(
+            "model.rotary_fraction",
+            f"found {model.rotary_fraction}, but {model.family} has learned positions, not rotary ones; "
+            "remove it",
+        )
 
 
 def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:

@@ -44,8 +44,9 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None) -> Resolve
     Raises:
         ConfigError: naming the setting that does not fit, the value found and the fix.
     """
-    check_config(config, layout)
     model = complete_model(config.model, config.data.sequence)
+    config = config.model_copy(update={"model": model})
+    check_config(config, layout)
     if model.vocab == "auto":
         model = model.model_copy(update={"vocab": _tokenizer_vocab(config) if vocab is None else vocab})
     elif vocab is not None and model.vocab < vocab:

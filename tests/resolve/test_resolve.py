@@ -101,5 +101,5 @@ def test_a_configuration_without_files_is_completed_first() -> None:
 
 def test_learned_positions_have_no_rotary_fraction() -> None:
     config = load_config({"model": {"family": "gpt2", "vocab": 100, "rotary_fraction": 0.5}})
-    with pytest.raises(ConfigError, match="model.rotary_fraction.*0.5.*gpt2 has learned positions"):
+    with pytest.raises(ConfigError, match=r"model.rotary_fraction.*0.5.*gpt2 has learned positions"):
         resolve(config, Layout(world=1))

@@ -148,6 +148,26 @@ def test_plain_modules_train_as_in_a_plain_loop(
             torch.testing.assert_close(values, weights[name][where], rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_the_loss_scale_of_fp16_is_no_part_of_the_norm(own_loop: bool) -> None:
+    norms = {}
+    for dtype in ("fp32", "fp16"):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        config = config_of(0, precision={"dtype": dtype})
+        mesh = Mesh.create(Layout(world=1), CPU)
+        engine = Engine(model, mesh, config, compute=lambda model, x, *_: model(x).float().square().mean())
+        x = batch(0)[0].to(torch.float16 if dtype == "fp16" else torch.float32)
+        engine.begin(1)
+        if own_loop:
+            (model(x).float().square().mean() * engine.scaler.scale).backward()
+        else:
+            engine.accumulate([x])
+        engine.reduce()
+        norms[dtype] = engine.update(0.0)
+    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=2e-2)
+
+
 def test_complete_steps_are_those_of_a_language_model() -> None:
     engine = Engine(Plain().double(), Mesh.create(Layout(world=1), CPU), config_of(0))
     with pytest.raises(HexadError, match="begin, accumulate, reduce and update"):

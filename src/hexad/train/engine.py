@@ -173,7 +173,7 @@ class Engine:
     def begin(self, microbatches: int) -> None:
         """Start accumulating the gradients of this many microbatches: of :meth:`accumulate`, or of backward
         passes of the caller's own, each of a loss already divided by what it is averaged over in the whole
-        global batch."""
+        global batch, and multiplied by ``engine.scaler.scale`` (1 except in fp16)."""
         if self.config.run.compile:
             self.gatherer.settle()
         self.gradients.begin(microbatches)
@@ -187,14 +187,15 @@ class Engine:
 
         Args:
             microbatches: what ``compute`` takes.
-            scale: what the sum of all losses is multiplied by before it is differentiated.
+            scale: what the sum of all losses is multiplied by before it is differentiated; the loss scale
+                of fp16 comes on top.
             record: time the pipeline's actions, see :meth:`recorded`.
 
         Returns:
             float64 sum of the losses on the rank of the last stage; None on others.
         """
         executor = self._executor(len(microbatches), training=True)
-        total = executor.run(list(microbatches), scale, record)
+        total = executor.run(list(microbatches), scale * self.scaler.scale, record)
         if record:
             self._recorded = (executor.began, executor.times)
         return total
@@ -241,8 +242,7 @@ class Engine:
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
         targets = language.targets(counting.wait())
         tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
-        scale = self.scaler.scale
-        total = self.accumulate(tasks, scale / targets, record)
+        total = self.accumulate(tasks, 1.0 / targets, record)
         total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         loss = all_reduce_async(total, language.axis)
         self.reduce()
@@ -251,6 +251,7 @@ class Engine:
         lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
         limit = self.guard.limit
         veto = None if limit is None else self._veto(loss, limit * targets)
+        loss_scale = self.scaler.scale
         norm = self.update(lr, veto)
         self.samples += sum(each.tokens.shape[0] for each in placed) * self.mesh.data.size
         finite = math.isfinite(norm)
@@ -260,7 +261,7 @@ class Engine:
         if not finite and self.scaler.exhausted:
             fault = "not_finite"
         self.guard.record(self.step, mean, finite and not spike, fault)
-        return StepResult(self.step, mean, norm, lr, targets, not finite or spike, scale, fault, limit)
+        return StepResult(self.step, mean, norm, lr, targets, not finite or spike, loss_scale, fault, limit)
 
     def _veto(self, loss: Pending, limit: float) -> Pending:
         """Start asking whether any rank finds the sum of the losses above a limit."""

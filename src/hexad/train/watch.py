@@ -21,7 +21,8 @@ class Watch:
     Shortly before ``timeout`` seconds without progress, when the peers of a hung rank are about to time out,
     the stacks of all threads and the collective that the rank waits for are written to the log. The rank is
     not ended: a long compilation or save may take that long. Before the first step they are written to the
-    log file only, not to stderr.
+    log file only, not to stderr. A rank that was itself stopped for so long writes them as soon as it runs
+    again, even if it is about to end: its peers have gone by then.
 
     If a hanging thread holds Python's lock, this thread cannot run either. A timer in C then writes the
     stacks. It is reset as long as this thread runs: reading the stacks of running threads can crash the
@@ -55,23 +56,28 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def _look(self) -> None:
-        seen, since, told = -1, 0.0, False
-        while True:
-            now = time.monotonic()
+        looked = since = time.monotonic()
+        seen, told, over = self._trace.changes, False, False
+        while not over:
             faulthandler.dump_traceback_later(self._limit, file=self._file)
-            if self._trace.changes != seen:
+            over = _in_the_stack(self.words(), lambda: self._over.wait(self._interval))
+            now, before = time.monotonic(), looked
+            looked = now
+            if now - before > self._limit:  # stopped, or its lock was held: the trace cannot tell
+                self._tell(f"no progress for {now - before:.0f} s, in which this process did not run")
+            elif self._trace.changes != seen:
                 seen, since, told = self._trace.changes, now, False
             elif now - since > self._limit and not told:
                 told = True
-                idle, words = now - since, self.words()
-                text = f"no progress for {idle:.0f} s (run.timeout is {self._timeout:.0f} s); {words}"
-                if self._trace.step:
-                    log.warning(text)
-                else:
-                    print(text, file=self._file, flush=True)
-                faulthandler.dump_traceback(self._file)
-            if _in_the_stack(self.words(), lambda: self._over.wait(self._interval)):
-                return
+                self._tell(f"no progress for {now - since:.0f} s")
+
+    def _tell(self, what: str) -> None:
+        text = f"{what} (run.timeout is {self._timeout:.0f} s); {self.words()}"
+        if self._trace.step:
+            log.warning(text)
+        else:
+            print(text, file=self._file, flush=True)
+        faulthandler.dump_traceback(self._file)
 
     def words(self) -> str:
         """Step, and the collective this rank waits in or has last finished."""

@@ -148,6 +148,56 @@ def test_plain_modules_train_as_in_a_plain_loop(
             torch.testing.assert_close(values, weights[name][where], rtol=1e-10, atol=1e-12, msg=name)
 
 
+def skipping_loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor, int], *_: Any) -> torch.Tensor:
+    """Of a part that leaves out one of the layers, another one on every rank and in every microbatch."""
+    x, y, skipped = part
+    x = model.first(x)
+    for number, layer in enumerate(model.layers):
+        x = x if number == skipped else layer(x)
+    return (model.last(x * model.gain) - y).square().sum() / (ROWS * WIDTH)
+
+
+def skipping_engine(zero: int, microbatches: int) -> list[float]:
+    world = torch.distributed.get_world_size()
+    mesh = Mesh.create(Layout(world=world, data=world), CPU)
+    engine = Engine(Plain().double(), mesh, config_of(zero), compute=skipping_loss)
+    norms = []
+    for step in range(STEPS):
+        parts = list(zip(*(each.chunk(world * microbatches) for each in batch(step)), range(ROWS)))
+        engine.begin(microbatches)
+        engine.accumulate(parts[mesh.rank * microbatches : (mesh.rank + 1) * microbatches])
+        engine.reduce()
+        norms.append(engine.update(0.02))
+    return norms
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_data_ranks_may_leave_out_different_parameters(zero: int, pool: Pool) -> None:
+    model = Plain().double()
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": vectors}]
+    groups[1]["weight_decay"] = 0.0
+    optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), weight_decay=0.1)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in zip(*(each.chunk(6) for each in batch(step)), range(6)):
+            skipping_loss(model, part).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+    for found in pool.run(3, skipping_engine, zero, 2):
+        assert found == pytest.approx(norms, rel=1e-5)  # torch's clipping adds 1e-6 to the norm
+
+
+def test_more_backward_passes_than_announced_are_refused() -> None:
+    model = Plain().double()
+    engine = Engine(model, Mesh.create(Layout(world=1), CPU), config_of(0))
+    engine.begin(1)
+    model(batch(0)[0]).sum().backward()
+    with pytest.raises(HexadError, match=r"more gradients than were announced: begin\(\)"):
+        model(batch(0)[0]).sum().backward()
+
+
 @pytest.mark.parametrize("own_loop", [True, False])
 def test_the_loss_scale_of_fp16_is_no_part_of_the_norm(own_loop: bool) -> None:
     norms = {}

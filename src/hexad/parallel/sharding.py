@@ -93,7 +93,7 @@ class Declared:
         parameter: this rank's tensor.
         declaration: what it holds.
         positions: this rank's place along the axes that divide it.
-        uses: how many modules use it.
+        uses: how many modules use it, and each contribute to its gradient.
         plain: no module has declared it, and its values are those the module came with.
     """
 
@@ -119,7 +119,8 @@ def declared_parameters(*stages: nn.Module) -> list[Declared]:
     for path, module in chain.from_iterable(stage.named_modules() for stage in stages):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in found:
-                found[parameter] = replace(found[parameter], uses=found[parameter].uses + 1)
+                if not found[parameter].plain:  # autograd adds up what it computes for all uses
+                    found[parameter] = replace(found[parameter], uses=found[parameter].uses + 1)
             elif isinstance(module, ShardedModule) and name in module.declarations:
                 found[parameter] = Declared(parameter, module.declarations[name], module.shard.positions)
             else:

@@ -66,7 +66,7 @@ class StateBuffers:
 
     # As Rounds decides
 
-    def start(self, bucket: int, first: bool) -> None:
+    def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
         """A reduction starts."""
         plan = self._buckets[bucket]
         # The first shard is summed where it belongs, later ones beside it.

@@ -58,7 +58,9 @@ class Gradients:
             pool,
         )
         self._keeps = all(each.zero < 2 for each in sharding.values())
-        self._rounds = Rounds([bucket.plan for bucket in buckets], 0 if self._keeps else 2, self)
+        plain = any(declared.plain for bucket in buckets for declared in bucket.members)
+        plans = [bucket.plan for bucket in buckets]
+        self._rounds = Rounds(plans, 0 if self._keeps else 2, self, turns=plain)
         self._reducing: dict[int, deque[tuple[Pending, torch.Tensor]]] = {}
         self._summing: list[Pending] = []
         self._deferred: Deferred | None = None
@@ -135,9 +137,6 @@ class Gradients:
     def finish(self) -> None:
         """Reduce what has not been reduced yet and wait for everything; a gradient that nothing contributed
         to is zero."""
-        for number, members in self._rounds.unfinished():
-            for member in members:
-                self._buckets[number].view(self._whole(number), member).zero_()
         self._rounds.finish()
         self._wait()
         # Last, so that those who share a parameter end with the same bits, whatever the order in which their
@@ -164,9 +163,11 @@ class Gradients:
 
     # As Rounds decides
 
-    def start(self, number: int, first: bool) -> None:
+    def start(self, number: int, first: bool, absent: Sequence[int]) -> None:
         """Start reducing a bucket."""
         bucket, gradients = self._buckets[number], self._whole(number)
+        for member in absent:
+            bucket.view(gradients, member).zero_()
         # The first shard of a step is written where it belongs, later ones are added to it.
         out = bucket.gradient if first else None
         shards = self._sharding[bucket.traits.grid].shards

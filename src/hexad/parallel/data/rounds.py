@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from hexad.config import HexadError
+
 from .bucket_plan import BucketPlan
 
 _IN_FLIGHT = 2
@@ -16,8 +18,9 @@ _IN_FLIGHT = 2
 class Reductions(Protocol):
     """Carries out what :class:`Rounds` decides."""
 
-    def start(self, bucket: int, first: bool) -> None:
-        """All gradients of a bucket are complete: reduce them. ``first``: of the step."""
+    def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
+        """All gradients of a bucket are complete: reduce them. ``first``: of the step. ``absent``: members
+        that nothing was contributed to."""
         ...
 
     def retire(self, bucket: int, last: bool) -> None:
@@ -30,80 +33,107 @@ class Rounds:
 
     A round of a bucket ends with the last contribution to the last of its parameters; then its reduction
     starts. A round is a step; in ZeRO 2 and 3, which do not keep gradients over the step, a microbatch.
-    Reductions start in the order in which gradients are completed, which is the same on all data ranks: they
-    run the same schedule, and autograd walks each graph in reverse order of its layers.
+    Reductions must start in the same order on all data ranks. By themselves they do: ranks run the same
+    schedule, and autograd walks each graph in reverse order of its layers. Plain modules may leave out
+    parameters on some ranks, so with them buckets take turns, the last in the model first, as in PyTorch's
+    DDP: one that is complete waits for those before it, and what arrives meanwhile joins its round.
 
     Args:
         buckets: of the rank.
         zero: ``parallel.zero``.
         reductions: carries them out.
+        turns: parameters may be left out on some data ranks.
     """
 
-    def __init__(self, buckets: Sequence[BucketPlan], zero: int, reductions: Reductions) -> None:
+    def __init__(
+        self, buckets: Sequence[BucketPlan], zero: int, reductions: Reductions, turns: bool = False
+    ) -> None:
         self._buckets = buckets
         self._keeps = zero < 2
         self._reductions = reductions
+        self._turns = turns
+        self._turn = 0
         self._under_way: deque[int] = deque()
         count = len(buckets)
         self._left = [0] * count
         self._first = [True] * count
         self._missing = [0] * count
-        self._expected: list[list[int]] = [[] for _ in buckets]
+        self._due: list[list[int]] = [[] for _ in buckets]
         self._fresh: list[list[bool]] = [[] for _ in buckets]
 
     def begin(self, microbatches: int) -> None:
         """Start a step in which every parameter is contributed to by this many microbatches; what an
         interrupted step has left is retired."""
         self._drain()
-        for bucket in range(len(self._buckets)):
+        self._turn = len(self._buckets) - 1
+        for bucket, plan in enumerate(self._buckets):
             self._left[bucket] = 1 if self._keeps else microbatches
             self._first[bucket] = True
-            self._renew(bucket, microbatches if self._keeps else 1)
+            self._due[bucket] = [microbatches * each for each in plan.uses]
+            self._renew(bucket)
 
-    def _renew(self, bucket: int, microbatches: int) -> None:
+    def _renew(self, bucket: int) -> None:
         uses = self._buckets[bucket].uses
-        self._missing[bucket] = len(uses)
-        self._expected[bucket] = [microbatches * each for each in uses]
         self._fresh[bucket] = [True] * len(uses)
+        self._missing[bucket] = sum(
+            due > self._later(bucket, member) for member, due in enumerate(self._due[bucket])
+        )
+
+    def _later(self, bucket: int, member: int) -> int:
+        """Contributions to a member that belong to later rounds."""
+        return (self._left[bucket] - 1) * self._buckets[bucket].uses[member]
 
     def fresh(self, bucket: int, member: int) -> bool:
         """Whether nothing has been contributed to a parameter in this round."""
         return self._fresh[bucket][member]
 
     def added(self, bucket: int, member: int, last: bool = True) -> None:
-        """A contribution has been made; without ``last`` its next part follows."""
+        """A contribution has been made; without ``last`` its next part follows.
+
+        Raises:
+            HexadError: it is one more than were announced, for which no reduction is left.
+        """
         self._fresh[bucket][member] = False
         if not last:
             return
-        self._expected[bucket][member] -= 1
-        if self._expected[bucket][member] == 0:
+        if not self._due[bucket][member]:
+            raise HexadError(
+                "a parameter got more gradients than were announced: begin() expects the number of "
+                "microbatches, and a declared module is called once in each"
+            )
+        self._due[bucket][member] -= 1
+        if self._due[bucket][member] == self._later(bucket, member):
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0:
                 self._complete(bucket)
 
-    def unfinished(self) -> list[tuple[int, list[int]]]:
-        """(bucket, members without a contribution) of every bucket that still waits in this step, the last in
-        the model first."""
-        return [
-            (bucket, [member for member, fresh in enumerate(self._fresh[bucket]) if fresh])
-            for bucket in reversed(range(len(self._buckets)))
-            if self._left[bucket]
-        ]
-
     def finish(self) -> None:
         """Reduce what has not been reduced yet, and retire everything."""
-        for bucket, _ in self.unfinished():
-            self._left[bucket] = 1
-            self._complete(bucket)
+        while any(self._left):
+            self._start_turn()
         self._drain()
 
     def _complete(self, bucket: int) -> None:
+        if not self._turns:
+            self._start(bucket)
+            return
+        while self._left[self._turn] and not self._missing[self._turn]:
+            self._start_turn()
+
+    def _start_turn(self) -> None:
+        bucket = self._turn
+        self._turn = (bucket or len(self._buckets)) - 1
+        if self._left[bucket]:
+            self._start(bucket)
+
+    def _start(self, bucket: int) -> None:
         self._left[bucket] -= 1
         self._under_way.append(bucket)
-        self._reductions.start(bucket, self._first[bucket])
+        absent = [member for member, fresh in enumerate(self._fresh[bucket]) if fresh]
+        self._reductions.start(bucket, self._first[bucket], absent)
         self._first[bucket] = False
         if self._left[bucket]:
-            self._renew(bucket, 1)
+            self._renew(bucket)
         while len(self._under_way) > (_IN_FLIGHT if self._buckets[bucket].shards > 1 else 0):
             self._retire()
 

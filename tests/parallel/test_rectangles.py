@@ -13,21 +13,22 @@ from hexad.parallel.rectangle import Rectangle
 
 
 @given(
-    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=2),
-    offset=st.tuples(st.integers(0, 4), st.integers(0, 4)),
-    cuts=st.lists(st.integers(0, 36), max_size=4),
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    offset=st.tuples(*[st.integers(0, 4)] * 4),
+    cuts=st.lists(st.integers(0, 1296), max_size=4),
 )
 def test_every_element_is_in_one_rectangle(
-    sizes: list[int], offset: tuple[int, int], cuts: list[int]
+    sizes: list[int], offset: tuple[int, ...], cuts: list[int]
 ) -> None:
-    """A rectangle, cut anywhere: its parts hold what it held, and no more than three per run."""
+    """A rectangle, cut anywhere: its parts hold what it held, and of a matrix no more than three per
+    run."""
     shape = tuple(size + 4 for size in sizes)
     rectangle = Rectangle("weight", shape, offset[: len(sizes)], tuple(sizes))
     local = torch.arange(rectangle.numel, dtype=torch.float64)
     whole, covered = torch.full(shape, -1.0, dtype=torch.float64), torch.zeros(shape)
     for low, high in pairwise(sorted({0, local.numel(), *(min(cut, local.numel()) for cut in cuts)})):
         found = list(rectangle.flat_range(low, high))
-        assert len(found) <= 3
+        assert len(found) <= 2 * len(sizes) - 1
         for position, part in found:
             assert part.name == "weight" and part.shape == shape
             whole[part.slices] = local[position : position + part.numel].view(part.sizes)

@@ -251,7 +251,7 @@ class Experts(ShardedModule):
     def __init__(self, shard: Shard, axis: Axis) -> None:
         super().__init__(shard)
         self.axis = axis
-        shape = (EXPERTS * WIDTH, WIDTH)
+        shape = (EXPERTS, WIDTH, WIDTH)
         weight = Weight(
             "experts.weight", shape, {"expert": 0}, grid="expert", decay=True, std=0.3, unit="experts"
         )
@@ -266,9 +266,8 @@ class Experts(ShardedModule):
         send, receive = per_rank.sum(1).tolist(), own.sum(1).tolist()
         rows = Exchange.apply(x[order], self.axis, send, receive)
         labels = torch.arange(own.shape[1]).repeat(self.axis.size).repeat_interleave(own.flatten())
-        matrices = self.weight.view(-1, WIDTH, WIDTH)
         out = (
-            torch.stack([matrices[label] @ row for row, label in zip(rows, labels.tolist())])
+            torch.stack([self.weight[label] @ row for row, label in zip(rows, labels.tolist())])
             if len(rows)
             else rows
         )

@@ -48,7 +48,7 @@ class Weight:
         decay: whether weight decay applies.
         std: standard deviation of the initial values; 0 means the constant ``fill``.
         fill: initial value where ``std`` is 0.
-        multiple: every shard of a divided dim 0 is padded to a multiple of this; 1 requires it to divide.
+        multiple: every shard of a divided dim 0 is padded to a multiple of this; 0 requires it to divide.
         unit: path of the module it is gathered with (ZeRO 3): weights of one unit are needed together.
         apart: its gradient is complete at another time than those of layers (embedding, output head), and
             backward does not need its values.
@@ -126,14 +126,24 @@ class Parameter:
 
     Attributes:
         name: of the attribute, from the stage's root: ``layers.3.attention.qkv.weight``.
-        weights: with the same ``divided``, ``partial``, ``grid``, ``decay`` and ``unit``.
+        weights: with the same ``divided``, ``partial``, ``grid``, ``decay``, ``unit``, ``apart``.
         tied, copy: see :class:`Traits`.
+
+    Raises:
+        ValueError: the weights differ in one of these.
     """
 
     name: str
     weights: tuple[Weight, ...]
     tied: bool = False
     copy: bool = False
+
+    def __post_init__(self) -> None:
+        first, *others = self.weights
+        for field in ("divided", "partial", "grid", "decay", "unit", "apart") if others else ():
+            if any(getattr(each, field) != getattr(first, field) for each in others):
+                found = [getattr(each, field) for each in self.weights]
+                raise ValueError(f"{self.name}: the weights differ in {field}: {found}")
 
     @property
     def unit(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from operator import add
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,26 @@ class Rectangle:
         """The elements ``low`` to ``high - 1`` of the flattened rectangle, as rectangles.
 
         Yields:
-            (position of its first element, rectangle): part of a first row, complete rows, part of a last
-            row.
+            (position of its first element, rectangle): of a matrix part of a first row, complete rows, part
+            of a last row.
         """
-        width = prod(self.sizes[1:])
-        while low < high:
-            row, column = divmod(low, width)
-            if column or high - low < width:
-                count = min(width - column, high - low)
-                rows, columns = 1, count
-            else:
-                rows, columns = (high - low) // width, width
-                count = rows * width
-            offset = (self.offset[0] + row, *(o + column for o in self.offset[1:]))
-            yield low, replace(self, offset=offset, sizes=(rows, columns)[: len(self.sizes)])
-            low += count
+        for position, offset, sizes in _flat_range(self.sizes, low, high):
+            yield position, replace(self, offset=tuple(map(add, self.offset, offset)), sizes=sizes)
+
+
+def _flat_range(
+    sizes: tuple[int, ...], low: int, high: int
+) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """(position, offset, sizes) of rectangles that make up elements of a flattened tensor."""
+    width = prod(sizes[1:])
+    while low < high:
+        row, first = divmod(low, width)
+        if first or high - low < width:
+            end = min(high - row * width, width)
+            for position, offset, part in _flat_range(sizes[1:], first, end):
+                yield row * width + position, (row, *offset), (1, *part)
+            low = row * width + end
+        else:
+            rows = (high - low) // width
+            yield low, (row, *(0 for _ in sizes[1:])), (rows, *sizes[1:])
+            low += rows * width

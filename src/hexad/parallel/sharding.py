@@ -159,15 +159,15 @@ def initialise(parameters: Iterable[Declared], seed: int) -> None:
 
 def _blocks(rectangle: Rectangle, std: float, seed: int) -> Iterator[tuple[int, torch.Tensor]]:
     """(first local row, values) of each block of rows that the rectangle has a part in."""
-    rows, columns = rectangle.slices
+    rows, *rest = rectangle.slices
     for block in range(rows.start // _BLOCK_ROWS, -(-rows.stop // _BLOCK_ROWS)):
         top = block * _BLOCK_ROWS
         count = min(_BLOCK_ROWS, rectangle.shape[0] - top)
         digest = hashlib.blake2b(f"{seed}/{rectangle.name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values = torch.empty(count, rectangle.shape[1]).normal_(0.0, std, generator=generator)
+        values = torch.empty(count, *rectangle.shape[1:]).normal_(0.0, std, generator=generator)
         low, high = max(rows.start, top), min(rows.stop, top + count)
-        yield low - rows.start, values[low - top : high - top, columns]
+        yield low - rows.start, values[(slice(low - top, high - top), *rest)]
 
 
 @torch.no_grad()

@@ -61,6 +61,11 @@ class Attention:
         return Linear(name, queries, outputs, True, self.sequence, self.out_bias, self.out_std, self.unit)
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order of the forward pass."""
+        return self.qkv, self.out
+
+    @property
     def head_norms(self) -> tuple[Norm, ...]:
         """Of query heads and of key heads; every tensor rank normalises its own heads."""
         if self.norm_eps is None:
@@ -89,7 +94,7 @@ class Attention:
 
     def sent(self, run: Execution, split: bool) -> list[Collective]:
         """What moves over the tensor axis."""
-        return [*self.qkv.sent(run, split), *self.out.sent(run, split)]
+        return [each for linear in self.linears for each in linear.sent(run, split)]
 
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
@@ -106,7 +111,7 @@ class Attention:
 
     def operands(self, run: Execution) -> int:
         """Bytes held from ``B`` to ``W``."""
-        return self.qkv.operands(run) + self.out.operands(run)
+        return sum(linear.operands(run) for linear in self.linears)
 
     def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""

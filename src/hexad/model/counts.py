@@ -38,8 +38,8 @@ class Work(NamedTuple):
 class ModelWork(NamedTuple):
     """Arithmetic per token of what a pipeline's stages are made of."""
 
-    block: Work
-    """One transformer block."""
+    layers: tuple[Work, ...]
+    """Every layer."""
     embedding: Work
     """The embedding, part of the first stage: it moves memory but multiplies nothing."""
     head: Work
@@ -79,7 +79,7 @@ def flops_per_token(model: ModelSettings, sequence: int) -> float:
 
 
 def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
-    """Arithmetic per token of a block, of the embedding and of the output head.
+    """Arithmetic per token of every layer, of the embedding and of the output head.
 
     A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. The output head's three are
     all in ``F``, where the loss and its gradients are computed slice by slice. Attention computes its scores
@@ -94,10 +94,11 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
         ConfigError: ``model.vocab`` is still ``auto``.
     """
     run = Execution(1, sequence)
-    stage = _inventory(model, sequence).stage(range(1))
+    stage = _inventory(model, sequence).stage(range(model.layers))
     assert stage.head is not None
     head = Work.of(stage.head.products(run), run.tokens)
-    return ModelWork(Work.of(stage.block.products(run), run.tokens), Work(0.0, 0.0, 0.0), head)
+    works = {block: Work.of(block.products(run), run.tokens) for block in set(stage.blocks)}
+    return ModelWork(tuple(works[block] for block in stage.blocks), Work(0.0, 0.0, 0.0), head)
 
 
 def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:

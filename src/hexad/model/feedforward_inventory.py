@@ -49,17 +49,22 @@ class FeedForward:
         return Linear(name, self.width, outputs, True, self.sequence, self.bias, self.out_std, self.unit)
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order of the forward pass."""
+        return self.inner, self.down
+
+    @property
     def parameters(self) -> tuple[Parameter, ...]:
         """In the order of the module."""
-        return (*self.inner.parameters, *self.down.parameters)
+        return tuple(each for linear in self.linears for each in linear.parameters)
 
     def products(self, run: Execution) -> list[Product]:
         """Of both projections."""
-        return [*self.inner.products(run), *self.down.products(run)]
+        return [each for linear in self.linears for each in linear.products(run)]
 
     def sent(self, run: Execution, split: bool) -> list[Collective]:
         """What moves over the tensor axis."""
-        return [*self.inner.sent(run, split), *self.down.sent(run, split)]
+        return [each for linear in self.linears for each in linear.sent(run, split)]
 
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes, its input left out: the inner projection's output; the activated one unless recomputed."""
@@ -68,7 +73,7 @@ class FeedForward:
 
     def operands(self, run: Execution) -> int:
         """Bytes held from ``B`` to ``W``."""
-        return self.inner.operands(run) + self.down.operands(run)
+        return sum(linear.operands(run) for linear in self.linears)
 
     def forward(self, run: Execution) -> int:
         """Bytes needed in the forward pass, above what is kept. In 8 bits the last product has copies of its

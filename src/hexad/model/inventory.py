@@ -93,7 +93,7 @@ class Block:
         """Memory of ``W``: the gathered input and the next one's, and the gradient before it is added in
         another format, while operands are given up one after the other."""
         moments, released = [], 0
-        for linear in (self.ffn.down, self.ffn.inner, self.attention.out, self.attention.qkv):
+        for linear in reversed((*self.attention.linears, *self.ffn.linears)):
             gathered = run.gathered(self.attention.hidden)
             product = linear.weight_product(run)
             moments.append(Moment(gathered + product - released, gathered - released, linear.parameters[:1]))
@@ -153,9 +153,13 @@ class Stage:
         return Head(int(model.vocab), model.hidden, self.model.sequence, model.init_std, self.tied)
 
     @cached_property
-    def block(self) -> Block:
-        """Any of its layers: all have the same sizes."""
-        return self.model.block(self.layers.start)
+    def blocks(self) -> tuple[Block, ...]:
+        """Its layers, with names from each layer on: layers of the same sizes are equal."""
+        return tuple(self.model.layer(number) for number in self.layers)
+
+    def recomputing(self, recompute: Recomputed, count: int) -> list[tuple[Block, Recomputed]]:
+        """Its layers, and what each recomputes: the first ``count`` do."""
+        return [(block, recompute if index < count else "none") for index, block in enumerate(self.blocks)]
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -171,8 +175,8 @@ class Stage:
         """All bytes from ``F`` to ``B``; the first ``count`` layers recompute."""
         model = self.model.settings
         stream, total = run.stream(model.hidden), Counter[str]()
-        for kind, number in ((recompute, count), ("none", len(self.layers) - count)):
-            for name, size in self.block.kept(run, kind).items():
+        for (block, kind), number in Counter(self.recomputing(recompute, count)).items():
+            for name, size in block.kept(run, kind).items():
                 total[name] += number * size
         total["residual" if self.first else "boundary"] += stream
         if self.embedding is not None:
@@ -180,7 +184,7 @@ class Stage:
         if self.positions is not None:
             total["positions"] += self.positions.kept(run)
         if self.rotary:
-            total["positions"] += run.whole(self.block.attention.rotary)  # cosines and sines
+            total["positions"] += run.whole(self.model.layer(0).attention.rotary)  # cosines and sines
         if self.norm is not None:
             total["norm"] += self.norm.statistics(run, run.rows)
             total["loss"] += stream  # the head's gradient of its input
@@ -190,18 +194,22 @@ class Stage:
 
     def operands(self, run: Execution) -> Kept:
         """Bytes held from ``B`` to ``W``."""
-        return Counter({kind: len(self.layers) * n for kind, n in self.block.operands(run).items()})
+        total = Counter[str]()
+        for block, number in Counter(self.blocks).items():
+            for name, size in block.operands(run).items():
+                total[name] += number * size
+        return total
 
     def sent(self, run: Execution, recompute: Recomputed, count: int, split: bool) -> list[Collective]:
         """What moves over the tensor axis for one microbatch; the first ``count`` layers recompute."""
-        plain = len(self.layers) - count
-        found = self.block.sent(run, recompute, split) * count + self.block.sent(run, "none", split) * plain
+        layers = self.recomputing(recompute, count)
+        found = [each for block, kind in layers for each in block.sent(run, kind, split)]
         found += [] if self.embedding is None else self.embedding.sent(run)
         return found + ([] if self.head is None else self.head.sent(run))
 
     def products(self, run: Execution) -> list[Product]:
         """All matrix products."""
-        found = self.block.products(run) * len(self.layers)
+        found = [product for block in self.blocks for product in block.products(run)]
         return found if self.head is None else found + self.head.products(run)
 
 
@@ -223,13 +231,23 @@ class ModelInventory:
         return family(self.settings.family).rotary
 
     def block(self, number: int) -> Block:
-        """Layer ``number``."""
+        """Layer ``number``, with complete names."""
+        return self._block(f"layers.{number}", f"layers.{number}.")
+
+    def layer(self, number: int) -> Block:
+        """Layer ``number``, with names from the layer on; all layers have the same sizes."""
+        return self._layer
+
+    @cached_property
+    def _layer(self) -> Block:
+        return self._block("", "")
+
+    def _block(self, unit: str, prefix: str) -> Block:
         model, kind = self.settings, family(self.settings.family)
-        unit = f"layers.{number}"
         out_std = model.init_std / (2 * model.layers) ** 0.5
         width = int(model.head_dim)
         attention = Attention(
-            name=f"{unit}.attention",
+            name=f"{prefix}attention",
             unit=unit,
             hidden=model.hidden,
             heads=model.heads,
@@ -246,7 +264,7 @@ class ModelInventory:
             out_std=out_std,
         )
         ffn = FeedForward(
-            name=f"{unit}.ffn",
+            name=f"{prefix}ffn",
             unit=unit,
             hidden=model.hidden,
             width=int(model.ffn_hidden),
@@ -256,7 +274,7 @@ class ModelInventory:
             std=model.init_std,
             out_std=out_std,
         )
-        norms = (self.residual_norm(f"{unit}.{name}", unit) for name in ("attention_norm", "ffn_norm"))
+        norms = (self.residual_norm(prefix + name, unit) for name in ("attention_norm", "ffn_norm"))
         return Block(next(norms), attention, next(norms), ffn)
 
     def residual_norm(self, name: str, unit: str) -> Norm:

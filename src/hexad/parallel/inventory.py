@@ -140,10 +140,10 @@ class Parameter:
 
     def __post_init__(self) -> None:
         first, *others = self.weights
-        for field in ("divided", "partial", "grid", "decay", "unit", "apart") if others else ():
-            if any(getattr(each, field) != getattr(first, field) for each in others):
-                found = [getattr(each, field) for each in self.weights]
-                raise ValueError(f"{self.name}: the weights differ in {field}: {found}")
+        for trait in ("divided", "partial", "grid", "decay", "unit", "apart") if others else ():
+            if any(getattr(each, trait) != getattr(first, trait) for each in others):
+                found = [getattr(each, trait) for each in self.weights]
+                raise ValueError(f"{self.name}: the weights differ in {trait}: {found}")
 
     @property
     def unit(self) -> str:

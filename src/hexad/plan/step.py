@@ -53,7 +53,7 @@ class StageMemory:
         count: int,
         numbers: Mapping[str, int],
     ) -> None:
-        self.stage, self.run, self.recompute, self.count = stage, run, recompute, count
+        self.stage, self.run = stage, run
         self.stream = run.stream(stage.model.settings.hidden)
         self.kept = stage.kept(run, recompute, count)
         self.operands = stage.operands(run)
@@ -64,6 +64,7 @@ class StageMemory:
         if stage.head is not None and stage.head.tied == "here":
             units["head"] = [numbers["embedding.weight"]]
         self.units = units
+        self.layers = list(zip(stage.layers, stage.recomputing(recompute, count)))
         self.vectors = {
             parameter.name: numbers[parameter.name] for parameter in stage.parameters if not parameter.matrix
         }
@@ -74,7 +75,8 @@ class StageMemory:
     @property
     def forward(self) -> int:
         """Bytes that the layers' ``F`` needs above what is kept, its output included."""
-        return self.stage.block.ffn.forward(self.run) + (0 if self.stage.last else self.stream)
+        needed = max((block.ffn.forward(self.run) for block in set(self.stage.blocks)), default=0)
+        return needed + (0 if self.stage.last else self.stream)
 
     def _backward(self, split: bool) -> Iterator[tuple[int, int, list[int], str | None]]:
         """(bytes needed, bytes when gradients are complete, parameters whose they are, unit that backward
@@ -84,39 +86,35 @@ class StageMemory:
         if stage.norm is not None:
             yield max(stream, stage.norm.backward(run)), stream, self._vectors("norm"), None
             base -= 2 * stream  # the head's gradient was kept, and the final norm has given up its input
-        kinds: list[Recomputed] = [self.recompute] * self.count
-        kinds += ["none"] * (len(stage.layers) - self.count)
-        for index, number in reversed(list(enumerate(stage.layers))):
-            unit, kind = f"layers.{number}", kinds[index]
+        parts = {
+            (block, kind): (
+                block.backward(run, kind, split),
+                (block.operands(run).total() if split else 0) - block.kept(run, kind).total(),
+            )
+            for block, kind in {part for _, part in self.layers}
+        }
+        for number, part in reversed(self.layers):
+            moments, left = parts[part]
+            unit = f"layers.{number}"
             reached: str | None = unit
-            for needed, complete, weights in self._moments(kind, split):
-                done = [] if split else [self.numbers[f"{unit}.{name}"] for name in weights]
+            for needed, complete, weights in moments:
+                done = [] if split else [self.numbers[f"{unit}.{weight.name}"] for weight in weights]
                 yield base + needed, base + complete, done, reached
                 reached = None
-            base -= stage.block.kept(run, kind).total()
-            base += stage.block.operands(run).total() if split else 0
+            base += left
             last = number == stage.layers[-1]
             base += stream if last and not stage.last else 0  # what was received is held to the end
             yield base, base, self._vectors(unit), None
         first = [number for unit in ("positions", "embedding") for number in self.units.get(unit, [])]
         yield base, base, first, None
 
-    def _moments(self, kind: Recomputed, split: bool) -> list[tuple[int, int, list[str]]]:
-        """Those of any layer, with weights named from the layer."""
-        prefix = f"layers.{self.stage.layers.start}."
-        return [
-            (needed, complete, [weight.name.removeprefix(prefix) for weight in weights])
-            for needed, complete, weights in self.stage.block.backward(self.run, kind, split)
-        ]
-
     def _weights(self) -> Iterator[tuple[int, int, list[int], str | None]]:
         """The same of ``W``."""
-        block, released = self.stage.block, 0
-        prefix = f"layers.{self.stage.layers.start}."
-        for number in reversed(self.stage.layers):
-            for needed, complete, weights in block.weight_moments(self.run):
-                names = [weight.name.removeprefix(prefix) for weight in weights]
-                done = [self.numbers[f"layers.{number}.{name}"] for name in names]
+        released = 0
+        parts = {block: block.weight_moments(self.run) for block in set(self.stage.blocks)}
+        for number, (block, _) in reversed(self.layers):
+            for needed, complete, weights in parts[block]:
+                done = [self.numbers[f"layers.{number}.{weight.name}"] for weight in weights]
                 yield needed - released, complete - released, done, None
             released += block.operands(self.run).total()
 

@@ -84,7 +84,8 @@ def stage_layers(config: Config, stages: int) -> tuple[range, ...]:
         ConfigError: they cannot be divided so.
     """
     layers, work = config.model.layers, layer_costs(config.model, config.data.sequence)
-    costs = LayerCosts(work.embedding.total, (work.block.total,) * layers, work.head.total)
+    per_layer = tuple(layer.total for layer in work.layers)
+    costs = LayerCosts(work.embedding.total, per_layer, work.head.total)
     return partition(config.parallel.split, layers, stages, costs)
 
 
@@ -96,7 +97,7 @@ def stage_costs(config: Config, layers: Sequence[range], pipeline: int) -> Costs
 
     def total(kind: str) -> tuple[float, ...]:
         return tuple(
-            len(part) * getattr(work.block, kind)
+            sum(getattr(work.layers[number], kind) for number in part)
             + (getattr(work.embedding, kind) if stage == 0 else 0.0)
             + (getattr(work.head, kind) if stage == final else 0.0)
             for stage, part in enumerate(layers)

@@ -51,7 +51,8 @@ def origin(results: dict[str, Any]) -> Iterator[str]:
 
 
 def step_time(results: dict[str, Any]) -> Iterator[str]:
-    """A row per mode and program; Hexad's figures over a peer's stand in the peer's row."""
+    """A row per mode and program; Hexad's figures over a peer's stand in the peer's row, with the smallest and
+    the largest of several runs."""
     yield "| mode | program | wall s | CPU s | MB | loss, last step | ratio: wall | paired | CPU | MB |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for mode, found in results["modes"].items():
@@ -60,10 +61,15 @@ def step_time(results: dict[str, Any]) -> Iterator[str]:
             figures, ratio = found[program], ratios.get(program)
             cells = [f"{figures['step_seconds']:.2f}", f"{figures['cpu_seconds']:.2f}"]
             cells += [f"{figures['peak_rss_mb']:.0f}", f"{figures['last_loss']:.5f}"]
-            cells += [f"{ratio[name]:.2f}" for name in RATIOS] if ratio else [""] * len(RATIOS)
+            spread = found.get("spread", {}).get(program, {}) if found.get("runs", 1) > 1 else {}
+            cells += [_ratio(ratio[name], spread.get(name)) if ratio else "" for name in RATIOS]
             title = f"**{program}**" if program == found.get("best") else program
             title += " *" if program.endswith("_accumulate") else ""
             yield f"| {mode if program == 'hexad' else ''} | {title} | " + " | ".join(cells) + " |"
+
+
+def _ratio(value: float, spread: list[float] | None) -> str:
+    return f"{value:.2f}" + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
 
 
 def overlap(results: dict[str, Any]) -> Iterator[str]:

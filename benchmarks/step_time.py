@@ -1,13 +1,16 @@
 """Step time and peak memory of Hexad beside its peers, in one run: the 32M-parameter llama on CPUs.
 
-    python benchmarks/step_time.py [--modes single data2 tensor2 tensor2_sequence] [--steps 7] [--json FILE]
+    python benchmarks/step_time.py [--modes single data2 tensor2 tensor2_sequence] [--runs 5] [--json FILE]
     python benchmarks/step_time.py --modes pipeline2_1f1b tensor2_pipeline2_1f1b pipeline2_best
     python benchmarks/step_time.py --modes zero1_2 zero2_2 zero3_2 [--dtype bf16]
+    python benchmarks/step_time.py --checkouts ../earlier    # another commit of Hexad takes part
 
 For every mode, all programs' processes are started and hold the same weights; then they alternate, a step
 each, while the others' processes sleep. Printed are the medians of the wall seconds of a step (the slowest
 rank), of the CPU seconds (all ranks), the largest resident set of a rank, and the ratios (Hexad / peer):
 ``paired`` is the median of the ratios of neighbouring steps, which is steadier than the ratio of medians.
+With ``--runs`` everything is done so many times, with new processes: figures and ratios are then medians of
+the runs', and the smallest and largest ratio are printed below.
 
 The peer is plain PyTorch: DDP, DTensor, or PyTorch's pipelining with the same schedule on the same stages,
 save in modes that end in ``_best`` and ``_auto``: there Hexad's ZB-V, or the schedule that it finds itself,
@@ -42,38 +45,60 @@ def worker(program: str, mode: str, dtype: str) -> None:
     serve(start, RANKS[mode])
 
 
-def compare(mode: str, steps: int, dtype: str) -> dict[str, Any]:
-    """All programs of a mode in turns.
+def compare(mode: str, steps: int, dtype: str, runs: int, checkouts: list[Path]) -> dict[str, Any]:
+    """All programs of a mode in turns, so many times.
 
     Returns:
-        figures by program; ``ratios`` by peer; ``best``: the fastest peer that is like for like; ``ratio`` to
-        it; ``left_out``: peers that are not installed.
+        figures by program; ``ratios`` by peer, and their ``spread`` over the runs; ``best``: the fastest peer
+        that is like for like; ``ratio`` to it; ``left_out``: peers that are not installed.
     """
     names, missing = programs(mode)
+    commands = {name: [sys.executable, __file__, "--worker", name, mode, dtype] for name in names}
+    for checkout in checkouts:
+        script = str(checkout / "benchmarks" / "step_time.py")
+        commands[str(checkout)] = [sys.executable, script, "--worker", "hexad", mode, dtype]
+    found = [once(commands, RANKS[mode], steps) for _ in range(runs)]
+    figures = {name: middle([run[name].figures() for run in found]) for name in commands}
+    ratios = {name: [ratio(run["hexad"], run[name]) for run in found] for name in commands if name != "hexad"}
+    best = min(filter(like_for_like, names[1:]), key=lambda name: figures[name]["step_seconds"])
+    return figures | {
+        "runs": runs,
+        "ratios": {name: middle(each) for name, each in ratios.items()},
+        "spread": {
+            name: {key: [min(run[key] for run in each), max(run[key] for run in each)] for key in each[0]}
+            for name, each in ratios.items()
+        },
+        "best": best,
+        "ratio": middle(ratios[best]),
+        "left_out": missing,
+    }
+
+
+def once(commands: dict[str, list[str]], ranks: int, steps: int) -> dict[str, Program]:
+    """Start all programs, and let them alternate, a step each."""
     running: dict[str, Program] = {}
     try:
-        for name in names:
-            command = [sys.executable, __file__, "--worker", name, mode, dtype]
-            running[name] = Program([command] * RANKS[mode])
+        for name, command in commands.items():
+            source = Path(command[1]).parents[1] / "src"
+            running[name] = Program([command] * ranks, {"PYTHONPATH": str(source)})
             running[name].wait()
         for index in range(steps + 1):
-            for name in names if index % 2 else reversed(names):
+            for name in commands if index % 2 else reversed(commands):
                 running[name].step()
-        result: dict[str, Any] = {name: program.figures() for name, program in running.items()}
         for program in running.values():
             program.close()
     finally:
         for program in running.values():
             program.kill()
-    peers = names[1:]
-    result["ratios"] = {name: ratios(running["hexad"], running[name]) for name in peers}
-    result["best"] = min(filter(like_for_like, peers), key=lambda name: result[name]["step_seconds"])
-    result["ratio"] = result["ratios"][result["best"]]
-    result["left_out"] = missing
-    return result
+    return running
 
 
-def ratios(ours: Program, theirs: Program) -> dict[str, float]:
+def middle(runs: list[dict[str, float]]) -> dict[str, float]:
+    """The median of every figure."""
+    return {key: median(run[key] for run in runs) for key in runs[0]}
+
+
+def ratio(ours: Program, theirs: Program) -> dict[str, float]:
     """Hexad's figures over a peer's."""
     mine, other = ours.figures(), theirs.figures()
     found = {name: mine[name] / other[name] for name in MEASURES}
@@ -83,11 +108,9 @@ def ratios(ours: Program, theirs: Program) -> dict[str, float]:
 
 def like_for_like(name: str) -> bool:
     """Whether a peer holds no more than Hexad does in the same stage."""
-    if name == "torch":
-        return True
     from peers.sharded import PEERS
 
-    return PEERS[name].like
+    return name not in PEERS or PEERS[name].like
 
 
 COLUMNS = ("wall s", "CPU s", "MB", "loss", "last loss", "wall", "paired", "CPU", "MB")
@@ -105,6 +128,9 @@ def show(mode: str, found: dict[str, Any]) -> None:
                 f"{ratio[key]:10.2f}" for key in ("step_seconds", "paired", "cpu_seconds", "peak_rss_mb")
             )
         print(f"{mode:29s}{label:23s}{line}", flush=True)
+        if ratio and found["runs"] > 1:
+            ends = [found["spread"][name][key] for key in ("step_seconds", "paired", "cpu_seconds")]
+            print(f"{'':102s}" + "".join(f" {low:.2f}-{high:.2f}" for low, high in ends), flush=True)
     if found["left_out"]:
         print(f"{mode:29s}left out, not installed: {', '.join(found['left_out'])}", flush=True)
 
@@ -114,6 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--modes", nargs="+", choices=RANKS, default=PLAIN, metavar="MODE", help=_modes())
     parser.add_argument("--steps", type=int, default=7, help="timed steps per program and mode")
+    parser.add_argument("--runs", type=int, default=1, help="how many times to start everything")
+    parser.add_argument("--checkouts", nargs="+", type=Path, default=[], help="other commits of Hexad")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -121,11 +149,18 @@ def main() -> None:
     if options.worker:
         worker(*options.worker)
         return
-    results: dict[str, Any] = facts() | {"dtype": options.dtype, "steps": options.steps, "modes": {}}
+    results: dict[str, Any] = facts() | {
+        "dtype": options.dtype,
+        "steps": options.steps,
+        "runs": options.runs,
+        "modes": {},
+    }
     print(f"{'mode':29s}{'program':23s}" + "".join(f"{name:>10s}" for name in COLUMNS[:5]), end="")
     print("  ratios: " + "".join(f"{name:>10s}" for name in COLUMNS[5:])[10:])
     for mode in options.modes:
-        found = results["modes"][mode] = compare(mode, options.steps, options.dtype)
+        found = results["modes"][mode] = compare(
+            mode, options.steps, options.dtype, options.runs, options.checkouts
+        )
         show(mode, found)
         if options.json:  # after every mode: a long run that is stopped has not been in vain
             options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -51,8 +51,8 @@ def origin(results: dict[str, Any]) -> Iterator[str]:
 
 
 def step_time(results: dict[str, Any]) -> Iterator[str]:
-    """A row per mode and program; Hexad's figures over a peer's stand in the peer's row, with the smallest and
-    the largest of several runs."""
+    """A row per mode and program; Hexad's figures over a peer's stand in the peer's row, with the smallest
+    and the largest of several runs."""
     yield "| mode | program | wall s | CPU s | MB | loss, last step | ratio: wall | paired | CPU | MB |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for mode, found in results["modes"].items():

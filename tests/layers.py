@@ -15,7 +15,7 @@ from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import Transformer
 from hexad.parallel.gradients import Contribution, Product, attach
-from hexad.parallel.sharding import Shard
+from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.topology.mesh import Axis
 
 CPU = torch.device("cpu")
@@ -32,6 +32,17 @@ def whole_model(model: ModelSettings, shard: Shard, recompute: Recompute = Recom
     """All of a model in one stage."""
     stage = ModelInventory(model, shard.sequence).stage(range(model.layers))
     return Transformer(stage, shard, recompute)
+
+
+@torch.no_grad()
+def load_global(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill every parameter with its slices of complete global tensors, given by name."""
+    for declared in declared_parameters(model):
+        declared.parameter.zero_()
+        for start, rectangle, _ in declared.pieces:
+            whole = tensors[rectangle.name]
+            assert tuple(whole.shape) == rectangle.shape, rectangle.name
+            declared.parameter.narrow(0, start, rectangle.sizes[0]).copy_(whole[rectangle.slices])
 
 
 class Sums:

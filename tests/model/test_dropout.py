@@ -15,11 +15,11 @@ from hexad.checkpoint.published import published_tensors
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys
 from hexad.model.dropped_attention import dropped_attention
-from hexad.parallel.sharding import declared_parameters, load_global
+from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
-from ..layers import shard_of, whole_model
+from ..layers import load_global, shard_of, whole_model
 from ..pool import Pool
 
 CPU = torch.device("cpu")

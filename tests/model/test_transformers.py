@@ -15,13 +15,13 @@ from hexad.checkpoint.published import published_tensors
 from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
-from hexad.parallel.sharding import declared_parameters, load_global
+from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
 
 from ..checkpoint.hugging_face import rms_norms
-from ..layers import shard_of, whole_model
+from ..layers import load_global, shard_of, whole_model
 
 TOLERANCE = 1e-10
 VOCAB, LENGTH, LAYERS, HIDDEN, HEADS = 103, 23, 3, 48, 6

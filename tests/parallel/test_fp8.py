@@ -15,7 +15,6 @@ from torch import nn
 from hexad.config import Config, ConfigError
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
-from hexad.parallel.sharding import load_global
 from hexad.parallel.tensor import fp8
 from hexad.parallel.tensor.embedding import VocabParallelHead
 from hexad.parallel.tensor.embedding_inventory import Head
@@ -28,7 +27,7 @@ from hexad.train.engine import Engine
 from hexad.train.language import training_shard
 from hexad.train.launch import check_device
 
-from ..layers import Sums, shard_of
+from ..layers import Sums, load_global, shard_of
 from ..pool import Pool
 
 CPU = torch.device("cpu")

@@ -149,14 +149,6 @@ def test_coordinates_and_ranks_are_inverse(layout: Layout) -> None:
             assert layout.rank_of(**{axis: coordinates[axis] for axis in grid}) == rank
 
 
-@given(layouts(), st.sampled_from(AXES))
-def test_neighbours_walk_the_ring(layout: Layout, axis: str) -> None:
-    rank = layout.world // 2
-    group = sorted(layout.group(rank, axis), key=lambda member: layout.coordinates(member)[axis])
-    for index, member in enumerate(group):
-        assert layout.neighbours(member, axis) == (group[index - 1], group[(index + 1) % len(group)])
-
-
 @given(layouts())
 def test_both_grids_share_their_stages(layout: Layout) -> None:
     assert layout.groups("expert_tensor", "expert", "expert_data") == layout.groups(
@@ -264,7 +256,7 @@ def test_wrong_questions_are_programming_errors() -> None:
         lambda: layout.rank_of(tensor=2),
         lambda: layout.rank_of(tensor=1),
         lambda: layout.rank_of(tensor=1, data=0, expert=0, expert_data=0),
-        lambda: layout.neighbours(0, "ring"),
+        lambda: layout.degree("ring"),
     ]:
         with pytest.raises(ValueError):
             wrong()

@@ -63,11 +63,6 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def standard_library_texts(max_bytes: int | None = None) -> Iterator[str]:
-    """The text of :func:`standard_library_files`, one document each."""
-    return (path.read_text(encoding="utf-8") for path in standard_library_files(max_bytes))
-
-
 @dataclass(frozen=True)
 class DemoData:
     """A small corpus, ready for training.

@@ -101,11 +101,6 @@ class DataLoader:
         """Microbatches per step and data rank."""
         return self.global_batch // (self.micro * self.data_size)
 
-    @property
-    def samples_per_epoch(self) -> list[int]:
-        """Samples in an epoch of each source."""
-        return [source.per_epoch for source in self._sources]
-
     def step(self, samples_consumed: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.
 

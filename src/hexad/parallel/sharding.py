@@ -168,21 +168,3 @@ def _blocks(rectangle: Rectangle, std: float, seed: int) -> Iterator[tuple[int, 
         values = torch.empty(count, *rectangle.shape[1:]).normal_(0.0, std, generator=generator)
         low, high = max(rows.start, top), min(rows.stop, top + count)
         yield low - rows.start, values[(slice(low - top, high - top), *rest)]
-
-
-@torch.no_grad()
-def load_global(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill every parameter with its slices of complete global tensors, given by name.
-
-    Raises:
-        KeyError: a tensor is missing. ValueError: one has another shape.
-    """
-    for declared in declared_parameters(model):
-        declared.parameter.zero_()
-        for start, rectangle, _ in declared.pieces:
-            whole = tensors[rectangle.name]
-            if tuple(whole.shape) != rectangle.shape:
-                raise ValueError(
-                    f"{rectangle.name}: found shape {tuple(whole.shape)}, expected {rectangle.shape}"
-                )
-            declared.parameter.narrow(0, start, rectangle.sizes[0]).copy_(whole[rectangle.slices])

@@ -184,17 +184,6 @@ class Layout:
             raise ValueError(f"dense coordinates name rank {ranks[0]}, expert coordinates rank {ranks[1]}")
         return ranks[0]
 
-    def neighbours(self, rank: int, axis: str) -> tuple[int, int]:
-        """The (previous, next) rank on the ring along ``axis``; ``rank`` itself where the degree is 1."""
-        self._check_rank(rank)
-        digits = self._digits[_known(axis)]
-        here, degree = _coordinate(rank, digits), self.degree(axis)
-        first = rank - _number(here, digits)
-        return (
-            first + _number((here - 1) % degree, digits),
-            first + _number((here + 1) % degree, digits),
-        )
-
     # The grids
 
     @cached_property

@@ -7,17 +7,7 @@ from typing import Any
 from hexad.config.schema import ModelSettings
 
 from .family import Family, Shape
-from .keys import Keys
-
-
-def one_dropout(keys: Keys) -> dict[str, Any]:
-    """Refuse a ``config.json`` that drops embeddings and branches with different probabilities."""
-    dropout = keys.number("resid_pdrop")
-    if keys.number("embd_pdrop") != dropout:
-        raise keys.problem(
-            "embd_pdrop", f"expected that of resid_pdrop, {dropout}: model.dropout is for both"
-        )
-    return {}
+from .keys import one_dropout
 
 
 def _write(model: ModelSettings) -> dict[str, Any]:

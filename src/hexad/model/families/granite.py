@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from .family import Shape
 from .llama import FAMILY as LLAMA
-from .llama import Sizes, rotary
+from .llama import Sizes, llama_shape
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 
 def _granite(sizes: Sizes, multipliers: tuple[float, float, float, float], theta: float) -> Shape:
     """ibm-granite/granite-3.1-*-base: the model cards."""
-    return rotary(sizes, 49155, theta, tied=True) | dict(zip(_MULTIPLIERS, multipliers))
+    return llama_shape(sizes, 49155, theta, tied=True) | dict(zip(_MULTIPLIERS, multipliers))
 
 
 FAMILY = replace(

@@ -60,3 +60,13 @@ def without_window(keys: Keys) -> dict[str, Any]:
             "which is not supported; where no sequence is longer than the window, set it to null there",
         )
     return {}
+
+
+def one_dropout(keys: Keys) -> dict[str, Any]:
+    """Refuse a ``config.json`` that drops embeddings and branches with different probabilities."""
+    dropout = keys.number("resid_pdrop")
+    if keys.number("embd_pdrop") != dropout:
+        raise keys.problem(
+            "embd_pdrop", f"expected that of resid_pdrop, {dropout}: model.dropout is for both"
+        )
+    return {}

@@ -7,7 +7,7 @@ from .family import Family, Shape
 Sizes = tuple[int, int, int, int, int]  # layers, hidden, heads, kv_heads, ffn_hidden
 
 
-def rotary(
+def llama_shape(
     sizes: Sizes,
     vocab: int,
     theta: float,
@@ -37,12 +37,12 @@ def rotary(
 
 def _llama2(sizes: Sizes) -> Shape:
     """meta-llama/Llama-2-*-hf: arXiv 2307.09288."""
-    return rotary(sizes, 32000, 10000.0)
+    return llama_shape(sizes, 32000, 10000.0)
 
 
 def _llama3(sizes: Sizes, *, scaling: float | None = None, tied: bool = False) -> Shape:
     """meta-llama/Meta-Llama-3*, Llama-3.1-*, Llama-3.2-*: arXiv 2407.21783 and the model cards."""
-    return rotary(sizes, 128256, 500000.0, scaling=scaling, tied=tied)
+    return llama_shape(sizes, 128256, 500000.0, scaling=scaling, tied=tied)
 
 
 FAMILY = Family(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .keys import without_window
 from .llama import FAMILY as LLAMA
-from .llama import rotary
+from .llama import llama_shape
 
 FAMILY = replace(
     LLAMA,
@@ -24,5 +24,5 @@ FAMILY = replace(
     read=without_window,
     write=lambda model: {"sliding_window": None},
     # mistralai/Mistral-7B-v0.3: v0.1 has a sliding window.
-    presets={"mistral-7b": rotary((32, 4096, 32, 8, 14336), 32768, 1000000.0)},
+    presets={"mistral-7b": llama_shape((32, 4096, 32, 8, 14336), 32768, 1000000.0)},
 )

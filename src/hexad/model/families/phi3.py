@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .gpt2 import one_dropout
-from .keys import Keys, without_window
+from .keys import Keys, one_dropout, without_window
 from .llama import FAMILY as LLAMA
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from .family import Shape
 from .keys import Keys, without_window
 from .llama import FAMILY as LLAMA
-from .llama import Sizes, rotary
+from .llama import Sizes, llama_shape
 
 
 def unused_window(keys: Keys) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def unused_window(keys: Keys) -> dict[str, Any]:
 
 def _qwen25(sizes: Sizes, *, vocab: int = 152064, eps: float = 1e-6, tied: bool = False) -> Shape:
     """Qwen/Qwen2.5-*, the base models (some instruct models differ in ``norm_eps``): arXiv 2412.15115."""
-    return rotary(sizes, vocab, 1000000.0, eps=eps, tied=tied)
+    return llama_shape(sizes, vocab, 1000000.0, eps=eps, tied=tied)
 
 
 _LACKED = ("attention_bias", "mlp_bias", "head_dim")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .family import Shape
-from .llama import Sizes, rotary
+from .llama import Sizes, llama_shape
 from .qwen2 import FAMILY as QWEN2
 
 
 def _qwen3(sizes: Sizes, *, tied: bool = False) -> Shape:
     """Qwen/Qwen3-*: arXiv 2505.09388. Heads are 128 wide whatever the hidden width."""
-    return rotary(sizes, 151936, 1000000.0, eps=1e-6, head_dim=128, tied=tied)
+    return llama_shape(sizes, 151936, 1000000.0, eps=1e-6, head_dim=128, tied=tied)
 
 
 FAMILY = replace(

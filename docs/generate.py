@@ -18,9 +18,6 @@ from hexad.resolve.checks import SUPPORTED
 
 PAGE = Path(__file__).parent / "configuration.md"
 
-# Experts are refused where a model's settings are completed, before those of the layout are looked at.
-_SUPPORTED = {**SUPPORTED, "model.moe": (None,)}
-
 _HEAD = """\
 <!-- Written by 'make docs' from src/hexad/config/schema.py. Do not edit. -->
 
@@ -79,14 +76,14 @@ def _values(setting: str, field: FieldInfo) -> str:
     annotation: Any = field.annotation
     if field.metadata:  # pydantic has taken Annotated apart
         annotation = Annotated[(annotation, *field.metadata)]
-    supported = families() if setting == "model.family" else _SUPPORTED.get(setting)
+    supported = families() if setting == "model.family" else SUPPORTED.get(setting)
     shown = [
         text + ("" if supported is None or value is _OPEN or value in supported else " †")
         for text, value in _choices(annotation)
     ]
     note = ""
     if supported is not None and any(value is _OPEN for _, value in _choices(annotation)):
-        allowed = ", ".join(f"`{_yaml(value)}`" for value in supported)
+        allowed = ", ".join(f"`{value}`" for value in supported)
         note = f" († all but {allowed})"
     return ", ".join(shown) + note
 
@@ -140,10 +137,6 @@ def _number(kind: Any, low: float | None, high: float | None, strict: bool) -> s
     if high is not None:
         return f"{name} from {low:g}, below {high:g}"
     return f"{name} above {low:g}" if strict else f"{name} from {low:g}"
-
-
-def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)
 
 
 if __name__ == "__main__":

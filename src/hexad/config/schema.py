@@ -126,8 +126,13 @@ class ModelSettings(Settings):
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; projections back into the residual stream are divided by
     ``sqrt(2 * layers)`` (GPT-2 paper)."""
-    moe: dict[str, Any] | None = None
+    moe: None = None
     """Mixture-of-experts settings. Not supported in this version."""
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a query or key head that are rotated, once ``head_dim`` is a number."""
+        return int(int(self.head_dim) * self.rotary_fraction)
 
 
 class DataSettings(Settings):
@@ -212,6 +217,11 @@ class ParallelSettings(Settings):
     """Rank order, fastest-varying axis first."""
     bucket_mb: PositiveFloat = 25.0
     """Size of a gradient bucket in MiB, the unit of reduction over data ranks."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether sequence parallel is in force."""
+        return self.sequence and self.tensor > 1
 
 
 class PrecisionSettings(Settings):

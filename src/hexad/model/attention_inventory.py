@@ -20,7 +20,7 @@ class Attention:
         hidden: width of the residual stream.
         heads, kv_heads: query heads, and key/value heads.
         width: of a head.
-        rotary: leading elements of a query or key head that are rotated; 0 without rotary positions.
+        rotary_width: leading elements of a query or key head that are rotated; 0 without rotary positions.
         scale: what scores are multiplied by.
         qkv_bias, out_bias: biases of the projections.
         norm_eps: of the norms of every query and key head; None without such norms.
@@ -35,7 +35,7 @@ class Attention:
     heads: int
     kv_heads: int
     width: int
-    rotary: int
+    rotary_width: int
     scale: float
     qkv_bias: bool
     out_bias: bool
@@ -135,7 +135,7 @@ class Attention:
     @property
     def _computed(self) -> bool:
         """Queries and keys are computed from the projections' output, not views of it."""
-        return self.rotary > 0 or self.norm_eps is not None
+        return self.rotary_width > 0 or self.norm_eps is not None
 
     def _sizes(self, run: Execution) -> tuple[int, int, int]:
         """Bytes of this rank's queries, of its keys, and of one statistic per token and global head."""

@@ -61,8 +61,6 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
     if model.load is not None:
         given = with_source(model.load, given)
     model = ModelSettings.model_validate(given)
-    if model.moe is not None:
-        raise ConfigError("model.moe", "found settings, which this version does not support; use null")
     if model.head_dim == "auto" and model.hidden % model.heads:
         raise ConfigError(
             "model.hidden",

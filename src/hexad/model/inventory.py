@@ -184,7 +184,7 @@ class Stage:
         if self.positions is not None:
             total["positions"] += self.positions.kept(run)
         if self.rotary:
-            total["positions"] += run.whole(self.model.layer(0).attention.rotary)  # cosines and sines
+            total["positions"] += run.whole(model.rotary_width)  # cosines and sines
         if self.norm is not None:
             total["norm"] += self.norm.statistics(run, run.rows)
             total["loss"] += stream  # the head's gradient of its input
@@ -245,15 +245,14 @@ class ModelInventory:
     def _block(self, unit: str, prefix: str) -> Block:
         model, kind = self.settings, family(self.settings.family)
         out_std = model.init_std / (2 * model.layers) ** 0.5
-        width = int(model.head_dim)
         attention = Attention(
             name=f"{prefix}attention",
             unit=unit,
             hidden=model.hidden,
             heads=model.heads,
             kv_heads=int(model.kv_heads),
-            width=width,
-            rotary=int(width * model.rotary_fraction) if kind.rotary else 0,
+            width=int(model.head_dim),
+            rotary_width=model.rotary_width if kind.rotary else 0,
             scale=float(model.attention_multiplier),
             qkv_bias=bool(model.qkv_bias),
             out_bias=kind.bias,

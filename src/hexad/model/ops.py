@@ -116,11 +116,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions (Su et al., arXiv 2104.09864), pairing element ``i`` with ``i + rotary / 2``.
+    """Rotary positions (Su et al., arXiv 2104.09864), pairing element ``i`` with ``i + rotary width / 2``.
 
     Args:
-        x: ``[tokens, heads, width]``, of which the first ``rotary`` elements are rotated.
-        cos, sin: ``[tokens, 1, rotary / 2]``.
+        x: ``[tokens, heads, width]``, of which the first ``rotary width`` elements are rotated.
+        cos, sin: ``[tokens, 1, rotary width / 2]``.
     """
     if _by_hand(x):
         return _Rotate.apply(x, cos, sin)

@@ -19,7 +19,7 @@ class Geometry:
         documents: start offsets of documents in the flattened tokens with the total at the end, or None where
             every sequence is one document.
         positions: int64 ``[tokens]``, place of each token in its document.
-        cos, sin: ``[tokens, 1, rotary / 2]`` rotary factors; None with learned positions.
+        cos, sin: ``[tokens, 1, rotary width / 2]`` rotary factors; None with learned positions.
         rows: int32 ``[2, tokens (/ size in sequence parallel)]``, dropout's keys of this rank's rows of the
             residual stream; None where none are dropped.
         queries: int32 ``[2, tokens, this rank's heads]``, the same of attention probabilities.
@@ -46,8 +46,8 @@ def document_positions(
 
 
 def rotary_frequencies(model: ModelSettings, device: torch.device) -> torch.Tensor:
-    """float32 ``[rotary / 2]`` angular frequencies, in radians per token."""
-    width = int(int(model.head_dim) * model.rotary_fraction)
+    """float32 ``[rotary width / 2]`` angular frequencies, in radians per token."""
+    width = model.rotary_width
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
     frequencies = 1.0 / (model.rope_theta**exponents)
     return frequencies if model.rope_scaling is None else _llama3_scaled(frequencies, model.rope_scaling)
@@ -68,7 +68,7 @@ def _llama3_scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Ten
 def rotary_factors(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``cos, sin`` of shape ``[tokens, 1, rotary / 2]``. Angles are float32 in every precision, the
+    """``cos, sin`` of shape ``[tokens, 1, rotary width / 2]``. Angles are float32 in every precision, the
     convention of published checkpoints."""
     angles = positions.float()[:, None, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)

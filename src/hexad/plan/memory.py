@@ -145,7 +145,7 @@ def execution(config: Config, layout: Layout) -> Execution:
         config.batch.micro,
         config.data.sequence,
         layout.tensor,
-        config.parallel.sequence and layout.tensor > 1,
+        config.parallel.sequence_parallel,
         byte,
         2 if precision.reduce == "bf16" else max(byte, 4),
         precision.dtype == "fp8",
@@ -157,8 +157,7 @@ def execution(config: Config, layout: Layout) -> Execution:
 def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, Stage]:
     """The stages of a pipeline rank, by number, ascending."""
     config, plan = resolved.config, resolved.plan
-    sequence = config.parallel.sequence and resolved.layout.tensor > 1
-    whole = ModelInventory(config.model, sequence)
+    whole = ModelInventory(config.model, config.parallel.sequence_parallel)
     return whole.stages(plan.layers, plan.schedule.placement, pipeline)
 
 

@@ -68,7 +68,7 @@ def _unsupported(config: Config) -> Iterator[ConfigError]:
         group, name = field.split(".")
         found = getattr(getattr(config, group), name)
         if found not in supported:
-            choices = ", ".join("null" if value is None else str(value) for value in supported)
+            choices = ", ".join(map(str, supported))
             yield ConfigError(field, f"found {found!r}, which this version does not support; use {choices}")
 
 
@@ -84,7 +84,7 @@ def _model(config: Config) -> Iterator[ConfigError]:
     rotary = family(model.family).rotary
     if rotary and width % 2:
         yield ConfigError("model.head_dim", f"found {width}, expected an even number (rotary pairs)")
-    turned = int(width * model.rotary_fraction)
+    turned = model.rotary_width
     if rotary and (turned % 2 or not turned):
         yield ConfigError(
             "model.rotary_fraction",

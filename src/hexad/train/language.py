@@ -35,8 +35,7 @@ class Task:
 def training_shard(config: Config, mesh: Mesh) -> Shard:
     """Which shard of every layer this rank holds for training, and how."""
     axes = {"tensor": mesh.tensor}
-    sequence = config.parallel.sequence and mesh.tensor.size > 1
-    dtype = config.precision.dtype
+    sequence, dtype = config.parallel.sequence_parallel, config.precision.dtype
     return Shard(axes, sequence, DTYPES[dtype], mesh.device, deferred=True, fp8=dtype == "fp8")
 
 

@@ -297,4 +297,4 @@ def test_a_bucket_is_a_multiple_of_its_shards() -> None:
     for shards, size in ((1, 128), (3, 192)):
         (bucket,) = plan_buckets(held, 1e9, 4, 1, {"dense": shards})
         assert bucket.elements == (33, 32, 1) and bucket.offsets == (0, 64, 96)
-        assert bucket.size == size and bucket.share * shards == size
+        assert bucket.size == size and bucket.shard_size * shards == size

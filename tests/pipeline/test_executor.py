@@ -195,10 +195,10 @@ def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, 
     stages = stages_on(rank, schedule.stages, schedule)
     alone = Axis("data")
     formats = Formats(torch.float64, torch.float64, torch.float64)
-    sharding = {"dense": StateSharding(0, alone, alone, ())}
+    sharding = {"dense": StateSharding(alone, alone, ())}
     buckets = make_buckets(stages, 1e9, formats, 0, sharding)
     for bucket in buckets:
-        bucket.allocate(formats, 0, False, 3)
+        bucket.allocate(formats, False, 3)
     sums = WatchedGradients(buckets, sharding, {}, alone, BufferPool(CPU))
     axis = Axis("pipeline", tuple(range(world)), rank, dist.group.WORLD)
     graphs: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from hexad.parallel.data.state_sharding import Shardings
 from hexad.parallel.inventory import Grid
 from hexad.topology.mesh import Axis
 
-_STATE = ("exp_avg", "exp_avg_sq")
+from .adamw_inventory import MOMENTS
 
 
 class BucketAdamW:
@@ -24,7 +24,7 @@ class BucketAdamW:
     Master values and state are where the buckets' master is: on the device, or in the host's memory.
 
     Args:
-        buckets: those whose kind says so get weight decay.
+        buckets: those whose traits say so get weight decay.
         settings: ``optimizer`` settings.
         sharding: which ranks hold other shards of a bucket, or copies of it.
         pipeline: the axis whose ranks hold other stages.
@@ -48,7 +48,7 @@ class BucketAdamW:
         )
         adamw.state[master] = {
             "step": torch.zeros((), dtype=torch.float32, device=master.device),
-            **{name: torch.zeros_like(master) for name in _STATE},
+            **{name: torch.zeros_like(master) for name in MOMENTS},
         }
         return adamw
 
@@ -150,5 +150,5 @@ class BucketAdamW:
     def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in a checkpoint, values like the master's) of all that is kept of a bucket's parameters."""
         adamw = self._updates[self.buckets.index(bucket)]
-        for name in _STATE:
+        for name in MOMENTS:
             yield f"optimizer.{name}", adamw.state[bucket.master][name]

@@ -9,7 +9,8 @@ from typing import Any
 
 from hexad.config import Config
 from hexad.model.inventory import ModelInventory, Stage
-from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets
+from hexad.optim.adamw_inventory import MOMENTS
+from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
 from hexad.parallel.inventory import Execution, Position, Positions
 from hexad.parallel.pipeline.transfers import Transfer, transfers
 from hexad.resolve import Resolved
@@ -31,7 +32,7 @@ class MemoryPlan:
         parameters: in the model's format.
         gradients: this rank keeps between microbatches.
         master: wide values that the optimizer updates, where they are not the parameters themselves.
-        optimizer: both moments of every parameter that this rank updates.
+        optimizer: the moments of every parameter that this rank updates.
         activations: by kind (see :data:`hexad.parallel.inventory.Kept`).
         buffers: what is needed for a moment: communication, gradients of activations, slices of logits.
         host: of the above, in the host's memory (``memory.offload``), not part of the total.
@@ -83,7 +84,7 @@ def _predict(resolved: Resolved, rank: int, orders: list[list[Transfer]]) -> Mem
     """The same, given the transfers of all pipeline ranks."""
     config, layout, schedule = resolved.config, resolved.layout, resolved.plan.schedule
     pipeline = layout.coordinates(rank)["pipeline"]
-    run, zero = execution(config, layout), config.parallel.zero
+    run = execution(config, layout)
     stages = rank_stages(resolved, pipeline)
     held = rank_parameters(stages, layout)
     buckets = rank_buckets(config, layout, held)
@@ -100,8 +101,8 @@ def _predict(resolved: Resolved, rank: int, orders: list[list[Transfer]]) -> Mem
         for number, stage in stages.items()
     }
     widths = run.byte, run.gradient
-    buffers = StateBuffers(buckets, zero, widths, whole=run.cpu)
-    peak = Step(schedule, pipeline, orders[pipeline], memory, held, buckets, buffers, zero).peak
+    buffers = StateBuffers(buckets, widths, whole=run.cpu)
+    peak = Step(schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda each: each.total)
     return _plan(rank, config, run, buckets, peak, buffers.pooled)
 
@@ -110,21 +111,21 @@ def _plan(
     rank: int, config: Config, run: Execution, buckets: list[BucketPlan], peak: Peak, pooled: int
 ) -> MemoryPlan:
     """The peak beside the state."""
-    shared = sum(bucket.share for bucket in buckets)
+    sharded = sum(bucket.shard_size for bucket in buckets)
     resident = sum(bucket.size for bucket in buckets if bucket.resident)
-    separate = sum(bucket.share for bucket in buckets if run.byte != run.wide or not bucket.resident)
-    moments = 2 * shared * run.wide
+    separate = sum(bucket.shard_size for bucket in buckets if run.byte != run.wide or not bucket.resident)
+    moments = len(MOMENTS) * sharded * run.wide
     offload = config.memory.offload == "optimizer"
-    absent = sum(bucket.share for bucket in buckets if not bucket.resident) * run.byte if offload else 0
+    absent = sum(bucket.shard_size for bucket in buckets if not bucket.resident) * run.byte if offload else 0
     return MemoryPlan(
         rank=rank,
         parameters=resident * run.byte + absent,
-        gradients=run.gradient * (sum(b.size for b in buckets) if config.parallel.zero < 2 else shared),
+        gradients=run.gradient * sum(b.size if b.keeps_gradients else b.shard_size for b in buckets),
         master=0 if offload else separate * run.wide,
         optimizer=0 if offload else moments,
         activations={kind: size for kind, size in peak.kept.items() if size},
         buffers=peak.transient + pooled,
-        host=moments + shared * run.wide if offload else 0,
+        host=moments + sharded * run.wide if offload else 0,
         action=peak.action,
     )
 
@@ -132,8 +133,8 @@ def _plan(
 def _update(buckets: list[BucketPlan], run: Execution) -> Peak:
     """The optimizer takes one bucket's gradients after the other in the format of its moments, each while it
     still has those before."""
-    shares = [bucket.share * run.wide for bucket in buckets]
-    most = max(map(sum, pairwise([0, *shares]))) if run.gradient < run.wide else 0
+    shards = [bucket.shard_size * run.wide for bucket in buckets]
+    most = max(map(sum, pairwise([0, *shards]))) if run.gradient < run.wide else 0
     return Peak(Counter(), most, "update")
 
 
@@ -175,7 +176,7 @@ def rank_parameters(stages: dict[int, Stage], layout: Layout) -> list[Held]:
 def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[BucketPlan]:
     """The buckets of a pipeline rank."""
     parallel = config.parallel
-    shards = int(layout.data) // parallel.replicas if parallel.zero else 1
+    shards = state_shards(int(layout.data), parallel.zero, parallel.replicas)
     gradient = execution(config, layout).gradient
     return plan_buckets(held, parallel.bucket_mb * 2**20, gradient, parallel.zero, {"dense": shards})
 

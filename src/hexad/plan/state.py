@@ -15,7 +15,6 @@ class StateBuffers:
 
     Args:
         buckets: of the rank.
-        zero: ``parallel.zero``.
         widths: bytes of a parameter and of a gradient.
         whole: reductions receive into a buffer as large as the bucket (CPUs), not into a shard of it.
 
@@ -24,18 +23,16 @@ class StateBuffers:
         most: largest ``moving`` since :meth:`restart`.
     """
 
-    def __init__(
-        self, buckets: Sequence[BucketPlan], zero: int, widths: tuple[int, int], whole: bool
-    ) -> None:
+    def __init__(self, buckets: Sequence[BucketPlan], widths: tuple[int, int], whole: bool) -> None:
         self.moving = self.most = 0
-        self._buckets, self._keeps, self._whole = buckets, zero < 2, whole
+        self._buckets, self._whole = buckets, whole
         self._parameter, self._gradient = widths
         self._reducing: deque[tuple[int, int]] = deque()  # bytes received into, and summed beside them
         self._used: Counter[tuple[int, ...]] = Counter()
         self._peak: Counter[tuple[int, ...]] = Counter()
         self._here: set[int] = set()
         self._accumulating: set[int] = set()
-        self._rounds = Rounds(buckets, zero, self)
+        self._rounds = Rounds(buckets, self)
         self._places = {
             number: (bucket, member)
             for bucket, plan in enumerate(buckets)
@@ -55,7 +52,7 @@ class StateBuffers:
         """A microbatch's gradients of these parameters (by number) are complete."""
         for number in parameters:
             bucket, member = self._places[number]
-            if not self._keeps and bucket not in self._accumulating:
+            if not self._buckets[bucket].keeps_gradients and bucket not in self._accumulating:
                 self._accumulating.add(bucket)
                 self._take(self._gradient, bucket)
             self._rounds.added(bucket, member)
@@ -70,7 +67,7 @@ class StateBuffers:
         """A reduction starts."""
         plan = self._buckets[bucket]
         # The first shard is summed where it belongs, later ones beside it.
-        beside = 0 if first or plan.shards == 1 else plan.share * self._gradient
+        beside = 0 if first or plan.shards == 1 else plan.shard_size * self._gradient
         received = (plan.size * self._gradient if plan.shards > 1 else 0) if self._whole else beside
         self._reducing.append((received, beside if self._whole else 0))
         self.moving += received
@@ -82,7 +79,7 @@ class StateBuffers:
         received, beside = self._reducing.popleft()
         self.most = max(self.most, self.moving + beside)
         self.moving -= received
-        if not self._keeps:
+        if not self._buckets[bucket].keeps_gradients:
             self._used[self._gradient, *self._buckets[bucket].layout] -= 1
 
     # As Gathering decides

@@ -137,7 +137,6 @@ class Step:
         held: the rank's parameters, by number.
         buckets: of these.
         buffers: counts what reductions and gathers need; its buffers are not part of the peak.
-        zero: ``parallel.zero``.
 
     Attributes:
         peak: of the step.
@@ -152,7 +151,6 @@ class Step:
         held: Sequence[Held],
         buckets: Sequence[BucketPlan],
         buffers: StateBuffers,
-        zero: int,
     ) -> None:
         self.peak = Peak(Counter(), 0, "")
         self._schedule, self._stages, self._buffers = schedule, stages, buffers
@@ -167,8 +165,8 @@ class Step:
         self._most: dict[tuple[str, int], int] = {}
         actions = schedule.ranks[pipeline]
         totals = Counter((action.kind, action.stage) for action in actions)
-        # Without sharded gradients only a step's last contributions matter.
-        begun = _BEGUN if zero >= 2 else 0
+        # Where gradients are kept over the step, only its last contributions matter.
+        begun = 0 if all(plan.keeps_gradients for plan in buckets) else _BEGUN
         detailed = {key: {*range(min(begun, count)), count - 1} for key, count in totals.items()}
         buffers.begin(len(next(iter(detailed.values()))))
         for action in actions:

@@ -151,7 +151,7 @@ class Engine:
         self.buckets = make_buckets(self.stages, limit, kinds, parallel.zero, self.sharding)
         for bucket in self.buckets:
             self._share_plain_values(bucket)
-            bucket.allocate(kinds, parallel.zero, config.memory.offload == "optimizer", config.run.seed)
+            bucket.allocate(kinds, config.memory.offload == "optimizer", config.run.seed)
         tied, owners = Axis("pipeline"), self.plan.schedule.placement
         if any(bucket.traits.tied for bucket in self.buckets) or config.model.tied_embeddings is True:
             tied = mesh.pair(mesh.pipeline, owners[0], owners[-1])

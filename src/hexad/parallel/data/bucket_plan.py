@@ -48,8 +48,10 @@ class BucketPlan:
         uses: of each member, see :class:`Held`.
         offsets: first element of each member in the bucket.
         size: in elements, padded: a multiple of the number of shards.
-        shards: data ranks that share it.
+        shards: data ranks among which it is sharded.
         resident: its values are always on the rank; False for matrices in ZeRO 3.
+        keeps_gradients: all its gradients are kept between microbatches; False in ZeRO 2 and 3, which keep
+            this rank's shard of their sum.
     """
 
     traits: Traits
@@ -60,6 +62,7 @@ class BucketPlan:
     size: int
     shards: int
     resident: bool
+    keeps_gradients: bool
 
     @property
     def order(self) -> int:
@@ -67,7 +70,7 @@ class BucketPlan:
         return self.members[-1]
 
     @property
-    def share(self) -> int:
+    def shard_size(self) -> int:
         """Elements of a rank's shard."""
         return self.size // self.shards
 
@@ -75,6 +78,11 @@ class BucketPlan:
     def layout(self) -> tuple[int, ...]:
         """Buckets of one layout can take turns with one buffer: its unused elements are the same."""
         return (self.size, *self.elements)
+
+
+def state_shards(data: int, zero: int, replicas: int) -> int:
+    """Into how many shards ``data`` ranks divide the state; in ZeRO 0 every rank holds it all."""
+    return data // replicas if zero else 1
 
 
 def plan_buckets(
@@ -92,7 +100,7 @@ def plan_buckets(
         bucket_bytes: cut where gradients become larger than this.
         gradient: bytes of a gradient's element.
         zero: ``parallel.zero``.
-        shards: number of data ranks that share the state, per grid.
+        shards: see :func:`state_shards`, per grid.
     """
     runs: dict[tuple[int, Traits, bool, str], list[int]] = {}
     for number, each in enumerate(held):
@@ -106,12 +114,12 @@ def plan_buckets(
         limit = bucket_bytes / gradient if resident else float("inf")
         count = shards[traits.grid]
         parts = _cut(numbers[::-1], held, limit)
-        plans += [_plan(part, held, traits, count, resident) for part in parts]
+        plans += [_plan(part, held, traits, count, resident, zero < 2) for part in parts]
     return sorted(plans, key=lambda plan: plan.order)
 
 
 def _plan(
-    members: Sequence[int], held: Sequence[Held], traits: Traits, shards: int, resident: bool
+    members: Sequence[int], held: Sequence[Held], traits: Traits, shards: int, resident: bool, keeps: bool
 ) -> BucketPlan:
     offsets, end = [], 0
     for number in members:
@@ -126,6 +134,7 @@ def _plan(
         _aligned(end, ALIGNMENT * shards),
         shards,
         resident,
+        keeps,
     )
 
 

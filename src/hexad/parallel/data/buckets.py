@@ -52,20 +52,19 @@ class Bucket:
         self.plan = plan
         self.traits = plan.traits
         self.members = tuple(members)
-        self.low, self.high = rank * plan.share, (rank + 1) * plan.share
+        self.low, self.high = rank * plan.shard_size, (rank + 1) * plan.shard_size
         self.whole: torch.Tensor | None = None
         self.gradients: torch.Tensor | None = None
         self.master = torch.empty(0)
         self.source = torch.empty(0)
         self.gradient = torch.empty(0)
 
-    def allocate(self, formats: Formats, zero: int, host: bool, seed: int) -> None:
+    def allocate(self, formats: Formats, host: bool, seed: int) -> None:
         """Make what stays in memory all the time, with initial values: of declared parameters drawn from
         ``seed``, of others those they have.
 
         Args:
             formats: number formats.
-            zero: ``parallel.zero``.
             host: the master values stay in the host's memory.
             seed: of the initial values.
         """
@@ -76,11 +75,11 @@ class Bucket:
         for each, values in given:
             each.parameter.data.copy_(values)
         self._keep_shard(self.shard(self.whole), formats.master, host)
-        if zero < 2:
+        if self.plan.keeps_gradients:
             self.gradients = torch.zeros(self.plan.size, dtype=formats.gradients, device=device)
             self.gradient = self.shard(self.gradients)
         else:
-            self.gradient = torch.zeros(self.plan.share, dtype=formats.gradients, device=device)
+            self.gradient = torch.zeros(self.plan.shard_size, dtype=formats.gradients, device=device)
         if not self.plan.resident:
             self.detach()
 

@@ -43,7 +43,7 @@ class ParameterGatherer:
     ) -> None:
         self._buckets, self._sharding, self._pool = buckets, sharding, pool
         self._gathering: dict[int, Pending] = {}
-        if not hooks or all(each.zero == 0 for each in sharding.values()):
+        if not hooks or all(bucket.plan.resident and bucket.plan.shards == 1 for bucket in buckets):
             return
         for stage in stages.values():
             self._hook(stage)

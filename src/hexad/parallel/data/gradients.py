@@ -57,10 +57,8 @@ class Gradients:
             tied,
             pool,
         )
-        self._keeps = all(each.zero < 2 for each in sharding.values())
         plain = any(declared.plain for bucket in buckets for declared in bucket.members)
-        plans = [bucket.plan for bucket in buckets]
-        self._rounds = Rounds(plans, 0 if self._keeps else 2, self, turns=plain)
+        self._rounds = Rounds([bucket.plan for bucket in buckets], self, turns=plain)
         self._reducing: dict[int, deque[tuple[Pending, torch.Tensor]]] = {}
         self._summing: list[Pending] = []
         self._deferred: Deferred | None = None
@@ -128,11 +126,10 @@ class Gradients:
         """
         self._rounds.begin(microbatches)
         self._wait()
-        if not self._keeps:
-            for bucket in self._buckets:
-                if bucket.gradients is not None:
-                    self._pool.give(bucket, bucket.gradients)
-                    bucket.gradients = None
+        for bucket in self._buckets:
+            if not bucket.plan.keeps_gradients and bucket.gradients is not None:
+                self._pool.give(bucket, bucket.gradients)
+                bucket.gradients = None
 
     def finish(self) -> None:
         """Reduce what has not been reduced yet and wait for everything; a gradient that nothing contributed
@@ -173,7 +170,7 @@ class Gradients:
         shards = self._sharding[bucket.traits.grid].shards
         pending = reduce_scatter_async(gradients, shards, out)
         self._reducing.setdefault(number, deque()).append((pending, gradients))
-        if not self._keeps:
+        if not bucket.plan.keeps_gradients:
             bucket.gradients = None
 
     def retire(self, number: int, last: bool) -> None:
@@ -183,7 +180,7 @@ class Gradients:
         shard = pending.wait()
         if shard.data_ptr() != bucket.gradient.data_ptr():
             bucket.gradient.add_(shard)
-        if not self._keeps:
+        if not bucket.plan.keeps_gradients:
             self._pool.give(bucket, gradients)
         if last:
             replicas = self._sharding[bucket.traits.grid].replicas

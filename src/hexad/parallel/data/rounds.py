@@ -40,16 +40,12 @@ class Rounds:
 
     Args:
         buckets: of the rank.
-        zero: ``parallel.zero``.
         reductions: carries them out.
         turns: parameters may be left out on some data ranks.
     """
 
-    def __init__(
-        self, buckets: Sequence[BucketPlan], zero: int, reductions: Reductions, turns: bool = False
-    ) -> None:
+    def __init__(self, buckets: Sequence[BucketPlan], reductions: Reductions, turns: bool = False) -> None:
         self._buckets = buckets
-        self._keeps = zero < 2
         self._reductions = reductions
         self._turns = turns
         self._turn = 0
@@ -67,7 +63,7 @@ class Rounds:
         self._drain()
         self._turn = len(self._buckets) - 1
         for bucket, plan in enumerate(self._buckets):
-            self._left[bucket] = 1 if self._keeps else microbatches
+            self._left[bucket] = 1 if plan.keeps_gradients else microbatches
             self._first[bucket] = True
             self._due[bucket] = [microbatches * each for each in plan.uses]
             self._renew(bucket)

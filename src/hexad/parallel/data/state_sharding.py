@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hexad.topology.mesh import Axis, Mesh
 
 from ..inventory import Grid
+from .bucket_plan import state_shards
 
 
 @dataclass(frozen=True)
@@ -18,14 +19,12 @@ class StateSharding:
     Level 0 is the same machinery with one rank per shard: every rank holds everything.
 
     Attributes:
-        zero: 0 nothing is sharded, 1 optimizer state and master weights, 2 gradients too, 3 matrices too.
         shards: the ranks among which it is sharded; size 1 in level 0.
         replicas: the ranks that hold the same shard (hybrid sharding, as in MiCS, arXiv 2205.00119).
         model: the axes of the grid that may divide a weight; ranks along them hold other shards of it, or
             copies.
     """
 
-    zero: int
     shards: Axis
     replicas: Axis
     model: tuple[Axis, ...]
@@ -41,8 +40,7 @@ class StateSharding:
             grid: whose weights.
         """
         data = mesh.gradient_axis(grid)
-        size = data.size // replicas if zero else 1
-        return cls(zero, *mesh.split(data, size), mesh.model_axes(grid))
+        return cls(*mesh.split(data, state_shards(data.size, zero, replicas)), mesh.model_axes(grid))
 
 
 Shardings = Mapping[Grid, StateSharding]

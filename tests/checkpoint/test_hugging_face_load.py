@@ -16,9 +16,10 @@ import yaml
 
 from hexad.checkpoint.hugging_face import open_weights
 from hexad.checkpoint.published import published_tensors
-from hexad.config import Config, dump_config
+from hexad.config import Config, ConfigError, dump_config
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config, load_config
+from hexad.model.sources import FREE
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -209,6 +210,17 @@ def test_fine_tuning_from_our_own(tmp_path: Path, pool: Pool) -> None:
         json.loads(line)["loss"] for line in (tmp_path / "loaded/metrics.jsonl").read_text().splitlines()
     ]
     assert again == imported.losses
+
+
+def test_only_a_complete_model_needs_no_source() -> None:
+    """Every setting on which the weights depend counts, also those that most families have no use for."""
+    for family, unused in (("llama", ["max_positions"]), ("gpt2", ["rope_theta", "rope_scaling"])):
+        model = load_config({"model": {"family": family, "vocab": 307}}).model
+        tree = model.model_dump(exclude={*unused, "preset", *FREE}) | {"load": "hf:nowhere"}
+        assert load_config({"model": tree}).model.load == "hf:nowhere"
+        for name in ("residual_multiplier", "attention_multiplier", "qk_norm"):
+            with pytest.raises(ConfigError, match=r"model\.load: nowhere: no such directory"):
+                load_config({"model": {key: value for key, value in tree.items() if key != name}})
 
 
 def test_settings_given_beside_the_weights(tmp_path: Path) -> None:

@@ -21,23 +21,6 @@ HUGGING_FACE = "hf:"
 FREE = ("dropout", "attention_dropout", "init_std")
 """Settings that the weights do not depend on."""
 
-_SHAPE = (
-    "family",
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "ffn_hidden",
-    "vocab",
-    "tied_embeddings",
-    "qkv_bias",
-    "qk_norm",
-    "norm_eps",
-)
-"""Settings without which a model is not known."""
-_ROTARY_ONLY = ("rope_theta", "rope_scaling")
-
 
 def hugging_face_directory(load: str) -> Path | None:
     """The directory of ``hf:DIR``; None for a run or checkpoint of ours."""
@@ -61,9 +44,7 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if _complete(given):
             return given  # if the weights are wanted after all, whoever opens them says what is wrong
         raise
-    # Rotary positions have no weights: how many there may be is free.
-    free = {*FREE, "max_positions"} if family(source.family).rotary else set(FREE)
-    for name in source.model_fields_set - free:
+    for name in source.model_fields_set - {*FREE, *_unused(source.family)}:
         if name in given and given[name] != (wanted := getattr(source, name)):
             found = _plain(given[name])
             raise ConfigError(
@@ -75,8 +56,15 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _complete(given: Mapping[str, Any]) -> bool:
     """Whether nothing is left to fill in."""
-    rotary = family(given.get("family", ModelSettings().family)).rotary
-    return all(name in given for name in (*_SHAPE, *(_ROTARY_ONLY if rotary else ("max_positions",))))
+    free = {*FREE, *_unused(given.get("family", ModelSettings().family))}
+    return set(ModelSettings.model_fields) - free <= set(given)
+
+
+def _unused(name: str) -> tuple[str, ...]:
+    """Settings that weights of this family neither determine nor bring along."""
+    # Rotary positions have no weights: their number may follow the new run's sequences.
+    positions = ("max_positions",) if family(name).rotary else ("rope_theta", "rope_scaling")
+    return "preset", "load", *positions
 
 
 def _settings(load: str) -> ModelSettings:
@@ -98,9 +86,7 @@ def _saved(path: Path) -> dict[str, Any]:
     """The model settings of a run or checkpoint, both of which have a resolved ``config.yaml``."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
-        # Where positions are rotary, their number may follow the new run's sequences.
-        rotary = family(tree["family"]).rotary
-        unused = ("preset", "load", *(("max_positions",) if rotary else _ROTARY_ONLY))
+        unused = _unused(tree["family"])
         return {name: value for name, value in tree.items() if name not in unused and value != "auto"}
     except FileNotFoundError:
         raise HexadError(

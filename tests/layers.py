@@ -14,7 +14,7 @@ from hexad.config.schema import ModelSettings
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import Transformer
-from hexad.parallel.gradients import Contribution, Product, attach
+from hexad.parallel.gradients import Contribution, WeightGradient, attach
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.topology.mesh import Axis
 
@@ -57,7 +57,7 @@ class Sums:
         self.totals = dict(totals)
         self.complete = dict.fromkeys(totals, 0)
         self._touched: set[torch.Tensor] = set()
-        self._deferred: deque[tuple[torch.Tensor, Product]] | None = None
+        self._deferred: deque[tuple[torch.Tensor, WeightGradient]] | None = None
         for parameter in totals:
             attach(parameter, self)
 
@@ -66,7 +66,7 @@ class Sums:
         return self._deferred is not None
 
     def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
-        if self._deferred is not None and isinstance(contribution, Product):
+        if self._deferred is not None and isinstance(contribution, WeightGradient):
             self._deferred.append((parameter, contribution))
             return
         contribution.add_to(self.totals[parameter], parameter not in self._touched)
@@ -84,4 +84,4 @@ class Sums:
                 inputs = product.inputs
                 if product.gather is not None:
                     inputs = all_gather(inputs, product.gather)
-                self.contribute(parameter, Product(product.output_gradient, inputs))
+                self.contribute(parameter, WeightGradient(product.output_gradient, inputs))

@@ -21,7 +21,7 @@ from hexad.checkpoint.chunks import Chunk, to_write
 from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.tensor_file import TensorFileWriter
-from hexad.checkpoint.writer import write_manifest, write_share
+from hexad.checkpoint.writer import write_manifest, write_shard
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 
@@ -42,10 +42,10 @@ def small_blocks() -> Iterator[None]:
 def write(directory: Path, ranks: list[list[Chunk]]) -> Path:
     """A checkpoint of what each rank holds."""
     directory.mkdir(exist_ok=True)
-    shares = [write_share(directory, rank, list(to_write(held))) for rank, held in enumerate(ranks)]
+    shards = [write_shard(directory, rank, list(to_write(held))) for rank, held in enumerate(ranks)]
     progress = {"step": 1, "samples": 2}
     expected = {chunk.name: chunk.rectangle.shape for held in ranks for chunk in held}
-    write_manifest(directory, filter(None, shares), expected, load_config(), progress, {"world": len(ranks)})
+    write_manifest(directory, filter(None, shards), expected, load_config(), progress, {"world": len(ranks)})
     return directory
 
 

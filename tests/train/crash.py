@@ -46,7 +46,7 @@ def _when(function: Function, wanted: Callable[..., bool], after: bool = False) 
 
 
 def _tensors(after: bool) -> None:
-    checkpointer.write_share = _when(checkpointer.write_share, lambda path, *_: STEP in path, after)
+    checkpointer.write_shard = _when(checkpointer.write_shard, lambda path, *_: STEP in path, after)
 
 
 def _within() -> None:

@@ -25,7 +25,7 @@ from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .manifest import Manifest
 from .reader import Checkpoint
-from .writer import Share, write_manifest, write_share
+from .writer import ShardFile, write_manifest, write_shard
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
@@ -192,12 +192,12 @@ class Checkpointer:
         """
         step = progress["step"]
         partial = self._on_first(lambda: self.directory.begin(step), step)
-        share: Share | Exception | None
+        shard: ShardFile | Exception | None
         try:
-            share = write_share(partial, self.mesh.rank, chunks)
+            shard = write_shard(partial, self.mesh.rank, chunks)
         except Exception as error:  # any error must reach every rank
-            share = error
-        written = collect_objects((share, held), self._axis)
+            shard = error
+        written = collect_objects((shard, held), self._axis)
 
         def commit() -> None:
             assert written is not None
@@ -207,9 +207,9 @@ class Checkpointer:
                         raise OSError(found.errno, f"rank {rank}: {found.strerror}")
                     if isinstance(found, Exception):
                         raise found
-                shares = [found for found, _ in written if found is not None]
+                shards = [found for found, _ in written if found is not None]
                 expected = {name: shape for _, held in written for name, shape in held.items()}
-                write_manifest(partial, shares, expected, self.config, progress, self._origin(reason))
+                write_manifest(partial, shards, expected, self.config, progress, self._origin(reason))
                 self.directory.commit(partial, step)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)  # it must not fill the disk

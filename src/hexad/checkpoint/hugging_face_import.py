@@ -21,7 +21,7 @@ from .directory import sync_directory
 from .hugging_face import HuggingFaceModel, row_slices
 from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
 from .manifest import STEP_NAME, FileRecord, file_checksum
-from .writer import Part, Share, open_share, share_name, write_manifest
+from .writer import Part, ShardFile, open_shard, shard_name, write_manifest
 
 PRECISIONS = {
     torch.float64: "fp64",
@@ -69,7 +69,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         check(plain)
         with HuggingFaceModel(source, plain.model) as model:
             config, others = _with_files(plain, model, partial, to.resolve())
-            share = _written(model, partial)
+            shard = _written(model, partial)
         origin = {
             "world": 1,
             "layout": {},
@@ -80,7 +80,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         }
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
-        write_manifest(partial, [share], expected, config, progress, origin, others)
+        write_manifest(partial, [shard], expected, config, progress, origin, others)
     parameters = sum(math.prod(place.shape) for place in model.tensors.values())
     return Imported(config, parameters, has_tokenizer(source))
 
@@ -106,15 +106,15 @@ def _with_files(
     return config.model_copy(update={"data": data}), records
 
 
-def _written(model: HuggingFaceModel, directory: Path) -> Share:
+def _written(model: HuggingFaceModel, directory: Path) -> ShardFile:
     """All weights in one tensor file."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
     parts = tuple(
         Part(whole.named(f"model.{name}"), str(model.dtypes[name]).removeprefix("torch."))
         for name, whole in wholes.items()
     )
-    with open_share(directory, 0, parts) as writer:
+    with open_shard(directory, 0, parts) as writer:
         for name, whole in wholes.items():
             for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize):
                 writer.write(model.read(whole.rows(row, row + rows)))
-        return Share(share_name(0), writer.close(), parts)
+        return ShardFile(shard_name(0), writer.close(), parts)

@@ -39,7 +39,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Share:
+class ShardFile:
     """A tensor file that was written, and its parts in order."""
 
     file: str
@@ -47,18 +47,18 @@ class Share:
     parts: tuple[Part, ...]
 
 
-def open_share(directory: Path, number: int, parts: Sequence[Part]) -> TensorFileWriter:
+def open_shard(directory: Path, number: int, parts: Sequence[Part]) -> TensorFileWriter:
     """A writer of ``rank-<number>.safetensors``, to be given the values of ``parts`` in order."""
     tensors = [(part.key, getattr(torch, part.dtype), part.rectangle.sizes) for part in parts]
-    return TensorFileWriter(directory / share_name(number), tensors)
+    return TensorFileWriter(directory / shard_name(number), tensors)
 
 
-def share_name(number: int) -> str:
+def shard_name(number: int) -> str:
     """The file that rank ``number`` writes."""
     return f"rank-{number:05d}.safetensors"
 
 
-def write_share(directory: Path, rank: int, chunks: Sequence[Chunk]) -> Share | None:
+def write_shard(directory: Path, rank: int, chunks: Sequence[Chunk]) -> ShardFile | None:
     """Write this rank's chunks; None, and no file, if there are none.
 
     Raises:
@@ -67,15 +67,15 @@ def write_share(directory: Path, rank: int, chunks: Sequence[Chunk]) -> Share | 
     if not chunks:
         return None
     parts = tuple(Part.of(chunk) for chunk in chunks)
-    with open_share(directory, rank, parts) as writer:
+    with open_shard(directory, rank, parts) as writer:
         for chunk in chunks:
             writer.write(chunk.tensor)
-        return Share(share_name(rank), writer.close(), parts)
+        return ShardFile(shard_name(rank), writer.close(), parts)
 
 
 def write_manifest(
     directory: Path,
-    shares: Iterable[Share],
+    shards: Iterable[ShardFile],
     expected: Mapping[str, tuple[int, ...]],
     config: Config,
     progress: Mapping[str, Any],
@@ -86,7 +86,7 @@ def write_manifest(
 
     Args:
         directory: of the checkpoint.
-        shares: its tensor files.
+        shards: its tensor files.
         expected: name and shape of every tensor that they must cover.
         config: resolved.
         progress: as of :meth:`hexad.Engine.progress`.
@@ -95,20 +95,20 @@ def write_manifest(
 
     Raises:
         OSError: they cannot be written.
-        ValueError: the shares do not cover every tensor exactly once.
+        ValueError: the shards do not cover every tensor exactly once.
     """
     text = dump_config(config).encode()
     write_durably(directory / "config.yaml", text)
     files = {"config.yaml": FileRecord(len(text), xxhash.xxh3_128_hexdigest(text)), **(others or {})}
     stored: dict[str, list[Stored]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for share in shares:
-        files[share.file] = share.record
-        begin, block = share.record.header, 1
-        for part in share.parts:
+    for shard in shards:
+        files[shard.file] = shard.record
+        begin, block = shard.record.header, 1
+        for part in shard.parts:
             rectangle = part.rectangle
             kinds[rectangle.name] = (part.dtype, rectangle.shape)
-            stored.setdefault(rectangle.name, []).append(Stored(share.file, rectangle, begin, block))
+            stored.setdefault(rectangle.name, []).append(Stored(shard.file, rectangle, begin, block))
             dtype: torch.dtype = getattr(torch, part.dtype)
             begin += rectangle.numel * dtype.itemsize
             block += block_count(rectangle.sizes, dtype.itemsize)

@@ -28,7 +28,7 @@ class Dense(NamedTuple):
             total.add_(self.values)
 
 
-class Product(NamedTuple):
+class WeightGradient(NamedTuple):
     """A weight gradient to be computed: ``output_gradient.T @ inputs``.
 
     Attributes:
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
         total.index_add_(0, self.rows, self.values.to(total.dtype))
 
 
-Contribution = Dense | Product | Rows
+Contribution = Dense | WeightGradient | Rows
 
 
 class Accumulator(Protocol):
@@ -117,7 +117,7 @@ def weight_gradient(
     if accumulator is None:
         return output_gradient.t() @ inputs
     # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
-    accumulator.contribute(weight, Product(output_gradient, inputs.detach(), gather))
+    accumulator.contribute(weight, WeightGradient(output_gradient, inputs.detach(), gather))
     return None
 
 

@@ -112,7 +112,7 @@ def _model(config: Config) -> Iterator[ConfigError]:
 def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
     model = config.model
     for name, why in (("heads", "each rank takes whole heads"), ("kv_heads", "each rank takes whole heads"),
-                      ("ffn_hidden", "each rank takes an equal share")):  # fmt: skip
+                      ("ffn_hidden", "each rank takes an equal shard")):  # fmt: skip
         size = int(getattr(model, name))
         if size % tensor:
             yield ConfigError(

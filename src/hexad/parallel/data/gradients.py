@@ -16,13 +16,13 @@ import torch
 from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
 
-from ..gradients import Contribution, Product, attach
+from ..gradients import Contribution, WeightGradient, attach
 from .buckets import Bucket
 from .pool import BufferPool
 from .rounds import Rounds
 from .state_sharding import Shardings
 
-Deferred = deque[tuple[torch.Tensor, Product]]
+Deferred = deque[tuple[torch.Tensor, WeightGradient]]
 """Parameters, and products that are missing from their gradients."""
 
 
@@ -83,7 +83,7 @@ class Gradients:
             contribution: of one microbatch.
             last: False where further parts of it follow.
         """
-        if self._deferred is not None and isinstance(contribution, Product):
+        if self._deferred is not None and isinstance(contribution, WeightGradient):
             self._deferred.append((parameter, contribution))
             return
         number, member = self._places[parameter]
@@ -115,7 +115,7 @@ class Gradients:
             parameter, product = products.popleft()
             inputs = product.inputs if gathering is None else gathering.wait()
             gathering = _gather(products[0][1]) if products else None
-            self.contribute(parameter, Product(product.output_gradient, inputs))
+            self.contribute(parameter, WeightGradient(product.output_gradient, inputs))
 
     # For the step
 
@@ -187,5 +187,5 @@ class Gradients:
             self._summing.append(all_reduce_async(bucket.gradient, replicas))
 
 
-def _gather(product: Product) -> Pending | None:
+def _gather(product: WeightGradient) -> Pending | None:
     return None if product.gather is None else all_gather_async(product.inputs, product.gather)

@@ -63,9 +63,9 @@ class _ColumnLinear(torch.autograd.Function):
         gathering = all_gather_async(x, axis) if sequence and not later else None
         reducing = None
         if ctx.needs_input_grad[0]:
-            share = _input_gradient(gradient, ctx.weight, ctx.shard)
+            partial = _input_gradient(gradient, ctx.weight, ctx.shard)
             reduce = reduce_scatter_async if sequence else all_reduce_async
-            reducing = reduce(share, axis)
+            reducing = reduce(partial, axis)
         if gathering is not None:
             x = gathering.wait()
         grad_weight = weight_gradient(ctx.weight, gradient, x, gather=axis if sequence and later else None)

@@ -15,7 +15,7 @@ import torch
 
 from hexad.comm import Pending, all_gather_async, all_reduce_async, reduce_scatter_async
 
-from ..gradients import Product, accumulator_of
+from ..gradients import WeightGradient, accumulator_of
 from ..sharding import Shard
 from .cross_entropy import cross_entropy_sum_
 from .embedding_inventory import loss_rows
@@ -81,15 +81,15 @@ def _slices(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(loss, gradient of ``x``, gradient of ``weight`` unless it is accumulated); gradients times ``scale``.
 
-    In sequence parallel a slice has the same rows of every rank's share, so that it is gathered, and its
+    In sequence parallel a slice has the same rows of every rank's shard, so that it is gathered, and its
     gradient scattered, by itself: the next slice arrives, and the gradients of the last one leave, while a
     slice is computed.
     """
-    shares = shard.tensor.size if shard.sequence else 1
+    ranks = shard.tensor.size if shard.sequence else 1
     accumulator = accumulator_of(weight)
-    rows = -(-loss_rows(labels.numel(), x.shape[1], weight.shape[0], x.element_size()) // shares)
+    rows = -(-loss_rows(labels.numel(), x.shape[1], weight.shape[0], x.element_size()) // ranks)
     inputs = x.detach().split(rows)
-    targets = [part.flatten() for part in labels.reshape(shares, -1).split(rows, dim=1)]
+    targets = [part.flatten() for part in labels.reshape(ranks, -1).split(rows, dim=1)]
     grad_x = None if scale is None else torch.empty_like(x)
     outputs = [] if grad_x is None else list(grad_x.split(rows))
     grad_weight: torch.Tensor | None = None
@@ -108,7 +108,7 @@ def _slices(
             outputs[index - 1].copy_(leaving.wait())
         leaving = _leave(gradient, weight, outputs[index], shard)
         if accumulator is not None:
-            accumulator.contribute(weight, Product(gradient, rows_in), last=index + 1 == len(targets))
+            accumulator.contribute(weight, WeightGradient(gradient, rows_in), last=index + 1 == len(targets))
         else:
             product = gradient.t() @ rows_in
             grad_weight = product if grad_weight is None else grad_weight.add_(product)

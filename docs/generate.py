@@ -26,7 +26,9 @@ _HEAD = """\
 One YAML file holds every setting; all have defaults. Settings can be overridden on the command line, as in
 `hexad train run.yaml parallel.tensor=2 optimizer.lr=1e-3`; the value is YAML. An unknown key is an error that
 names the nearest known one. `hexad config show run.yaml` prints all settings, with those that preset and
-family determine filled in; `hexad config check run.yaml` says whether they would be accepted.
+family determine filled in; `hexad config check run.yaml` says whether they would be accepted. What depends on
+the number of ranks or the tokenizer stays `auto` until a run resolves it: `hexad train run.yaml --dry-run`
+prints the result.
 
 Values marked † are part of the format, but refused by this version.
 """

@@ -20,12 +20,12 @@ def config() -> None:
 @overrides_argument
 @json_option
 def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Print the configuration with preset, family and defaults filled in."""
-    resolved = load_config(path, overrides)
+    """Print the configuration with preset, family and defaults filled in, but not resolved for a world."""
+    given = load_config(path, overrides)
     if as_json:
-        print_json(resolved.model_dump(mode="json", by_alias=True))
+        print_json(given.model_dump(mode="json", by_alias=True))
     else:
-        click.echo(dump_config(resolved), nl=False)
+        click.echo(dump_config(given), nl=False)
 
 
 @config.command("check")

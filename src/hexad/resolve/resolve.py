@@ -1,4 +1,4 @@
-"""The one place where ``auto`` becomes a number."""
+"""Where what depends on world and tokenizer is resolved: ``auto`` becomes a number."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Resolved:
     """A configuration that is ready to run.
 
     Attributes:
-        config: with a number for every ``auto``. ``parallel.schedule: auto`` and its ``schedule_memory``
-            stay: the name of a search and its default limit, whose result is in ``plan``.
+        config: with a number for every ``auto`` that the run uses. ``parallel.schedule: auto`` and its
+            ``schedule_memory`` stay: the name of a search and its default limit, whose result is in ``plan``.
         layout: of the world.
         plan: the pipeline's stages and schedule.
     """

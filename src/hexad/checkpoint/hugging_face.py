@@ -28,6 +28,7 @@ from .chunks import Chunk
 from .directory import check_same_model, find_checkpoint
 from .published import PublishedTensor, base_prefix, is_buffer, published_tensors
 from .reader import Checkpoint
+from .tensor_file import SAFETENSORS, dtype_name
 
 SLICE_BYTES = 64 * 2**20
 """Values held at a time while a model is read or written."""
@@ -36,8 +37,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Formats of weights, in safetensors' words."""
+_WEIGHTS = {name: dtype for dtype, name in SAFETENSORS.items() if dtype.is_floating_point}
+"""Formats of weights, by their names in safetensors."""
 
 
 class WeightSource(Protocol):
@@ -101,9 +102,9 @@ class HuggingFaceModel:
             dtype = self.dtypes[name]
             if torch.promote_types(dtype, chunk.tensor.dtype) != chunk.tensor.dtype:
                 raise HexadError(
-                    f"precision.dtype: {self.directory} stores {self._names[name]} in {_word(dtype)}, which "
-                    f"does not fit into this run's {_word(chunk.tensor.dtype)} master weights; use "
-                    f"{'fp64' if dtype == torch.float64 else 'fp32'}"
+                    f"precision.dtype: {self.directory} stores {self._names[name]} in {dtype_name(dtype)}, "
+                    f"which does not fit into this run's {dtype_name(chunk.tensor.dtype)} master weights; "
+                    f"use {'fp64' if dtype == torch.float64 else 'fp32'}"
                 )
             for row, rows in row_slices(chunk.tensor.shape, dtype.itemsize):
                 part = chunk.rectangle.rows(row, row + rows)
@@ -181,7 +182,7 @@ class HuggingFaceModel:
     def _checked(self, ours: str, place: PublishedTensor) -> torch.dtype:
         """The format of a tensor, whose shape and format are those of weights."""
         name = self._names.get(ours, ours)
-        found, dtype = self._slices[name], DTYPES.get(self._slices[name].get_dtype())
+        found, dtype = self._slices[name], _WEIGHTS.get(self._slices[name].get_dtype())
         if tuple(found.get_shape()) != place.stored_shape:
             raise HexadError(
                 f"{self.directory}: tensor {name} has shape {tuple(found.get_shape())}, "
@@ -190,7 +191,7 @@ class HuggingFaceModel:
         if dtype is None:
             raise HexadError(
                 f"{self.directory}: tensor {name} is {found.get_dtype()}, which is not supported; "
-                f"supported: {', '.join(DTYPES)}"
+                f"supported: {', '.join(_WEIGHTS)}"
             )
         return dtype
 
@@ -280,10 +281,6 @@ def _identity(files: Sequence[tuple[str, str]]) -> str:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _one_line(error: Exception) -> str:

@@ -13,6 +13,7 @@ from hexad.config import Config, HexadError
 from hexad.model.configuration import build_config
 from hexad.model.families import Family
 from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
+from hexad.model.transformer import DTYPES
 
 from .directory import write_durably
 from .hugging_face import INDEX_FILE, SINGLE_FILE, row_slices
@@ -28,16 +29,7 @@ from .hugging_face_files import (
 )
 from .published import PublishedTensor, published_tensors
 from .reader import Checkpoint
-from .tensor_file import TensorFileWriter
-
-FORMATS = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # a format of products: the weights are bf16
-}
-"""``precision.dtype`` -> the format of exported weights."""
+from .tensor_file import TensorFileWriter, dtype_name
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ def export_model(
         checkpoint: opened.
         config: its own, from :func:`saved_config`.
         to: the directory; it is renamed into place when all is on disk.
-        dtype: a key of :data:`FORMATS`, or ``auto``: as in training; of an imported model, unchanged.
+        dtype: a key of :data:`DTYPES`, or ``auto``: as in training; of an imported model, unchanged.
         shard_bytes: largest size of a weights' file, unless a single tensor is larger.
         eod: id of the tokenizer's end-of-document token, if it is known.
 
@@ -108,10 +100,10 @@ def export_model(
         )
     if "dropout" not in kind.keys and config.model.dropout:
         notes.append(f"model.dropout {config.model.dropout} cannot be stored in its {CONFIG_FILE}")
-    wanted = None if dtype == "auto" and checkpoint.manifest.weights_only else FORMATS[_format(config, dtype)]
+    wanted = None if dtype == "auto" and checkpoint.manifest.weights_only else DTYPES[_format(config, dtype)]
     targets = _targets(checkpoint, config, kind, wanted)
     stored = {checkpoint.manifest.tensors[f"model.{name}"].dtype for t in targets for name, _ in t.parts}
-    word = _word(max(targets, key=lambda target: target.nbytes).dtype)
+    word = dtype_name(max(targets, key=lambda target: target.nbytes).dtype)
     narrowed = [name for name in sorted(stored) if wanted is not None and _narrows(name, wanted)]
     if narrowed:
         notes.append(f"weights are rounded from {', '.join(narrowed)} to {word}")
@@ -198,7 +190,7 @@ def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
     if found.dtype != values.dtype and not torch.equal(found.isinf(), values.isinf()):
         raise HexadError(
             f"--dtype: {target.name} has values up to {float(values[values.isfinite()].abs().max()):.3g}, "
-            f"beyond the range of {_word(target.dtype)}; use bf16 or fp32"
+            f"beyond the range of {dtype_name(target.dtype)}; use bf16 or fp32"
         )
     return found
 
@@ -244,7 +236,3 @@ _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 
 def _narrows(stored: str, dtype: torch.dtype) -> bool:
     return torch.promote_types(getattr(torch, stored), dtype) != dtype
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

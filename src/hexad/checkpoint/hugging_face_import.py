@@ -15,21 +15,17 @@ import torch
 from hexad.config import Config, HexadError
 from hexad.model.configuration import build_config
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
+from hexad.model.transformer import DTYPES
 from hexad.parallel.rectangle import Rectangle
 
 from .directory import sync_directory
 from .hugging_face import HuggingFaceModel, row_slices
 from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
 from .manifest import STEP_NAME, FileRecord, file_checksum
+from .tensor_file import dtype_name
 from .writer import Part, ShardFile, open_shard, shard_name, write_manifest
 
-PRECISIONS = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
-"""torch's formats -> ``precision.dtype``."""
+_PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
 
 _FOLDER = "tokenizer"
 
@@ -92,7 +88,7 @@ def _with_files(
     sizes: Counter[torch.dtype] = Counter()
     for name, dtype in model.dtypes.items():
         sizes[dtype] += math.prod(model.tensors[name].shape)
-    most = PRECISIONS[sizes.most_common(1)[0][0]]
+    most = _PRECISIONS[sizes.most_common(1)[0][0]]
     precision = config.precision.model_copy(update={"dtype": most})
     config = config.model_copy(update={"precision": precision})
     # config.json has the ids of the tokens that begin and end a text.
@@ -110,8 +106,7 @@ def _written(model: HuggingFaceModel, directory: Path) -> ShardFile:
     """All weights in one tensor file."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
     parts = tuple(
-        Part(whole.named(f"model.{name}"), str(model.dtypes[name]).removeprefix("torch."))
-        for name, whole in wholes.items()
+        Part(whole.named(f"model.{name}"), dtype_name(model.dtypes[name])) for name, whole in wholes.items()
     )
     with open_shard(directory, 0, parts) as writer:
         for name, whole in wholes.items():

@@ -21,7 +21,7 @@ from .manifest import FileRecord
 BLOCK_BYTES = 2**20
 """Checksums cover blocks of complete rows of about this size: a reader reads complete blocks."""
 
-_NAMES = {
+SAFETENSORS = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -31,6 +31,11 @@ _NAMES = {
     torch.uint8: "U8",
 }
 """safetensors' names of the formats that checkpoints hold."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def rows_per_block(sizes: Sequence[int], itemsize: int) -> int:
@@ -146,7 +151,7 @@ def _header(
     begin = 0
     for name, dtype, shape in tensors:
         end = begin + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        entries[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

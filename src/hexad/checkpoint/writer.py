@@ -16,7 +16,7 @@ from hexad.parallel.rectangle import Rectangle
 from .chunks import Chunk
 from .directory import write_durably
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, Stored, StoredTensor
-from .tensor_file import TensorFileWriter, block_count
+from .tensor_file import TensorFileWriter, block_count, dtype_name
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Part:
     @classmethod
     def of(cls, chunk: Chunk) -> Part:
         """That of a chunk."""
-        return cls(chunk.rectangle, str(chunk.tensor.dtype).removeprefix("torch."))
+        return cls(chunk.rectangle, dtype_name(chunk.tensor.dtype))
 
     @property
     def key(self) -> str:

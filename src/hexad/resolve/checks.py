@@ -14,7 +14,6 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
     "parallel.context_method": ("ring",),
     "parallel.expert": (1,),
     "parallel.expert_tensor": (1,),
-    "precision.dtype": ("fp64", "fp32", "bf16", "fp16", "fp8"),
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, HexadError
+from hexad.model.sources import FREE
 
 from .manifest import MANIFEST_FILE, STEP_NAME, check_size, read_manifest
 
@@ -104,10 +105,6 @@ def _looks_whole(checkpoint: Path) -> bool:
     return True
 
 
-_FREE = ("dropout", "attention_dropout")
-"""Settings of a model that its weights do not depend on."""
-
-
 def check_same_model(path: Path, saved_config: dict[str, Any], config: Config) -> None:
     """Refuse a checkpoint whose model differs from the configuration's.
 
@@ -117,7 +114,7 @@ def check_same_model(path: Path, saved_config: dict[str, Any], config: Config) -
     saved = saved_config.get("model", {})
     wanted = config.model.model_dump(mode="json", by_alias=True)
     for name, value in wanted.items():
-        if name in ("preset", "load", "init_std", "max_positions", *_FREE):
+        if name in ("preset", "load", "max_positions", *FREE):
             continue
         if name in saved and saved[name] != value:
             raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {saved[name]!r}")
@@ -127,12 +124,12 @@ def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
     """``name: old -> new`` for settings that shape the training and differ from the checkpoint's."""
     wanted = config.model_dump(mode="json", by_alias=True)
     # The effect of run.steps on the learning-rate schedule is shown by lr_schedule.decay_steps.
-    silent = {"run.dir", "run.device", "run.timeout", "run.steps"}
+    silent = {"run.dir", "run.device", "run.timeout", "run.steps", "model.init_std"}
     return [
         f"{group}.{name}: {saved[group][name]} -> {value}"
         for group in ("run", "model", "data", "batch", "precision", "optimizer", "lr_schedule")
         for name, value in wanted[group].items()
-        if f"{group}.{name}" not in silent and (group != "model" or name in _FREE)
+        if f"{group}.{name}" not in silent and (group != "model" or name in FREE)
         if saved.get(group, {}).get(name, "auto") not in (value, "auto")  # auto: as older versions saved it
     ]
 

@@ -137,10 +137,10 @@ def poisoned(config: Config, vector: bool, value: float) -> tuple[list[bool], bo
     )
     start = engine.gradients.start
 
-    def poison(number: int, first: bool) -> None:
+    def poison(number: int, *rest: Any) -> None:
         if number == chosen and engine.step == 1 and last:
             engine.gradients._whole(number)[0] = value
-        start(number, first)
+        start(number, *rest)
 
     engine.gradients.start = poison  # type: ignore[method-assign]
     for _ in range(3):

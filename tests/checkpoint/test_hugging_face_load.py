@@ -213,12 +213,20 @@ def test_fine_tuning_from_our_own(tmp_path: Path, pool: Pool) -> None:
 
 
 def test_only_a_complete_model_needs_no_source() -> None:
-    """Every setting on which the weights depend counts, also those that most families have no use for."""
-    for family, unused in (("llama", ["max_positions"]), ("gpt2", ["rope_theta", "rope_scaling"])):
+    """Every setting counts on which weights of the family depend. A file from before there was a multiplier
+    is still complete."""
+    multipliers = {"attention_multiplier", "residual_multiplier", "rotary_fraction"}
+    for family, unused, others in (
+        ("llama", ["max_positions"], multipliers),
+        ("gpt2", ["rope_theta", "rope_scaling"], multipliers),
+        ("granite", ["max_positions"], {"rotary_fraction"}),
+        ("phi3", ["max_positions"], multipliers - {"rotary_fraction"}),
+    ):
         model = load_config({"model": {"family": family, "vocab": 307}}).model
         tree = model.model_dump(exclude={*unused, "preset", *FREE}) | {"load": "hf:nowhere"}
-        assert load_config({"model": tree}).model.load == "hf:nowhere"
-        for name in ("residual_multiplier", "attention_multiplier", "qk_norm"):
+        older = {key: value for key, value in tree.items() if key not in others}
+        assert load_config({"model": tree}).model == load_config({"model": older}).model
+        for name in ("qk_norm", *(multipliers - others)):
             with pytest.raises(ConfigError, match=r"model\.load: nowhere: no such directory"):
                 load_config({"model": {key: value for key, value in tree.items() if key != name}})
 

@@ -40,7 +40,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 """Keys whose other values would change the numbers -> the values supported; null always is."""
 
 _SWITCHES = ("tied_embeddings",)
-_OPTIONS = ("rotary_fraction", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+OPTIONS = ("rotary_fraction", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Settings that are their defaults in families whose ``config.json`` has no key for them."""
 _COUNTS = ("vocab", "layers", "hidden", "heads", "max_positions")
 
 LLAMA3 = {
@@ -196,7 +197,7 @@ def _fits(model: ModelSettings, own: Family, kind: Family) -> bool:
     assumed: dict[str, Any] = {"kv_heads": model.heads, "head_dim": model.hidden / model.heads}
     assumed["attention_multiplier"] = kind.defaults(model)["attention_multiplier"]
     plain = ModelSettings()
-    assumed |= {name: getattr(plain, name) for name in _OPTIONS}
+    assumed |= {name: getattr(plain, name) for name in OPTIONS}
     return all(getattr(model, name) == value for name, value in assumed.items() if name not in kind.keys)
 
 

@@ -13,7 +13,7 @@ from hexad.config import ConfigError, HexadError, blaming
 from hexad.config.schema import ModelSettings
 
 from .families import family
-from .hugging_face import CONFIG_FILE, model_settings, read_config
+from .hugging_face import CONFIG_FILE, OPTIONS, model_settings, read_config
 
 HUGGING_FACE = "hf:"
 """What ``model.load`` begins with where it names a Hugging Face directory."""
@@ -55,8 +55,11 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(given: Mapping[str, Any]) -> bool:
-    """Whether nothing is left to fill in."""
-    free = {*FREE, *_unused(given.get("family", ModelSettings().family))}
+    """Whether nothing is left to fill in but what is the same in every model of the family: files that are
+    older than such a setting lack it."""
+    kind = family(given.get("family", ModelSettings().family))
+    same = {*OPTIONS, "attention_multiplier"} - set(kind.keys)
+    free = {*FREE, *_unused(kind.name), *same}
     return set(ModelSettings.model_fields) - free <= set(given)
 
 

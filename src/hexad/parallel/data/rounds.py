@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from hexad.config import HexadError
+
 from .bucket_plan import BucketPlan
 
 _IN_FLIGHT = 2
@@ -67,7 +69,16 @@ class Rounds:
         self._fresh[bucket] = [True] * len(uses)
 
     def fresh(self, bucket: int, member: int) -> bool:
-        """Whether nothing has been contributed to a parameter in this round."""
+        """Whether nothing has been contributed to a parameter in this round.
+
+        Raises:
+            HexadError: no round is open, so that a contribution would change a sum that is already reduced.
+        """
+        if not self._left[bucket]:
+            raise HexadError(
+                "gradients: found more backward passes than begin was called with; call begin(microbatches) "
+                "before each step, with the number of its backward passes"
+            )
         return self._fresh[bucket][member]
 
     def added(self, bucket: int, member: int, last: bool = True) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from ..pool import Pool
+from ..pool import Pool, RankError
 from .harness import (
     EVERY_LAYOUT,
     EVERY_PIPELINE,
@@ -97,6 +97,9 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
         found = errors(run(pool, case, name), references.of(case))
     except AssertionError:
         return  # copies of a tensor differ between ranks, or ranks report different losses
+    except RankError as error:
+        assert "gradients: found more backward passes" in str(error)  # the step notices it by itself
+        return
     assert max(found.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {found}"
 
 

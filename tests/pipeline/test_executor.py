@@ -26,7 +26,7 @@ from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import Schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.validate import validate
-from hexad.parallel.sharding import declared_parameters, initialise
+from hexad.parallel.sharding import declared_parameters, initialise, stage_parameters
 from hexad.topology.mesh import Axis
 
 from ..layers import CPU, shard_of
@@ -196,7 +196,7 @@ def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, 
     alone = Axis("data")
     formats = Formats(torch.float64, torch.float64, torch.float64)
     sharding = {"dense": StateSharding(alone, alone, ())}
-    buckets = make_buckets(stages, 1e9, formats, 0, sharding)
+    buckets = make_buckets(stage_parameters(stages), 1e9, formats, 0, sharding)
     for bucket in buckets:
         bucket.allocate(formats, False, 3)
     sums = WatchedGradients(buckets, sharding, {}, alone, BufferPool(CPU))

@@ -189,15 +189,6 @@ def test_data_ranks_may_leave_out_different_parameters(zero: int, pool: Pool) ->
         assert found == pytest.approx(norms, rel=1e-5)  # torch's clipping adds 1e-6 to the norm
 
 
-def test_more_backward_passes_than_announced_are_refused() -> None:
-    model = Plain().double()
-    engine = Engine(model, Mesh.create(Layout(world=1), CPU), config_of(0))
-    engine.begin(1)
-    model(batch(0)[0]).sum().backward()
-    with pytest.raises(HexadError, match=r"more gradients than were announced: begin\(\)"):
-        model(batch(0)[0]).sum().backward()
-
-
 @pytest.mark.parametrize("own_loop", [True, False])
 def test_the_loss_scale_of_fp16_is_no_part_of_the_norm(own_loop: bool) -> None:
     norms = {}

@@ -28,12 +28,19 @@ class BucketAdamW:
         settings: ``optimizer`` settings.
         sharding: which ranks hold other shards of a bucket, or copies of it.
         pipeline: the axis whose ranks hold other stages.
+        norm: an empty tensor of the gradient norm's format, on the device.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], settings: OptimizerSettings, sharding: Shardings, pipeline: Axis
+        self,
+        buckets: Sequence[Bucket],
+        settings: OptimizerSettings,
+        sharding: Shardings,
+        pipeline: Axis,
+        norm: torch.Tensor,
     ) -> None:
         self.buckets = buckets
+        self._norm, self._wide = norm, norm.dtype
         self.settings = settings
         self.sharding = sharding
         self.pipeline = pipeline
@@ -58,10 +65,9 @@ class BucketAdamW:
         Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
         once, and is summed over it too, in parts, so that all ranks see the same bits, and a NaN of any.
         """
-        device = self.buckets[0].gradient.device
-        total = torch.zeros(1, dtype=self._wide, device=device)
+        total = self._norm.new_zeros(1)
         for grid, sharding in self.sharding.items():
-            part = torch.zeros(1, dtype=self._wide, device=device)
+            part = self._norm.new_zeros(1)
             for copies, squares in sorted(self._squares(grid).items()):
                 part += squares / copies
             for axis in (sharding.shards, *sharding.model):
@@ -137,10 +143,6 @@ class BucketAdamW:
         if gradient.dtype != self._wide:
             gradient = gradient.to(self._wide)
         return gradient if factor is None else gradient.mul_(factor)
-
-    @property
-    def _wide(self) -> torch.dtype:
-        return self.buckets[0].master.dtype
 
     def set_updates(self, count: int) -> None:
         """Tell Adam's bias correction how many updates have been made (after loading a checkpoint)."""

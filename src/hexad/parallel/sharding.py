@@ -129,6 +129,12 @@ def declared_parameters(*stages: nn.Module) -> list[Declared]:
     return list(found.values())
 
 
+def stage_parameters(stages: Mapping[int, nn.Module]) -> list[tuple[int, Declared]]:
+    """As :func:`declared_parameters`, each with the number of the first stage that holds it."""
+    owners = {parameter: n for n, stage in [*stages.items()][::-1] for parameter in stage.parameters()}
+    return [(owners[each.parameter], each) for each in declared_parameters(*stages.values())]
+
+
 def _replicated(name: str, parameter: nn.Parameter) -> Parameter:
     """The declaration of a plain module's parameter: vectors get no weight decay, and the elements of a list
     of modules are gathered one by one."""

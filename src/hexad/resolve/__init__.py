@@ -1,7 +1,7 @@
 """From a configuration to everything that follows from it: numbers for every ``auto``, the layout, the stages
 and the schedule. No torch."""
 
-from .checks import check_config, smallest_world, working_layout
+from .checks import check_config, check_settings, smallest_world, working_layout
 from .resolve import Resolved, resolve
 from .stages import PipelinePlan, plan_of_modules, training_schedule
 
@@ -9,6 +9,7 @@ __all__ = [
     "PipelinePlan",
     "Resolved",
     "check_config",
+    "check_settings",
     "plan_of_modules",
     "resolve",
     "smallest_world",

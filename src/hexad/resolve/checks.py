@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from hexad.config import Config, ConfigError
 from hexad.model.families import family
@@ -44,20 +45,33 @@ def check_config(config: Config, layout: Layout) -> None:
     Raises:
         ConfigError: the first problem, naming the field, the value found and the fix.
     """
-    for problem in _problems(config, layout):
+    for problem in chain(_settings(config, layout), _language_model(config, layout)):
         raise problem
 
 
-def _problems(config: Config, layout: Layout) -> Iterator[ConfigError]:
+def check_settings(config: Config, layout: Layout) -> None:
+    """As :func:`check_config`, of the settings that modules of the caller's own use too.
+
+    Raises:
+        ConfigError: as there.
+    """
+    for problem in _settings(config, layout):
+        raise problem
+
+
+def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _unsupported(config)
+    yield from _schedule(config)
+    yield from _sharding(config, layout)
+    yield from _precision(config)
+    yield from _faults(config)
+
+
+def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
     yield from _tensor(config, layout.tensor)
     yield from _batch(config, layout)
     yield from _recompute(config)
-    yield from _schedule(config)
-    yield from _sharding(config, int(layout.data))
-    yield from _precision(config)
-    yield from _faults(config)
     if config.precision.dtype == "fp8":
         yield from _fp8(config, layout.tensor)
 
@@ -190,7 +204,7 @@ def _schedule(config: Config) -> Iterator[ConfigError]:
             )
 
 
-def _sharding(config: Config, data: int) -> Iterator[ConfigError]:
+def _sharding(config: Config, layout: Layout) -> Iterator[ConfigError]:
     zero, replicas = config.parallel.zero, config.parallel.replicas
     if replicas > 1 and zero == 0:
         yield ConfigError(
@@ -198,11 +212,13 @@ def _sharding(config: Config, data: int) -> Iterator[ConfigError]:
             f"found {replicas} with parallel.zero 0, where every data rank holds the whole state; "
             "set parallel.zero to 1, 2 or 3, or leave replicas out",
         )
-    if data % replicas:
-        yield ConfigError(
-            "parallel.replicas",
-            f"found {replicas}, which does not divide the data degree {data}; use {_divisors(data)}",
-        )
+    for axis, name in (("data", "data degree"), ("expert_data", "data degree of expert layers")):
+        data = layout.degree(axis)
+        if data % replicas:
+            yield ConfigError(
+                "parallel.replicas",
+                f"found {replicas}, which does not divide the {name} {data}; use {_divisors(data)}",
+            )
     if config.run.compile and zero == 3:
         yield ConfigError(
             "run.compile", "found true with parallel.zero 3, where weights come and go; use zero 0, 1 or 2"

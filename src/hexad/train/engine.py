@@ -12,7 +12,7 @@ from torch import nn
 
 from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.hugging_face import WeightSource
-from hexad.comm import Pending, agreed, all_reduce, all_reduce_async, broadcast
+from hexad.comm import Pending, agreed, all_reduce, all_reduce_async
 from hexad.config import Config, HexadError
 from hexad.config.schema import PrecisionSettings
 from hexad.dataset.microbatch import Microbatch
@@ -26,15 +26,14 @@ from hexad.parallel.data.gatherer import ParameterGatherer
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.data.pool import BufferPool
 from hexad.parallel.data.state_sharding import StateSharding
-from hexad.parallel.inventory import Grid
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
-from hexad.parallel.sharding import declared_parameters
 from hexad.resolve import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
 from hexad.topology.mesh import Axis, Mesh
 
 from .faults import Fault, FaultGuard, StepResult
 from .language import LanguageModel, Task, compute, training_shard
+from .modules import Modules, checked
 
 Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
 """What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
@@ -61,8 +60,8 @@ class Engine:
     ``Engine(config, mesh)`` builds the language model that a configuration describes (:meth:`from_config`),
     for which :meth:`train_step` is a whole step. Other modules come as ``Engine(stages, mesh, config)``:
     declared ones (:class:`~hexad.parallel.sharding.ShardedModule`) or plain modules, whose parameters count
-    as replicated. A loop of one's own calls the parts of a step: :meth:`accumulate`, :meth:`reduce`,
-    :meth:`update`; or :meth:`begin` and its own backward passes in place of ``accumulate``.
+    as replicated, see :mod:`hexad.train.modules`. A loop of one's own calls the parts of a step:
+    :meth:`begin`, :meth:`accumulate` (or its own backward passes), :meth:`reduce`, :meth:`update`.
 
     Args:
         stages: a configuration; or this rank's pipeline stages by number, or the module that is the only one.
@@ -70,7 +69,8 @@ class Engine:
         config: settings of everything but the model, where ``stages`` are modules.
         plan: of the pipeline; by default one stage per rank, ``parallel.schedule`` as configured.
         compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss.
-        boundary: makes an empty tensor of what crosses a microbatch's stage boundaries.
+        boundary: makes an empty tensor of what crosses a microbatch's stage boundaries; needed where the
+            pipeline has several ranks.
 
     Attributes:
         step: steps made so far.
@@ -81,6 +81,7 @@ class Engine:
 
     Raises:
         ConfigError: settings that do not fit each other or the mesh.
+        HexadError: modules without ``config`` or ``boundary``, or not the same on all ranks of a stage.
     """
 
     def __init__(
@@ -101,8 +102,7 @@ class Engine:
         if isinstance(stages, Resolved):
             self._build(stages)
         else:
-            assert config is not None, "modules come with a configuration of everything else"
-            self.config = config
+            self.config = config = checked(config, mesh, boundary is not None)
             self.plan = plan or plan_of_modules(config, mesh.layout)
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
@@ -111,6 +111,7 @@ class Engine:
         self._allocate()
         self.scaler = LossScaler(self.config.precision)
         self.guard = FaultGuard(self.config.faults)
+        self._begun = 0
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
 
@@ -141,32 +142,26 @@ class Engine:
     def _allocate(self) -> None:
         """Buckets, gradients, gathers and the optimizer of this rank's stages."""
         config, mesh, parallel = self.config, self.mesh, self.config.parallel
-        found = declared_parameters(*self.stages.values())
-        grids: list[Grid] = sorted({each.declaration.weights[0].grid for each in found})
-        # The order is that of all ranks: each makes the same process groups.
+        owners = self.plan.schedule.placement
+        self.modules = Modules.agreed(self.stages, owners, mesh)
+        # In an order that all ranks share: each makes the same process groups.
         self.sharding = {
-            grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid) for grid in grids
+            grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
+            for grid in self.modules.grids
         }
+        tied = mesh.pair(mesh.pipeline, owners[0], owners[-1]) if self.modules.tied else Axis("pipeline")
         kinds, limit = formats(config.precision), parallel.bucket_mb * 2**20
-        self.buckets = make_buckets(self.stages, limit, kinds, parallel.zero, self.sharding)
+        self.modules.share_constants(kinds.parameters)
+        self.buckets = make_buckets(self.modules.trained, limit, kinds, parallel.zero, self.sharding)
         for bucket in self.buckets:
-            self._share_plain_values(bucket)
+            self.modules.share(each.parameter for each in bucket.members if each.plain)
             bucket.allocate(kinds, config.memory.offload == "optimizer", config.run.seed)
-        tied, owners = Axis("pipeline"), self.plan.schedule.placement
-        if any(bucket.traits.tied for bucket in self.buckets) or config.model.tied_embeddings is True:
-            tied = mesh.pair(mesh.pipeline, owners[0], owners[-1])
         pool = BufferPool(mesh.device)
         self.gradients = Gradients(self.buckets, self.sharding, mesh.axes, tied, pool)
-        hooks = not config.run.compile
-        self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks)
-        self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, mesh.pipeline)
-
-    def _share_plain_values(self, bucket: Bucket) -> None:
-        """Plain modules begin with the values of the first data rank, as in PyTorch's DDP."""
-        for declared in bucket.members:
-            if declared.plain:
-                values = declared.parameter.data.to(self.mesh.device).contiguous()
-                declared.parameter.data = broadcast(values, self.mesh.gradient_axis())
+        hooks, views = not config.run.compile, self.language is None
+        self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks, views)
+        norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
+        self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, mesh.pipeline, norm)
 
     # The parts of a step
 
@@ -174,8 +169,11 @@ class Engine:
         """Start accumulating the gradients of this many microbatches: of :meth:`accumulate`, or of backward
         passes of the caller's own, each of a loss already divided by what it is averaged over in the whole
         global batch, and multiplied by ``engine.scaler.scale`` (1 except in fp16)."""
+        if microbatches < 1:
+            raise HexadError(f"begin: found {microbatches} microbatches, expected at least 1")
         if self.config.run.compile:
             self.gatherer.settle()
+        self._begun = microbatches
         self.gradients.begin(microbatches)
 
     def accumulate(
@@ -193,7 +191,16 @@ class Engine:
 
         Returns:
             float64 sum of the losses on the rank of the last stage; None on others.
+
+        Raises:
+            HexadError: no microbatch, or more than :meth:`begin` was called with.
         """
+        if not 0 < len(microbatches) <= self._begun:
+            raise HexadError(
+                f"accumulate: found {len(microbatches)} microbatches, but {self._begun} are left of those "
+                "that begin was called with; call begin before each step, with all its microbatches"
+            )
+        self._begun -= len(microbatches)
         executor = self._executor(len(microbatches), training=True)
         total = executor.run(list(microbatches), scale * self.scaler.scale, record)
         if record:
@@ -202,6 +209,7 @@ class Engine:
 
     def reduce(self) -> None:
         """Wait until gradients are summed over the data ranks, and sum those that are partial."""
+        self._begun = 0
         self.gradients.finish()
 
     def update(self, lr: float, veto: Pending | None = None) -> float:
@@ -301,14 +309,16 @@ class Engine:
     # The state
 
     def chunks(self) -> list[Chunk]:
-        """This rank's shard of the state: master weights and optimizer state, as views."""
+        """This rank's shard of the state, as views: master weights, optimizer state, and what plain modules
+        have besides, buffers and frozen parameters."""
         self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
-        return [
+        found = [
             Chunk(rectangle.named(f"{kind}.{rectangle.name}"), values, self._holder(bucket))
             for bucket in self.buckets
             for kind, tensor in (("model", bucket.master), *self.optimizer.state(bucket))
             for rectangle, values in bucket.pieces(tensor)
         ]
+        return found + self.modules.chunks()
 
     def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
         """This rank's number among those that hold the same rectangles of a bucket, and how many they are."""

@@ -6,14 +6,13 @@ these touches a few large tensors instead of hundreds of small ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ..rectangle import Rectangle
-from ..sharding import Declared, absent, declared_parameters, initialise
+from ..sharding import Declared, absent, initialise
 from .bucket_plan import BucketPlan, Held, plan_buckets
 from .state_sharding import Shardings
 
@@ -140,23 +139,25 @@ class Bucket:
 
 
 def make_buckets(
-    stages: Mapping[int, nn.Module], bucket_bytes: float, formats: Formats, zero: int, sharding: Shardings
+    found: Sequence[tuple[int, Declared]],
+    bucket_bytes: float,
+    formats: Formats,
+    zero: int,
+    sharding: Shardings,
 ) -> list[Bucket]:
-    """All parameters of this rank's pipeline stages in buckets, as :func:`plan_buckets` puts them.
+    """Parameters of this rank's pipeline stages in buckets, as :func:`plan_buckets` puts them.
 
     Args:
-        stages: by number.
+        found: each with the number of its stage.
         bucket_bytes: see :func:`plan_buckets`.
         formats: number formats.
         zero: ``parallel.zero``.
         sharding: among which ranks the state is sharded, per grid.
     """
-    found = declared_parameters(*stages.values())
-    owners = {parameter: n for n, stage in [*stages.items()][::-1] for parameter in stage.parameters()}
-    held = [Held.of(owners[each.parameter], each.declaration, each.positions, each.uses) for each in found]
+    held = [Held.of(stage, each.declaration, each.positions, each.uses) for stage, each in found]
     counts = {grid: each.shards.size for grid, each in sharding.items()}
     plans = plan_buckets(held, bucket_bytes, formats.gradients.itemsize, zero, counts)
     return [
-        Bucket(plan, [found[number] for number in plan.members], sharding[plan.traits.grid].shards.rank)
+        Bucket(plan, [found[number][1] for number in plan.members], sharding[plan.traits.grid].shards.rank)
         for plan in plans
     ]

@@ -7,11 +7,13 @@ while their layer computes; the next layer's are gathered meanwhile (FSDP: Zhao 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hexad.comm import Pending, all_gather_async
 
@@ -31,6 +33,7 @@ class ParameterGatherer:
         pool: buffers for parameters that come and go.
         hooks: wait for parameters where modules need them; otherwise whoever calls these calls :meth:`settle`
             before (compiled modules, whose graphs hooks would break). Not in ZeRO 3.
+        views: autograd may save views of weights for the backward pass; our own layers save parameters.
     """
 
     def __init__(
@@ -40,8 +43,9 @@ class ParameterGatherer:
         sharding: Shardings,
         pool: BufferPool,
         hooks: bool = True,
+        views: bool = False,
     ) -> None:
-        self._buckets, self._sharding, self._pool = buckets, sharding, pool
+        self._buckets, self._sharding, self._pool, self._views = buckets, sharding, pool, views
         self._gathering: dict[int, Pending] = {}
         if not hooks or all(bucket.plan.resident and bucket.plan.shards == 1 for bucket in buckets):
             return
@@ -96,7 +100,7 @@ class ParameterGatherer:
         """Make the stage's units fetch, wait for and release their buckets."""
         owner = {each.parameter: n for n, bucket in enumerate(self._buckets) for each in bucket.members}
         units = stage_units(stage)
-        needed = [list(dict.fromkeys(owner[p] for p in parameters)) for _, parameters in units]
+        needed = [list(dict.fromkeys(owner[p] for p in parameters if p in owner)) for _, parameters in units]
         absent = [[n for n in numbers if not self._buckets[n].plan.resident] for numbers in needed]
         layers = [all(self._backward_needs(n) for n in numbers) for numbers in absent]
         order = Gathering(absent, layers, self)
@@ -106,6 +110,8 @@ class ParameterGatherer:
             module.register_forward_pre_hook(enter)
             if releases:
                 module.register_forward_hook(self._leaving(order, unit, needed[unit], layers[unit]))
+            if releases and self._views:
+                self._save_places(module, absent[unit])
 
     def _backward_needs(self, number: int) -> bool:
         return not self._buckets[number].members[0].declaration.weights[0].apart
@@ -127,12 +133,67 @@ class ParameterGatherer:
             for number in needed:
                 self._arrive(number)
 
-        def leave(_: nn.Module, __: tuple[Any, ...], output: torch.Tensor) -> None:
+        def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
             order.leave(unit)
-            if layer and output.requires_grad:
-                output.register_hook(turn)
+            for each in _tensors(output) if layer else ():
+                if each.requires_grad:
+                    each.register_hook(turn)
 
         return leave
+
+    def _save_places(self, module: nn.Module, absent: Sequence[int]) -> None:
+        """Make autograd save places in buckets in place of weights, while the module runs.
+
+        What it saves by itself, such as the transpose of a linear layer's weight, is a view of a buffer that
+        holds other weights before the backward pass comes.
+        """
+        running: list[saved_tensors_hooks] = []
+
+        def pack(tensor: torch.Tensor) -> Any:
+            for number in absent:
+                whole = self._buckets[number].whole
+                if whole is not None and _shares_memory(tensor, whole):
+                    return number, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return tensor
+
+        def unpack(saved: Any) -> torch.Tensor:
+            if isinstance(saved, torch.Tensor):
+                return saved
+            number, *place = saved
+            self.fetch(number)
+            self._arrive(number)
+            whole = self._buckets[number].whole
+            assert whole is not None
+            return whole.as_strided(*place)
+
+        def begin(*_: Any) -> None:
+            running.append(saved_tensors_hooks(pack, unpack))
+            running[-1].__enter__()
+
+        def end(*_: Any) -> None:
+            if running:
+                running.pop().__exit__(None, None, None)
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, prepend=True, always_call=True)
+
+
+def _shares_memory(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.dtype != whole.dtype:
+        return False
+    return tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returns; those that are hidden elsewhere are done without."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping) or is_dataclass(value):
+        members = value if isinstance(value, Mapping) else vars(value)
+        yield from _tensors(list(members.values()))
 
 
 _CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)

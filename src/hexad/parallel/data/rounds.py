@@ -54,7 +54,7 @@ class Rounds:
         self._left = [0] * count
         self._first = [True] * count
         self._missing = [0] * count
-        self._due: list[list[int]] = [[] for _ in buckets]
+        self._due = [[0 for _ in plan.uses] for plan in buckets]
         self._fresh: list[list[bool]] = [[] for _ in buckets]
 
     def begin(self, microbatches: int) -> None:
@@ -80,23 +80,23 @@ class Rounds:
         return (self._left[bucket] - 1) * self._buckets[bucket].uses[member]
 
     def fresh(self, bucket: int, member: int) -> bool:
-        """Whether nothing has been contributed to a parameter in this round."""
+        """Whether nothing has been contributed to a parameter in this round.
+
+        Raises:
+            HexadError: no contribution to it is left in this step.
+        """
+        if not self._due[bucket][member]:
+            raise HexadError(
+                "gradients: found more backward passes than begin was called with; call begin(microbatches) "
+                "before each step, with the number of its backward passes"
+            )
         return self._fresh[bucket][member]
 
     def added(self, bucket: int, member: int, last: bool = True) -> None:
-        """A contribution has been made; without ``last`` its next part follows.
-
-        Raises:
-            HexadError: it is one more than were announced, for which no reduction is left.
-        """
+        """A contribution has been made; without ``last`` its next part follows."""
         self._fresh[bucket][member] = False
         if not last:
             return
-        if not self._due[bucket][member]:
-            raise HexadError(
-                "a parameter got more gradients than were announced: begin() expects the number of "
-                "microbatches, and a declared module is called once in each"
-            )
         self._due[bucket][member] -= 1
         if self._due[bucket][member] == self._later(bucket, member):
             self._missing[bucket] -= 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -183,7 +184,7 @@ class _Walk(Generic[M]):
             output = self._stages[stage](self._microbatches[microbatch], inputs, self._scale)
         final = stage == self._final
         if training:
-            root = output if final else get_gradient_edge(output)
+            root = output if final or not output.requires_grad else get_gradient_edge(output)
             self._graphs[stage, microbatch] = (inputs, root)
         if not final:
             return output.detach()
@@ -198,13 +199,14 @@ class _Walk(Generic[M]):
         if isinstance(root, torch.Tensor):
             assert self._scale is not None
             gradient = torch.full_like(root, self._scale)
-        if split:
-            with self._gradients.defer() as later:
+        with self._gradients.defer() if split else nullcontext() as later:
+            if not isinstance(root, torch.Tensor) or root.requires_grad:  # else nothing here is trained
                 torch.autograd.backward(root, gradient)
+        if later is not None:
             self._weights[stage, microbatch] = later
-        else:
-            torch.autograd.backward(root, gradient)
-        return None if inputs is None else inputs.grad
+        if inputs is None:
+            return None
+        return torch.zeros_like(inputs) if inputs.grad is None else inputs.grad
 
 
 class _Clock:

@@ -1,0 +1,241 @@
+"""What all ranks know of an engine's modules, and the values of plain modules that no optimizer updates.
+
+Plain modules are replicated over all ranks of their stage. Parameters and buffers begin with the values of
+the first of these ranks; checkpoints hold them (buffers, if they are persistent). During training, buffers
+are not synchronised. Parameters that do not require gradients when the engine is made stay as they are,
+complete on every rank at any ``parallel.zero``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from torch import nn
+
+from hexad.checkpoint.chunks import Chunk
+from hexad.comm import agreed, broadcast, gather_objects
+from hexad.config import Config, HexadError
+from hexad.parallel.inventory import Grid
+from hexad.parallel.rectangle import Rectangle
+from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
+from hexad.resolve import check_settings
+from hexad.topology.mesh import Axis, Mesh
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A plain module's buffer or frozen parameter: every rank that holds the stage has all of it.
+
+    Attributes:
+        stage: number of the pipeline stage.
+        name: in checkpoints.
+        module, attribute: where it is found; a module may replace its buffers.
+        persistent: it belongs to the module's state.
+    """
+
+    stage: int
+    name: str
+    module: nn.Module
+    attribute: str
+    persistent: bool = True
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its values."""
+        found: torch.Tensor = getattr(self.module, self.attribute)
+        return found
+
+
+Entries = list[tuple[str, str]]
+"""Name and description of everything that a stage's plain modules hold."""
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What a rank's stages hold, and what it must know of other ranks' to make the same process groups.
+
+    Attributes:
+        trained: this rank's parameters that are updated, each with the number of its stage.
+        constants: this rank's plain values that are not.
+        grids: of all ranks' weights, in order.
+        tied: whether any rank holds a parameter that is tied to one of another stage.
+        copies: the axes whose ranks hold the same plain values.
+        device: of this rank.
+    """
+
+    trained: list[tuple[int, Declared]]
+    constants: list[Constant]
+    grids: list[Grid]
+    tied: bool
+    copies: tuple[Axis, ...]
+    device: torch.device
+
+    @classmethod
+    def agreed(cls, stages: Mapping[int, nn.Module], placement: Sequence[int], mesh: Mesh) -> Modules:
+        """Find them; all ranks of the mesh call this together.
+
+        Plain values are named as in their stage, and ``stages.<number>.`` goes before all their names where
+        two stages would use the same one.
+
+        Args:
+            stages: of this rank, by number.
+            placement: the pipeline rank of every stage.
+            mesh: of the run.
+
+        Raises:
+            HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
+                differ on the ranks of a stage; the same on all ranks.
+        """
+        found, constants = stage_parameters(stages), _constants(stages)
+        trained = [(stage, each) for stage, each in found if each.parameter.requires_grad]
+        agreed(lambda: _check(stages, placement, mesh.pipeline, found), mesh.world)
+        grids = {each.declaration.weights[0].grid for _, each in trained}
+        tied = any(each.declaration.tied for _, each in trained)
+        facts = gather_objects((grids, tied, _entries(stages, trained, constants)), mesh.world)
+        if not any(grids for grids, *_ in facts):
+            raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
+        if _names_collide([entries for *_, entries in facts]):
+            trained = [(n, _renamed(each, n) if each.plain else each) for n, each in trained]
+            constants = [replace(each, name=f"stages.{each.stage}.{each.name}") for each in constants]
+        grids, tied = set().union(*(grids for grids, *_ in facts)), any(tied for _, tied, _ in facts)
+        copies = (mesh.gradient_axis(), *mesh.model_axes())
+        return cls(trained, constants, sorted(grids), tied, copies, mesh.device)
+
+    def share(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP."""
+        for tensor in tensors:
+            values = tensor.data.to(self.device).contiguous()
+            for axis in self.copies if values.numel() else ():
+                broadcast(values.view(-1).view(torch.uint8), axis)  # as bytes, so in any format
+            tensor.data = values
+
+    def share_constants(self, dtype: torch.dtype) -> None:
+        """As :meth:`share`; frozen parameters are given the model's ``dtype``, buffers keep theirs."""
+        for tensor in (each.tensor for each in self.constants):
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+            self.share([tensor])
+
+    def chunks(self) -> list[Chunk]:
+        """The constants as a checkpoint holds them, complex ones as pairs of real numbers. They may differ on
+        the data ranks, as running averages do: the first rank's are saved."""
+        found, first = [], not any(axis.rank for axis in self.copies)
+        for each in self.constants:
+            values = each.tensor.detach()
+            values = torch.view_as_real(values) if values.is_complex() else values
+            values = values if values.dim() else values.unsqueeze(0)
+            if each.persistent and values.numel():
+                rectangle = Rectangle.whole(f"model.{each.name}", tuple(values.shape))
+                found.append(Chunk(rectangle, values, (0, 1) if first else None))
+        return found
+
+
+def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
+    """The settings that come with modules.
+
+    Raises:
+        HexadError: there are none, they do not fit, or several stages come without a ``boundary``.
+    """
+    if config is None:
+        raise HexadError("config: found None; pass Engine(stages, mesh, config) with all other settings")
+    if not boundary and mesh.pipeline.size > 1:
+        raise HexadError(
+            f"boundary: found None with a pipeline of {mesh.pipeline.size} ranks; pass a function that makes "
+            "an empty tensor of what crosses a microbatch's stage boundaries"
+        )
+    check_settings(config, mesh.layout)
+    return config
+
+
+def _constants(stages: Mapping[int, nn.Module]) -> list[Constant]:
+    """The plain values of the stages that no optimizer updates, each once."""
+    found: dict[torch.Tensor, Constant] = {}
+    for number, stage in stages.items():
+        for path, module in stage.named_modules():
+            sharded = isinstance(module, ShardedModule)
+            own = {
+                name: each
+                for name, each in module.named_parameters(recurse=False)
+                if not each.requires_grad and not (sharded and name in module.declarations)
+            }
+            buffers = {} if sharded else dict(module.named_buffers(recurse=False))
+            for name, tensor in {**own, **buffers}.items():
+                kept = name not in module._non_persistent_buffers_set
+                where = f"{path}.{name}".removeprefix(".")
+                found.setdefault(tensor, Constant(number, where, module, name, kept))
+    return list(found.values())
+
+
+def _check(
+    stages: Mapping[int, nn.Module],
+    placement: Sequence[int],
+    pipeline: Axis,
+    found: Sequence[tuple[int, Declared]],
+) -> None:
+    """Refuse stages that this rank cannot train."""
+    expected = [number for number, rank in enumerate(placement) if rank == pipeline.rank]
+    if sorted(stages) != expected or max(placement) >= pipeline.size:
+        raise HexadError(
+            f"stages: found numbers {sorted(stages)} on pipeline rank {pipeline.rank} of {pipeline.size}, "
+            f"but the plan has {expected} of {len(placement)} stages there; pass these, or another plan"
+        )
+    for _, each in found:
+        name, parameter = each.declaration.name, each.parameter
+        if not each.plain and not parameter.requires_grad:
+            raise HexadError(
+                f"{name}: found requires_grad False; only plain modules' parameters can be frozen"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise HexadError(
+                f"{name}: found {parameter.dtype}; train its real and imaginary part as two parameters"
+            )
+
+
+def _entries(
+    stages: Mapping[int, nn.Module], trained: Sequence[tuple[int, Declared]], constants: Sequence[Constant]
+) -> dict[int, Entries]:
+    """Of every stage."""
+    found: dict[int, Entries] = {number: [] for number in stages}
+    for number, each in trained:
+        if each.plain:
+            found[number].append((each.declaration.name, _description(each.parameter)))
+    for constant in constants:
+        found[constant.stage].append((constant.name, _description(constant.tensor)))
+    return found
+
+
+def _description(tensor: torch.Tensor) -> str:
+    trained = "a trained" if tensor.requires_grad else "an untrained"
+    return f"{trained} {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+
+
+def _names_collide(ranks: Sequence[Mapping[int, Entries]]) -> bool:
+    """Whether two stages use one name, given every rank's entries.
+
+    Raises:
+        HexadError: ranks hold other plain values of the same stage.
+    """
+    first: dict[int, tuple[int, Entries]] = {}
+    for rank, stages in enumerate(ranks):
+        for number, entries in stages.items():
+            other, known = first.setdefault(number, (rank, entries))
+            for there, here in zip_longest(known, entries, fillvalue=("nothing", "")):
+                if here != there:
+                    raise HexadError(
+                        f"stages: found {' '.join(here).strip()} on rank {rank} where rank {other} has "
+                        f"{' '.join(there).strip()} (stage {number}); plain modules are the same on all "
+                        "ranks of a stage: declare what is sharded (ShardedModule)"
+                    )
+    names = Counter(name for _, entries in first.values() for name, _ in entries)
+    return any(count > 1 for count in names.values())
+
+
+def _renamed(each: Declared, stage: int) -> Declared:
+    """A plain parameter whose name begins with the stage."""
+    name = f"stages.{stage}.{each.declaration.name}"
+    weights = tuple(replace(weight, name=name) for weight in each.declaration.weights)
+    return replace(each, declaration=replace(each.declaration, name=name, weights=weights))

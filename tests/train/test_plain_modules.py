@@ -1,0 +1,400 @@
+"""Plain modules: names, values, stages that have nothing to train, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hexad import Engine, Layout, Mesh
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.comm import all_reduce
+from hexad.config import HexadError
+from hexad.parallel.sharding import Shard
+from hexad.topology.mesh import Axis
+
+from ..layers import CPU
+from ..pool import Pool
+from .test_modules import EXPERTS, ROWS, WIDTH, Experts, batch, config_of
+
+FLOAT = torch.float64
+
+
+def mesh_of(**degrees: int) -> Mesh:
+    return Mesh.create(Layout(world=dist.get_world_size() if dist.is_initialized() else 1, **degrees), CPU)
+
+
+def boundary(_: Any) -> torch.Tensor:
+    return torch.empty(ROWS // 2, WIDTH, dtype=FLOAT)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, dtype=FLOAT)
+
+
+class Last(nn.Module):
+    """Counts what it is given, and may train nothing."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=trained, dtype=FLOAT)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("odd", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        self.odd[1] = True
+        return self.norm(x)
+
+
+def stage_modules(kind: str) -> list[nn.Module]:
+    """Two stages whose parameters have the same names; of ``first`` or ``last`` nothing is trained, of
+    ``mixed`` every stage has a part that is not."""
+    torch.manual_seed(7)
+
+    def stage(*extra: nn.Module) -> nn.Module:
+        return nn.Sequential(linear(), nn.Tanh(), linear(), *extra)
+
+    stages = [stage(), Last(False) if kind == "last" else stage(Last())]
+    if kind == "first":
+        stages[0].requires_grad_(False)
+    if kind == "mixed":
+        for each in stages:
+            each[0].requires_grad_(False)
+    return stages
+
+
+def loss_of(stage: nn.Module, part: Any, inputs: torch.Tensor | None, _: Any = None) -> torch.Tensor:
+    """A stage of two, the last with the loss."""
+    if inputs is None:
+        return stage(part[0])
+    return (stage(inputs) - part[1]).square().sum() / (ROWS * WIDTH)
+
+
+def by_torch(kind: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    stages = nn.ModuleList(stage_modules(kind))
+    trained = [p for p in stages.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if (p.dim() > 1) == decay], "weight_decay": 0.1 * decay}
+              for decay in (True, False)]  # fmt: skip
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.02, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(stages[1], batch(step), stages[0](batch(step)[0]))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {f"stages.{name}": p.detach() for name, p in stages.named_parameters()}
+
+
+def by_engine(kind: str, zero: int, directory: str, schedule: str) -> tuple[list[float], dict[str, Any]]:
+    """Two steps, saved; two others, forgotten by loading; two more. Losses of the last, and all values."""
+    mesh = mesh_of(pipeline=2)
+    stage = stage_modules(kind)[mesh.pipeline.rank]
+    groups = {"optimizer": {"lr": 0.02, "clip": 0}, "run": {"dir": directory}}
+    config = config_of(zero, **groups, parallel={"zero": zero, "bucket_mb": 1e-4, "schedule": schedule})
+    engine = Engine(stage, mesh, config, compute=loss_of, boundary=boundary)
+    checkpointer = Checkpointer(config, mesh)
+
+    def steps(first: int) -> list[float]:
+        losses = []
+        for step in range(first, first + 2):
+            parts = [each.chunk(2) for each in (x.chunk(mesh.data.size)[mesh.data.rank] for x in batch(step))]
+            engine.begin(2)
+            total = engine.accumulate([tuple(part) for part in zip(*parts)])
+            engine.reduce()
+            engine.update(0.02)
+            total = torch.zeros((), dtype=FLOAT) if total is None else total
+            losses.append(float(all_reduce(all_reduce(total, mesh.data), mesh.pipeline)))
+        return losses
+
+    steps(0)
+    checkpointer.save(engine.chunks(), engine.progress())
+    checkpointer.wait()
+    seen = int(stage.state_dict().get("3.seen", 0))
+    steps(7)
+    saved = checkpointer.find()
+    engine.restored(checkpointer.load(saved, engine.chunks()).progress)
+    checkpointer.close()
+    assert int(stage.state_dict().get("3.seen", 0)) == seen
+    losses = steps(2)
+    engine.gatherer.settle()
+    weights = {c.name: (c.rectangle, c.tensor.clone()) for c in engine.chunks() if "model." in c.name}
+    return losses, weights
+
+
+@pytest.mark.parametrize("kind", ["first", "last", "mixed", "all"])
+@pytest.mark.parametrize(("zero", "schedule"), [(0, "1f1b"), (3, "zb_h1"), (3, "1f1b"), (0, "zb_h1")])
+def test_stages_with_the_same_names_and_nothing_to_train(
+    kind: str, zero: int, schedule: str, pool: Pool, tmp_path: Path
+) -> None:
+    losses, weights = by_torch(kind, 4)
+    results = pool.run(2, by_engine, kind, zero, str(tmp_path), schedule)
+    found = {name.removeprefix("model."): values for _, held in results for name, values in held.items()}
+    prefix = "stages." if kind != "last" else ""
+    for name, values in weights.items():
+        stored = name if prefix else name.removeprefix("stages.0.")
+        torch.testing.assert_close(found[stored][1].view(values.shape), values, rtol=1e-10, atol=1e-12)
+    assert not any("cache" in name for name in found)
+    assert found["stages.1.3.seen" if prefix else "seen"][1].tolist() == [4 * ROWS]
+    for each, _ in results:
+        assert each == pytest.approx(losses[2:], rel=1e-12)
+
+
+# Values at the beginning
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3)
+        self.scale = nn.Parameter(torch.rand(()))
+        self.frozen = nn.Parameter(torch.rand(2, 2), requires_grad=False)
+        self.register_buffer("random", torch.rand(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.convolution(x.view(len(x), 1, 2, -1))).mean() * self.scale + self.frozen.sum()
+
+
+def begun(zero: int, directory: str) -> tuple[bool, list[torch.Tensor]]:
+    """Whether this rank begins with rank 0's values; and those it has after a step, saved and loaded."""
+    mesh = mesh_of(tensor=2)
+    torch.manual_seed(mesh.rank)
+    module = Convolved().double()
+    config = config_of(zero, run={"dir": directory})
+    engine = Engine(module, mesh, config, compute=lambda module, x, *_: module(x))
+    engine.gatherer.settle()
+    torch.manual_seed(0)
+    first = Convolved().double()
+    same, expected = torch.equal(module.random, first.random), first.state_dict()
+    for name, values in module.state_dict().items():
+        if zero < 3 or name != "convolution.weight":  # which is sharded
+            same &= torch.equal(values, expected[name])
+    engine.begin(1)
+    engine.accumulate([batch(0)[0].chunk(mesh.data.size)[mesh.data.rank]])
+    engine.reduce()
+    engine.update(0.1)
+    checkpointer = Checkpointer(config, mesh)
+    checkpointer.save(engine.chunks(), engine.progress())
+    checkpointer.wait()
+    checkpointer.load(checkpointer.find(), engine.chunks())
+    checkpointer.close()
+    return same, [module.random, module.norm.running_mean, module.frozen.data, engine.buckets[0].master]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_copies_begin_with_the_values_of_the_first_rank(zero: int, pool: Pool, tmp_path: Path) -> None:
+    results = pool.run(4, begun, zero, str(tmp_path))
+    assert all(same for same, _ in results)
+    for _, found in results:
+        for values, expected in zip(found[:3], results[0][1]):
+            assert torch.equal(values, expected)
+    if zero == 0:
+        assert torch.equal(results[0][1][3], results[3][1][3])
+
+
+# Outputs of every form
+
+
+@dataclass
+class Output:
+    x: torch.Tensor
+    kept: torch.Tensor | None = None
+
+
+class Hidden:
+    """Not searched for tensors."""
+
+    def __init__(self, *parts: torch.Tensor) -> None:
+        self.parts = parts
+
+
+def parts_of(given: Any) -> list[torch.Tensor]:
+    if isinstance(given, (Output, dict)):
+        return list((given if isinstance(given, dict) else vars(given)).values())
+    return list(given.parts if isinstance(given, Hidden) else given)
+
+
+FORMS: dict[str, Callable[..., Any]] = {
+    "tuple": lambda x, y: (x, y),
+    "list": lambda x, y: [x, y],
+    "dict": lambda x, y: {"x": x, "y": y},
+    "dataclass": Output,
+    "hidden": Hidden,
+    "others": lambda x, y: (y, x, None, 3),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.linear, self.other, self.form = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), FORMS[form]
+
+    def forward(self, given: Any) -> Any:
+        x, y = parts_of(given)[:2]
+        return self.form(torch.tanh(self.linear(x)), self.other(y) * x)
+
+
+class Stack(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList([Layer(form) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: Any = (x, x)
+        for layer in self.layers:
+            given = layer(given)
+        x, y = parts_of(given)[:2]
+        return x.square().sum() + y.sum()
+
+
+def norm_of(form: str) -> tuple[float, float]:
+    """Of the gradient, by torch and by the engine."""
+    x, model = batch(0)[0], Stack(form).double()
+    model(x).backward()
+    expected = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+    mesh = mesh_of()
+    model = Stack(form).double()
+    engine = Engine(model, mesh, config_of(3))
+    engine.begin(2)
+    # The forward passes of both before either's backward: weights come to lie in other buffers than before.
+    for loss in [model(each) for each in x.chunk(mesh.data.size)[mesh.data.rank].chunk(2)]:
+        loss.backward()
+    engine.reduce()
+    return float(expected), engine.update(0.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sharded_modules_return_any_structure_of_tensors(form: str, pool: Pool) -> None:
+    for expected, found in pool.run(2, norm_of, form):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+# What is refused
+
+
+def mean(module: nn.Module, x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return module(x).square().mean()
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    def build(module: nn.Module = linear(), **parallel: Any) -> None:  # noqa: B008
+        Engine(module, mesh_of(), config_of(0, parallel=parallel))
+
+    with pytest.raises(HexadError, match=r"parallel\.replicas: found 2, .* data degree 1; use 1"):
+        build(zero=1, replicas=2)
+    with pytest.raises(HexadError, match=r"parallel\.replicas: found 2 with parallel\.zero 0"):
+        build(zero=0, replicas=2)
+    with pytest.raises(HexadError, match=r"config: found None; pass Engine\(stages, mesh, config\)"):
+        Engine(linear(), mesh_of())
+    for module in (nn.Tanh(), linear().requires_grad_(False)):
+        with pytest.raises(HexadError, match="stages: found no parameter that requires a gradient"):
+            build(module)
+    with pytest.raises(HexadError, match="stages: found numbers"):
+        Engine({1: linear()}, mesh_of(), config_of(0))
+    experts = Experts(Shard({}, dtype=FLOAT), Axis("expert"))
+    with pytest.raises(HexadError, match=r"experts\.weight: found requires_grad False; only plain"):
+        build(experts.requires_grad_(False))
+    with pytest.raises(HexadError, match=r"weight: found torch\.complex64"):
+        build(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_passes_that_begin_was_not_called_for_are_refused(zero: int) -> None:
+    module, x = linear(), batch(0)[0]
+    engine = Engine(module, mesh_of(), config_of(zero), compute=mean)
+    with pytest.raises(HexadError, match="accumulate: found 1 microbatches, but 0 are left"):
+        engine.accumulate([x])
+    with pytest.raises(HexadError, match="gradients: found more backward passes"):
+        mean(module, x).backward()
+    with pytest.raises(HexadError, match="begin: found 0 microbatches"):
+        engine.begin(0)
+    engine.begin(2)
+    engine.accumulate([x])
+    engine.accumulate([x])
+    with pytest.raises(HexadError, match="accumulate: found 1 microbatches, but 0 are left"):
+        engine.accumulate([x])
+    engine.reduce()
+    assert engine.update(0.1) > 0
+
+
+def message(case: str) -> str:
+    """What this rank says."""
+    rank, pipeline = dist.get_rank(), case == "boundary"
+    mesh = mesh_of(pipeline=2 if pipeline else 1)
+    module = linear()
+    if case == "shape" and rank:
+        module = nn.Linear(WIDTH, 2, dtype=FLOAT)
+    if case == "fewer" and rank:
+        module = nn.Linear(WIDTH, WIDTH, bias=False, dtype=FLOAT)
+    if case == "frozen" and rank:
+        module.requires_grad_(False)
+    try:
+        Engine({rank: module} if case == "numbers" else module, mesh, config_of(0))
+    except HexadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("boundary", "boundary: found None with a pipeline of 2 ranks; pass a function"),
+        ("shape", "found weight a trained float64 tensor of shape (2, 6) on rank 1 where rank 0 has weight"),
+        ("fewer", "found nothing on rank 1 where rank 0 has bias"),
+        ("frozen", "found weight an untrained float64 tensor of shape (6, 6) on rank 1 where rank 0 has"),
+        ("numbers", "rank 1: stages: found numbers [1] on pipeline rank 0 of 1"),
+    ],
+)
+def test_all_ranks_refuse_alike(case: str, expected: str, pool: Pool) -> None:
+    one, other = pool.run(2, message, case)
+    assert expected in one
+    assert one == other
+
+
+# Stages of other grids
+
+
+class Routed(nn.Module):
+    """The second of two stages, the only one with experts."""
+
+    def __init__(self, shard: Shard, axis: Axis, first: int) -> None:
+        super().__init__()
+        self.experts, self.first = Experts(shard, axis), first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(x, (torch.arange(len(x)) + self.first) % EXPERTS)
+
+
+def routed(zero: int) -> float:
+    mesh = mesh_of(pipeline=2, expert=2 if dist.get_world_size() > 2 else 1)
+    axes = {axis.name: axis for axis in mesh.model_axes("expert")}
+    torch.manual_seed(1)
+    stage, rows = linear(), ROWS // mesh.data.size
+    if mesh.pipeline.rank:
+        stage = Routed(Shard(axes, dtype=FLOAT), mesh.axes["expert"], rows * mesh.data.rank)
+
+    def make(_: Any) -> torch.Tensor:
+        return torch.empty(rows, WIDTH, dtype=FLOAT)
+
+    engine = Engine(stage, mesh, config_of(zero), compute=loss_of, boundary=make)
+    engine.begin(1)
+    engine.accumulate([tuple(each.chunk(mesh.data.size)[mesh.data.rank] for each in batch(0))])
+    engine.reduce()
+    return engine.update(0.1)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_experts_on_one_stage_only(zero: int, pool: Pool) -> None:
+    """All ranks make the same process groups, and the norm is that of both grids."""
+    expected = pool.run(2, routed, zero)[0]
+    assert pool.run(4, routed, zero) == pytest.approx([expected] * 4, rel=1e-12)

@@ -387,6 +387,9 @@ def routed(zero: int) -> float:
         return torch.empty(rows, WIDTH, dtype=FLOAT)
 
     engine = Engine(stage, mesh, config_of(zero), compute=loss_of, boundary=make)
+    # As a mesh does: torch names such a group after how many the process has made before.
+    group = dist.new_group([*range(dist.get_world_size())], use_local_synchronization=True)
+    dist.all_reduce(torch.ones(1), group=group)
     engine.begin(1)
     engine.accumulate([tuple(each.chunk(mesh.data.size)[mesh.data.rank] for each in batch(0))])
     engine.reduce()

@@ -294,6 +294,11 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         build(zero=1, replicas=2)
     with pytest.raises(HexadError, match=r"parallel\.replicas: found 2 with parallel\.zero 0"):
         build(zero=0, replicas=2)
+    cases = (("memory", "recompute", "full", "none"), ("precision", "dtype", "fp8", "bf16"))
+    for group, name, value, fix in cases:
+        config = config_of(0, **{group: {name: value}})
+        with pytest.raises(HexadError, match=rf"{group}\.{name}: found {value}, .*; use {fix}"):
+            Engine(linear(), mesh_of(), config)
     with pytest.raises(HexadError, match=r"config: found None; pass Engine\(stages, mesh, config\)"):
         Engine(linear(), mesh_of())
     for module in (nn.Tanh(), linear().requires_grad_(False)):

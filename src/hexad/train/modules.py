@@ -18,7 +18,7 @@ from torch import nn
 
 from hexad.checkpoint.chunks import Chunk
 from hexad.comm import agreed, broadcast, gather_objects
-from hexad.config import Config, HexadError
+from hexad.config import Config, ConfigError, HexadError
 from hexad.parallel.inventory import Grid
 from hexad.parallel.rectangle import Rectangle
 from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
@@ -148,6 +148,15 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
             "an empty tensor of what crosses a microbatch's stage boundaries"
         )
     check_settings(config, mesh.layout)
+    if config.memory.recompute != "none":
+        found = f"found {config.memory.recompute}, which is for the configured model's layers"
+        raise ConfigError(
+            "memory.recompute", f"{found}; use none, and torch.utils.checkpoint in your modules"
+        )
+    if config.precision.dtype == "fp8":
+        raise ConfigError(
+            "precision.dtype", "found fp8, a format of the configured model's products; use bf16"
+        )
     return config
 
 

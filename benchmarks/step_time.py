@@ -56,7 +56,7 @@ def compare(mode: str, steps: int, dtype: str, runs: int, checkouts: list[Path])
     commands = {name: [sys.executable, __file__, "--worker", name, mode, dtype] for name in names}
     for checkout in checkouts:
         script = str(checkout / "benchmarks" / "step_time.py")
-        commands[str(checkout)] = [sys.executable, script, "--worker", "hexad", mode, dtype]
+        commands[checkout.resolve().name] = [sys.executable, script, "--worker", "hexad", mode, dtype]
     found = [once(commands, RANKS[mode], steps) for _ in range(runs)]
     figures = {name: middle([run[name].figures() for run in found]) for name in commands}
     ratios = {name: [ratio(run["hexad"], run[name]) for run in found] for name in commands if name != "hexad"}

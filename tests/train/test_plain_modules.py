@@ -257,13 +257,34 @@ class Stack(nn.Module):
         return x.square().sum() + y.sum()
 
 
+class Nested(nn.Module):
+    """Lists in lists, and parameters in lists, none of which is ever called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        inner = nn.ModuleList([linear(), nn.Sequential(linear(), nn.Tanh())])
+        self.branches = nn.ModuleList([inner, nn.ModuleDict({"a": linear()})])
+        self.matrices = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
+        self.gains = nn.ParameterDict({"b": torch.randn(WIDTH)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (one, two), three = self.branches
+        x = torch.tanh(two(one(x) @ self.matrices[0]) * self.gains["b"])
+        return (three["a"](x) @ self.matrices[1]).square().sum()
+
+
+def made(form: str) -> nn.Module:
+    return (Nested() if form == "nested" else Stack(form)).double()
+
+
 def norm_of(form: str) -> tuple[float, float]:
     """Of the gradient, by torch and by the engine."""
-    x, model = batch(0)[0], Stack(form).double()
+    x, model = batch(0)[0], made(form)
     model(x).backward()
     expected = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
     mesh = mesh_of()
-    model = Stack(form).double()
+    model = made(form)
     engine = Engine(model, mesh, config_of(3))
     engine.begin(2)
     # The forward passes of both before either's backward: weights come to lie in other buffers than before.
@@ -273,8 +294,8 @@ def norm_of(form: str) -> tuple[float, float]:
     return float(expected), engine.update(0.0)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_sharded_modules_return_any_structure_of_tensors(form: str, pool: Pool) -> None:
+@pytest.mark.parametrize("form", [*FORMS, "nested"])
+def test_sharded_modules_of_any_structure(form: str, pool: Pool) -> None:
     for expected, found in pool.run(2, norm_of, form):
         assert found == pytest.approx(expected, rel=1e-12)
 

@@ -196,19 +196,30 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(members.values()))
 
 
-_CONTAINERS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+_NEVER_CALLED = (nn.ModuleDict, nn.ModuleList)
+_CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
 
 
 def stage_units(stage: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The parts of a stage whose parameters are needed together, in the order of the forward pass, each with
     its parameters: the elements of its containers (layers), and the modules beside them."""
     own = list(stage.parameters(recurse=False))
-    found = [(stage, own)] if own else []
+    found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     for child in stage.children():
         if isinstance(child, _CONTAINERS):
-            found += [(element, list(element.parameters())) for element in child.children()]
+            found += _elements(child)
+        elif isinstance(child, nn.ParameterList | nn.ParameterDict):
+            own += child.parameters()
         elif any(isinstance(module, _CONTAINERS) for module in child.modules()):
             found += stage_units(child)
         else:
             found.append((child, list(child.parameters())))
-    return found
+    return [(stage, own), *found] if own else found
+
+
+def _elements(container: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    for element in container.children():
+        if isinstance(element, _NEVER_CALLED):
+            yield from _elements(element)
+        else:
+            yield element, list(element.parameters())

@@ -57,7 +57,7 @@ def compare(mode: str, steps: int, dtype: str, runs: int, checkouts: list[Path])
     for checkout in checkouts:
         script = str(checkout / "benchmarks" / "step_time.py")
         commands[checkout.resolve().name] = [sys.executable, script, "--worker", "hexad", mode, dtype]
-    found = [once(commands, RANKS[mode], steps) for _ in range(runs)]
+    found = [once(commands, RANKS[mode], steps, run) for run in range(runs)]
     figures = {name: middle([run[name].figures() for run in found]) for name in commands}
     ratios = {name: [ratio(run["hexad"], run[name]) for run in found] for name in commands if name != "hexad"}
     best = min(filter(like_for_like, names[1:]), key=lambda name: figures[name]["step_seconds"])
@@ -74,16 +74,17 @@ def compare(mode: str, steps: int, dtype: str, runs: int, checkouts: list[Path])
     }
 
 
-def once(commands: dict[str, list[str]], ranks: int, steps: int) -> dict[str, Program]:
-    """Start all programs, and let them alternate, a step each."""
+def once(commands: dict[str, list[str]], ranks: int, steps: int, first: int) -> dict[str, Program]:
+    """Start all programs, and let them alternate, a step each; which one comes first differs by run."""
     running: dict[str, Program] = {}
     try:
         for name, command in commands.items():
             source = Path(command[1]).parents[1] / "src"
             running[name] = Program([command] * ranks, {"PYTHONPATH": str(source)})
             running[name].wait()
-        for index in range(steps + 1):
-            for name in commands if index % 2 else reversed(commands):
+        for turn in range(first, first + steps + 1):  # each comes first in turn
+            start = turn % len(commands)
+            for name in [*commands, *commands][start : start + len(commands)]:
                 running[name].step()
         for program in running.values():
             program.close()

@@ -144,7 +144,7 @@ def _readable(error: ValidationError) -> ConfigError:
 
 
 def _expectation(message: str) -> str:
-    message = message.removeprefix("Input should be ").removeprefix("Value error, ").replace("None", "null")
+    message = message.removeprefix("Input should be ").removeprefix("Value error, ")
     return f"expected {message}".replace("a valid integer", "an integer").replace("a valid", "a")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 
 def _not_a_switch(value: Any) -> Any:
@@ -128,6 +128,12 @@ class ModelSettings(Settings):
     ``sqrt(2 * layers)`` (GPT-2 paper)."""
     moe: None = None
     """Mixture-of-experts settings. Not supported in this version."""
+
+    @field_validator("moe", mode="before")
+    @classmethod
+    def _no_experts(cls, value: Any) -> None:
+        if value is not None:
+            raise ValueError("null: this version does not support mixtures of experts")
 
     @property
     def rotary_width(self) -> int:

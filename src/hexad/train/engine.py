@@ -55,7 +55,7 @@ def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: flo
 
 
 class Engine:
-    """Modules with their gradients and optimizer on this rank's share of the mesh.
+    """Modules with their gradients and optimizer on this rank.
 
     ``Engine(config, mesh)`` builds the language model that a configuration describes (:meth:`from_config`),
     for which :meth:`train_step` is a whole step. Other modules come as ``Engine(stages, mesh, config)``:
@@ -144,17 +144,17 @@ class Engine:
         config, mesh, parallel = self.config, self.mesh, self.config.parallel
         owners = self.plan.schedule.placement
         self.modules = Modules.agreed(self.stages, owners, mesh)
-        # In an order that all ranks share: each makes the same process groups.
+        # In an order that is the same on all ranks: each makes the same process groups.
         self.sharding = {
             grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
             for grid in self.modules.grids
         }
         tied = mesh.pair(mesh.pipeline, owners[0], owners[-1]) if self.modules.tied else Axis("pipeline")
         kinds, limit = formats(config.precision), parallel.bucket_mb * 2**20
-        self.modules.share_constants(kinds.parameters)
+        self.modules.broadcast_untrained(kinds.parameters)
         self.buckets = make_buckets(self.modules.trained, limit, kinds, parallel.zero, self.sharding)
         for bucket in self.buckets:
-            self.modules.share(each.parameter for each in bucket.members if each.plain)
+            self.modules.broadcast(each.parameter for each in bucket.members if each.plain)
             bucket.allocate(kinds, config.memory.offload == "optimizer", config.run.seed)
         pool = BufferPool(mesh.device)
         self.gradients = Gradients(self.buckets, self.sharding, mesh.axes, tied, pool)

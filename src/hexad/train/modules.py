@@ -27,7 +27,7 @@ from hexad.topology.mesh import Axis, Mesh
 
 
 @dataclass(frozen=True)
-class Constant:
+class Untrained:
     """A plain module's buffer or frozen parameter: every rank that holds the stage has all of it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Modules:
 
     Attributes:
         trained: this rank's parameters that are updated, each with the number of its stage.
-        constants: this rank's plain values that are not.
+        untrained: this rank's plain values that are not.
         grids: of all ranks' weights, in order.
         tied: whether any rank holds a parameter that is tied to one of another stage.
         copies: the axes whose ranks hold the same plain values.
@@ -68,7 +68,7 @@ class Modules:
     """
 
     trained: list[tuple[int, Declared]]
-    constants: list[Constant]
+    untrained: list[Untrained]
     grids: list[Grid]
     tied: bool
     copies: tuple[Axis, ...]
@@ -90,22 +90,22 @@ class Modules:
             HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
                 differ on the ranks of a stage; the same on all ranks.
         """
-        found, constants = stage_parameters(stages), _constants(stages)
+        found, untrained = stage_parameters(stages), _untrained(stages)
         trained = [(stage, each) for stage, each in found if each.parameter.requires_grad]
         agreed(lambda: _check(stages, placement, mesh.pipeline, found), mesh.world)
         grids = {each.declaration.weights[0].grid for _, each in trained}
         tied = any(each.declaration.tied for _, each in trained)
-        facts = gather_objects((grids, tied, _entries(stages, trained, constants)), mesh.world)
+        facts = gather_objects((grids, tied, _entries(stages, trained, untrained)), mesh.world)
         if not any(grids for grids, *_ in facts):
             raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
         if _names_collide([entries for *_, entries in facts]):
             trained = [(n, _renamed(each, n) if each.plain else each) for n, each in trained]
-            constants = [replace(each, name=f"stages.{each.stage}.{each.name}") for each in constants]
+            untrained = [replace(each, name=f"stages.{each.stage}.{each.name}") for each in untrained]
         grids, tied = set().union(*(grids for grids, *_ in facts)), any(tied for _, tied, _ in facts)
         copies = (mesh.gradient_axis(), *mesh.model_axes())
-        return cls(trained, constants, sorted(grids), tied, copies, mesh.device)
+        return cls(trained, untrained, sorted(grids), tied, copies, mesh.device)
 
-    def share(self, tensors: Iterable[torch.Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP."""
         for tensor in tensors:
             values = tensor.data.to(self.device).contiguous()
@@ -113,18 +113,18 @@ class Modules:
                 broadcast(values.view(-1).view(torch.uint8), axis)  # as bytes, so in any format
             tensor.data = values
 
-    def share_constants(self, dtype: torch.dtype) -> None:
-        """As :meth:`share`; frozen parameters are given the model's ``dtype``, buffers keep theirs."""
-        for tensor in (each.tensor for each in self.constants):
+    def broadcast_untrained(self, dtype: torch.dtype) -> None:
+        """As :meth:`broadcast`; frozen parameters are given the model's ``dtype``, buffers keep theirs."""
+        for tensor in (each.tensor for each in self.untrained):
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
-            self.share([tensor])
+            self.broadcast([tensor])
 
     def chunks(self) -> list[Chunk]:
-        """The constants as a checkpoint holds them, complex ones as pairs of real numbers. They may differ on
-        the data ranks, as running averages do: the first rank's are saved."""
+        """Untrained values as a checkpoint holds them, complex ones as pairs of real numbers. Data ranks may
+        have different ones, as of running averages: the first rank's are saved."""
         found, first = [], not any(axis.rank for axis in self.copies)
-        for each in self.constants:
+        for each in self.untrained:
             values = each.tensor.detach()
             values = torch.view_as_real(values) if values.is_complex() else values
             values = values if values.dim() else values.unsqueeze(0)
@@ -160,9 +160,9 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
     return config
 
 
-def _constants(stages: Mapping[int, nn.Module]) -> list[Constant]:
+def _untrained(stages: Mapping[int, nn.Module]) -> list[Untrained]:
     """The plain values of the stages that no optimizer updates, each once."""
-    found: dict[torch.Tensor, Constant] = {}
+    found: dict[torch.Tensor, Untrained] = {}
     for number, stage in stages.items():
         for path, module in stage.named_modules():
             sharded = isinstance(module, ShardedModule)
@@ -175,7 +175,7 @@ def _constants(stages: Mapping[int, nn.Module]) -> list[Constant]:
             for name, tensor in {**own, **buffers}.items():
                 kept = name not in module._non_persistent_buffers_set
                 where = f"{path}.{name}".removeprefix(".")
-                found.setdefault(tensor, Constant(number, where, module, name, kept))
+                found.setdefault(tensor, Untrained(number, where, module, name, kept))
     return list(found.values())
 
 
@@ -205,15 +205,15 @@ def _check(
 
 
 def _entries(
-    stages: Mapping[int, nn.Module], trained: Sequence[tuple[int, Declared]], constants: Sequence[Constant]
+    stages: Mapping[int, nn.Module], trained: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
 ) -> dict[int, Entries]:
     """Of every stage."""
     found: dict[int, Entries] = {number: [] for number in stages}
     for number, each in trained:
         if each.plain:
             found[number].append((each.declaration.name, _description(each.parameter)))
-    for constant in constants:
-        found[constant.stage].append((constant.name, _description(constant.tensor)))
+    for value in untrained:
+        found[value.stage].append((value.name, _description(value.tensor)))
     return found
 
 

@@ -63,8 +63,8 @@ class Watch:
             over = _in_the_stack(self.words(), lambda: self._over.wait(self._interval))
             now, before = time.monotonic(), looked
             looked = now
-            if now - before > self._limit:  # stopped, or its lock was held: the trace cannot tell
-                self._tell(f"no progress for {now - before:.0f} s, in which this process did not run")
+            if now - before > self._limit:  # stopped, or Python's lock was held: the trace cannot tell
+                self._tell(f"no progress for {now - before:.0f} s, in which no Python ran")
             elif self._trace.changes != seen:
                 seen, since, told = self._trace.changes, now, False
             elif now - since > self._limit and not told:

@@ -15,15 +15,16 @@ _TABLE = """
 1 1 1 |                 | selective offload | bf16        | qwen3
 2 1 1 | seq             | none              | fp32        | llama
 2 1 1 | seq             | selective         | bf16        | gpt2
-2 1 1 |                 | full              | bf16 reduce | tied
+2 1 1 |                 | full              | bf16 reduce accumulate | tied
 2 1 1 |                 | none              | fp32        | qwen3
 2 1 1 | seq             | full              | fp16        | gpt2
 1 1 2 | z0              | selective         | fp32        | llama
 1 1 2 | z1              | none              | bf16        | tied
 1 1 2 | z1              | full              | fp32        | gpt2
-1 1 2 | z1              | selective offload | bf16 reduce | llama
+1 1 2 | z1              | selective offload | bf16 reduce accumulate | llama
+1 1 2 | z0              | none              | bf16 reduce | llama
 1 1 2 | z2              | none              | fp32        | llama
-1 1 2 | z2              | selective         | bf16 reduce | gpt2
+1 1 2 | z2              | selective         | bf16 reduce accumulate | gpt2
 1 1 2 | z2              | full offload      | fp16        | llama
 1 1 2 | z3              | full              | bf16        | gpt2
 1 1 2 | z3              | none              | fp32        | tied
@@ -79,7 +80,7 @@ def _parsed(line: str) -> tuple[int, Groups]:
             settings["schedule"] = word
     if settings.get("schedule") == "interleaved":
         settings["virtual_stages"] = 2
-    formats = {"dtype": precision[0]} | ({"reduce": "bf16"} if len(precision) > 1 else {})
+    formats = {"dtype": precision[0]} | dict.fromkeys(precision[1:], "bf16")
     groups: Groups = {
         "parallel": settings,
         "memory": {"recompute": memory[0], "offload": "optimizer" if len(memory) > 1 else "none"},

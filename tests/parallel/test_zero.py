@@ -33,7 +33,10 @@ def config_of(microbatches: int = 2, dtype: str = "fp32", **parallel: Any) -> Co
             "data": {"sequence": _SEQUENCE},
             "batch": {"micro": _MICRO, "global": _MICRO * data * microbatches},
             "parallel": {"data": data, "bucket_mb": 0.01, **parallel},
-            "precision": {"dtype": dtype, **({"reduce": "bf16"} if dtype == "bf16" else {})},
+            "precision": {
+                "dtype": dtype,
+                **(dict.fromkeys(("reduce", "accumulate"), "bf16") if dtype == "bf16" else {}),
+            },
             "optimizer": {"lr": 0.01, "clip": 0.0},
             "lr_schedule": {"kind": "constant", "warmup": 0},
         }

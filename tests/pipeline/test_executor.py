@@ -194,7 +194,7 @@ def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, 
     schedule = build_schedule(name, world, microbatches, virtual)
     stages = stages_on(rank, schedule.stages, schedule)
     alone = Axis("data")
-    formats = Formats(torch.float64, torch.float64, torch.float64)
+    formats = Formats(*[torch.float64] * 4)
     sharding = {"dense": StateSharding(alone, alone, ())}
     buckets = make_buckets(stage_parameters(stages), 1e9, formats, 0, sharding)
     for bucket in buckets:

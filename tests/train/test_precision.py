@@ -12,10 +12,14 @@ from hexad.config import Config, ConfigError
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.optim.scaling import LossScaler
+from hexad.parallel.gradients import Contribution, WeightGradient
+from hexad.parallel.sharding import Shard
+from hexad.parallel.tensor.loss import head_loss_sum
 from hexad.resolve import check_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
+from hexad.train.language import Task
 
 from ..pool import Pool
 from .conftest import MakeRun
@@ -204,6 +208,7 @@ def traces_of(config: Config) -> tuple[list[float], list[float]]:
         # of many such numbers, is off by less than the activations and weights it is made from.
         ({"dtype": "bf16"}, 2 * 2**-8),
         ({"dtype": "bf16", "reduce": "bf16"}, 2 * 2**-8),
+        ({"dtype": "bf16", "reduce": "bf16", "accumulate": "bf16"}, 2 * 2**-8),
         ({"dtype": "fp16"}, 2 * 2**-10),
         # Sums in another order, and Adam divides small gradients by their own size: 128 units.
         ({"dtype": "fp32"}, 128 * 2**-23),
@@ -243,6 +248,61 @@ def test_offloaded_state_gives_the_same_losses(zero: int, pool: Pool) -> None:
     assert pool.run(2, losses_of, offloaded) == pool.run(2, losses_of, config)
 
 
+def gradients_of(config: Config) -> torch.Tensor:
+    """The gradient of a step, from this rank's buckets (ZeRO 0)."""
+    engine = engine_of(config)
+    batch = batch_of(engine)
+    engine.begin(len(batch) * 8)
+    for _ in range(8):
+        for microbatch in batch:
+            assert engine.language is not None
+            engine.accumulate([Task(engine.language.placed(microbatch))], 1.0 / 1000)
+    engine.reduce()
+    return torch.cat([bucket.gradient.float() for bucket in engine.buckets])
+
+
+def test_gradients_sent_in_bf16_are_accumulated_in_fp32(pool: Pool) -> None:
+    """One rounding, whatever the number of microbatches, where nothing else is asked for."""
+    errors = {}
+    for name, settings in (("sent", {}), ("accumulated", {"accumulate": "bf16"})):
+        wide, narrow = (
+            pool.run(2, gradients_of, config_of({"dtype": "bf16", **more}, data=2))[0]
+            for more in ({}, {"reduce": "bf16", **settings})
+        )
+        errors[name] = float((narrow - wide).norm() / wide.norm())
+    assert errors["sent"] < 2**-8
+    assert errors["accumulated"] > 3 * errors["sent"]
+
+
+class _Wide:
+    """Adds up products of fp16 matrices as a GPU does."""
+
+    deferring = False
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.total = torch.zeros(parameter.shape, dtype=torch.float64)
+
+    def contribute(self, _: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
+        assert isinstance(contribution, WeightGradient)
+        self.total += contribution.output_gradient.double().t() @ contribution.inputs.double()
+
+
+def test_small_probabilities_over_millions_of_targets_do_not_underflow_in_fp16() -> None:
+    vocab, hidden, targets = 128_256, 8, 4_194_304
+    config = config_of({"dtype": "fp16"})
+    engine = engine_of(config)
+    assert engine.language is not None
+    x = torch.randn(24, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).half()
+    weight = torch.zeros(vocab, hidden, dtype=torch.float16, requires_grad=True)
+    weight.gradient_accumulator = _Wide(weight)  # type: ignore[attr-defined]
+    divisor = engine.language.divisor(targets)
+    labels = torch.zeros(24, dtype=torch.int64)
+    head_loss_sum(x, weight, labels, vocab, Shard(), engine.scaler.scale / divisor)
+    found = weight.gradient_accumulator.total / (engine.scaler.scale * targets / divisor)  # type: ignore[attr-defined]
+    wanted = x.double().sum(0) / vocab / targets  # of every row but the first, all logits being 0
+    assert ((found[1:] - wanted).norm(dim=1) / wanted.norm()).max() < 2**-10
+
+
 # A whole run
 
 
@@ -277,6 +337,11 @@ def test_a_scale_that_cannot_be_lowered_stops_the_run(make_run: MakeRun) -> None
     ("precision", "parallel", "text"),
     [
         ({"dtype": "fp32", "reduce": "bf16"}, {}, "precision.reduce: found bf16 with precision.dtype fp32"),
+        (
+            {"dtype": "bf16", "accumulate": "bf16"},
+            {},
+            "precision.accumulate: found bf16 with precision.reduce",
+        ),
         (
             {"dtype": "bf16", "loss_scale": 2.0},
             {},

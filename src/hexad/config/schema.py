@@ -238,8 +238,10 @@ class PrecisionSettings(Settings):
     is bf16 whose layers multiply inputs, weights and output gradients in 8 bits; it needs a GPU with fp8
     units."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are accumulated and reduced over data ranks; ``bf16`` in bf16 and fp8
-    runs only."""
+    """Format in which gradients are sent and reduced over data ranks; ``bf16`` in bf16 and fp8 runs only."""
+    accumulate: Literal["fp32", "bf16"] = "fp32"
+    """Format in which gradients of microbatches are added up on a rank; ``bf16`` with ``reduce: bf16``
+    only."""
     loss_scale: Literal["dynamic"] | PositiveFloat = "dynamic"
     """What the loss is multiplied by in fp16 runs: ``dynamic``, or a fixed number."""
     loss_scale_initial: PositiveFloat = 65536.0

@@ -7,6 +7,7 @@ autograd, without an accumulator, the same functions return gradients.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,13 +43,33 @@ class WeightGradient(NamedTuple):
     gather: Axis | None = None
 
     def add_to(self, total: torch.Tensor, fresh: bool) -> None:
-        """As :meth:`Dense.add_to`; in another format than the total's through a temporary."""
-        if self.output_gradient.dtype != total.dtype:
-            Dense(self.output_gradient.t() @ self.inputs).add_to(total, fresh)
-        elif fresh:
-            torch.mm(self.output_gradient.t(), self.inputs, out=total)
+        """As :meth:`Dense.add_to`; a float32 total of 16-bit operands in one product where the device has it,
+        elsewhere through a 16-bit temporary."""
+        left, right = self.output_gradient.t(), self.inputs
+        if left.dtype == total.dtype:
+            if fresh:
+                torch.mm(left, right, out=total)
+            else:
+                total.addmm_(left, right)
+        elif total.dtype == torch.float32 and widening_products(total.device):
+            if fresh:
+                torch.mm(left, right, out_dtype=total.dtype, out=total)
+            else:
+                torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
         else:
-            total.addmm_(self.output_gradient.t(), self.inputs)
+            Dense(left @ right).add_to(total, fresh)
+
+
+@cache
+def widening_products(device: torch.device) -> bool:
+    """Whether the device adds products of 16-bit matrices to float32 ones: GPUs from torch 2.8 on."""
+    total = torch.ones((16, 16), dtype=torch.float32, device=device)
+    operand = torch.ones((16, 16), dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return False
+    return device.type == "meta" or total[0, 0].item() == 17.0
 
 
 class Rows(NamedTuple):

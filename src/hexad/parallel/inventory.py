@@ -257,6 +257,7 @@ class Execution:
         sequence: sequence parallel is in force.
         byte: bytes of a parameter's or an activation's element.
         gradient: bytes of an element of the gradient buffers.
+        reduced: bytes of an element of gradients when they are sent to other data ranks.
         fp8: products are computed in 8 bits.
         cpu: on a CPU, where some backward passes are written by hand.
         isolate: attention is confined to documents.
@@ -268,6 +269,7 @@ class Execution:
     sequence: bool = False
     byte: int = 4
     gradient: int = 4
+    reduced: int = 4
     fp8: bool = False
     cpu: bool = True
     isolate: bool = False
@@ -305,5 +307,7 @@ class Execution:
         return self.whole(hidden) if self.sequence else 0
 
     def weight_product(self, elements: int) -> int:
-        """Bytes of a weight's gradient before it is added in another format."""
-        return elements * self.byte if self.gradient != self.byte else 0
+        """Bytes of a weight's gradient before it is added in another format; GPUs add products of 16-bit
+        matrices to float32 gradients in one."""
+        in_one = self.gradient == self.byte or (self.gradient == 4 and self.byte == 2 and not self.cpu)
+        return 0 if in_one else elements * self.byte

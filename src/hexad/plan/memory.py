@@ -100,8 +100,8 @@ def _predict(resolved: Resolved, rank: int, orders: list[list[Transfer]]) -> Mem
         )
         for number, stage in stages.items()
     }
-    widths = run.byte, run.gradient
-    buffers = StateBuffers(buckets, widths, whole=run.cpu)
+    shards = state_shards(int(layout.data), config.parallel.zero, config.parallel.replicas)
+    buffers = StateBuffers(buckets, run, int(layout.data) // shards)
     peak = Step(schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda each: each.total)
     return _plan(rank, config, run, buckets, peak, buffers.pooled)
@@ -148,6 +148,7 @@ def execution(config: Config, layout: Layout) -> Execution:
         layout.tensor,
         config.parallel.sequence_parallel,
         byte,
+        2 if precision.accumulate == "bf16" else max(byte, 4),
         2 if precision.reduce == "bf16" else max(byte, 4),
         precision.dtype == "fp8",
         config.run.device == "cpu",

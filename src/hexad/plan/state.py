@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hexad.parallel.data.bucket_plan import BucketPlan
 from hexad.parallel.data.rounds import Rounds
+from hexad.parallel.inventory import Execution
 
 
 class StateBuffers:
@@ -15,24 +16,26 @@ class StateBuffers:
 
     Args:
         buckets: of the rank.
-        widths: bytes of a parameter and of a gradient.
-        whole: reductions receive into a buffer as large as the bucket (CPUs), not into a shard of it.
+        run: how a microbatch is computed; on a CPU a reduction receives into a buffer as large as the bucket,
+            on a GPU into the shard.
+        replicas: data ranks that hold the same shard.
 
     Attributes:
         moving: bytes that reductions under way receive into.
         most: largest ``moving`` since :meth:`restart`.
     """
 
-    def __init__(self, buckets: Sequence[BucketPlan], widths: tuple[int, int], whole: bool) -> None:
+    def __init__(self, buckets: Sequence[BucketPlan], run: Execution, replicas: int) -> None:
         self.moving = self.most = 0
-        self._buckets, self._whole = buckets, whole
-        self._parameter, self._gradient = widths
+        self._buckets, self._whole, self._replicas = buckets, run.cpu, replicas
+        self._parameter, self._gradient, self._sent = run.byte, run.gradient, run.reduced
+        self._narrowed = run.reduced != run.gradient
         self._reducing: deque[tuple[int, int]] = deque()  # bytes received into, and summed beside them
         self._used: Counter[tuple[int, ...]] = Counter()
         self._peak: Counter[tuple[int, ...]] = Counter()
         self._here: set[int] = set()
         self._accumulating: set[int] = set()
-        self._rounds = Rounds(buckets, self)
+        self._rounds = Rounds(buckets, self, run.cpu or self._narrowed)
         self._places = {
             number: (bucket, member)
             for bucket, plan in enumerate(buckets)
@@ -66,9 +69,12 @@ class StateBuffers:
     def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
         """A reduction starts."""
         plan = self._buckets[bucket]
-        # The first shard is summed where it belongs, later ones beside it.
-        beside = 0 if first or plan.shards == 1 else plan.shard_size * self._gradient
-        received = (plan.size * self._gradient if plan.shards > 1 else 0) if self._whole else beside
+        several = plan.shards > 1
+        # The first shard is summed where it belongs, later ones and those in another format beside it.
+        beside = plan.shard_size * self._sent if several and (self._narrowed or not first) else 0
+        received = (plan.size * self._sent if several else 0) if self._whole else beside
+        if self._narrowed and several:
+            received += plan.size * self._sent  # the copy that is sent
         self._reducing.append((received, beside if self._whole else 0))
         self.moving += received
         self.most = max(self.most, self.moving)
@@ -79,6 +85,10 @@ class StateBuffers:
         received, beside = self._reducing.popleft()
         self.most = max(self.most, self.moving + beside)
         self.moving -= received
+        if last and self._narrowed and self._replicas > 1:
+            # Sent in a copy, which is there until the end of the step.
+            self.moving += self._buckets[bucket].shard_size * self._sent
+            self.most = max(self.most, self.moving)
         if not self._buckets[bucket].keeps_gradients:
             self._used[self._gradient, *self._buckets[bucket].layout] -= 1
 

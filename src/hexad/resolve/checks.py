@@ -232,6 +232,11 @@ def _precision(config: Config) -> Iterator[ConfigError]:
             "precision.reduce",
             f"found bf16 with precision.dtype {settings.dtype}; it needs dtype bf16 or fp8, or use fp32",
         )
+    if settings.accumulate == "bf16" and settings.reduce != "bf16":
+        yield ConfigError(
+            "precision.accumulate",
+            f"found bf16 with precision.reduce {settings.reduce}; it needs reduce: bf16, or use fp32",
+        )
     scaled, dynamic = settings.dtype == "fp16", settings.loss_scale == "dynamic"
     fields = type(settings).model_fields
     for name in (name for name in fields if name.startswith("loss_scale")):

@@ -45,7 +45,9 @@ def formats(precision: PrecisionSettings) -> Formats:
     """The number formats of parameters, gradients and master values."""
     parameters = DTYPES[precision.dtype]
     master = torch.float64 if parameters == torch.float64 else torch.float32
-    return Formats(parameters, torch.bfloat16 if precision.reduce == "bf16" else master, master)
+    gradients = torch.bfloat16 if precision.accumulate == "bf16" else master
+    reduced = torch.bfloat16 if precision.reduce == "bf16" else master
+    return Formats(parameters, gradients, reduced, master)
 
 
 def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: float | None) -> torch.Tensor:
@@ -157,7 +159,7 @@ class Engine:
             self.modules.broadcast(each.parameter for each in bucket.members if each.plain)
             bucket.allocate(kinds, config.memory.offload == "optimizer", config.run.seed)
         pool = BufferPool(mesh.device)
-        self.gradients = Gradients(self.buckets, self.sharding, mesh.axes, tied, pool)
+        self.gradients = Gradients(self.buckets, self.sharding, mesh.axes, tied, pool, kinds.reduced)
         hooks, views = not config.run.compile, self.language is None
         self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
@@ -212,16 +214,17 @@ class Engine:
         self._begun = 0
         self.gradients.finish()
 
-    def update(self, lr: float, veto: Pending | None = None) -> float:
+    def update(self, lr: float, veto: Pending | None = None, divisor: float = 1.0) -> float:
         """Clip and update; returns the gradient norm before clipping.
 
         Args:
             lr: learning rate.
             veto: anything but 0 forbids the update; the same on all ranks.
+            divisor: what the losses have not been divided by yet.
 
         A norm that is not finite, or a veto, leaves everything unchanged but the loss scale.
         """
-        norm = self.optimizer.step(lr, self.scaler.scale, self.gatherer.publish, veto)
+        norm = self.optimizer.step(lr, self.scaler.scale * divisor, self.gatherer.publish, veto)
         finite = math.isfinite(norm)
         self.scaler.update(not finite)
         self.step += 1
@@ -250,7 +253,8 @@ class Engine:
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
         targets = language.targets(counting.wait())
         tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
-        total = self.accumulate(tasks, 1.0 / targets, record)
+        divisor = language.divisor(targets)
+        total = self.accumulate(tasks, 1.0 / divisor, record)
         total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         loss = all_reduce_async(total, language.axis)
         self.reduce()
@@ -260,7 +264,7 @@ class Engine:
         limit = self.guard.limit
         veto = None if limit is None else self._veto(loss, limit * targets)
         loss_scale = self.scaler.scale
-        norm = self.update(lr, veto)
+        norm = self.update(lr, veto, targets / divisor)
         self.samples += sum(each.tokens.shape[0] for each in placed) * self.mesh.data.size
         finite = math.isfinite(norm)
         spike = finite and veto is not None and bool(veto.wait())

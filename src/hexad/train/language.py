@@ -104,6 +104,16 @@ class LanguageModel:
             raise HexadError("no position of the global batch has a target: all labels are -100")
         return targets
 
+    def divisor(self, targets: int) -> int:
+        """What losses are divided by before the backward pass.
+
+        That is the global number of targets. In fp16 it is a microbatch's number of tokens, and gradients are
+        divided by the rest in float32: a small probability over millions of targets would underflow.
+        """
+        if self.config.precision.dtype != "fp16":
+            return targets
+        return min(targets, self.config.batch.micro * self.config.data.sequence)
+
     def same_number(self, counts: torch.Tensor) -> None:
         """Refuse different numbers of microbatches on the data ranks, given :meth:`count`'s sums."""
         _, number, squares = counts.tolist()

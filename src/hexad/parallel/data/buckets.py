@@ -23,12 +23,14 @@ class Formats:
 
     Attributes:
         parameters: of the model.
-        gradients: of accumulation and reduction.
+        gradients: in which they are added up on a rank.
+        reduced: in which they are summed over data ranks.
         master: of what the optimizer updates: at least float32.
     """
 
     parameters: torch.dtype
     gradients: torch.dtype
+    reduced: torch.dtype
     master: torch.dtype
 
 

@@ -16,7 +16,7 @@ import torch
 from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
 
-from ..gradients import Contribution, WeightGradient, attach
+from ..gradients import Contribution, Dense, WeightGradient, attach
 from .buckets import Bucket
 from .pool import BufferPool
 from .rounds import Rounds
@@ -40,6 +40,7 @@ class Gradients:
         axes: by name, those over which gradients may be partial.
         tied: the ranks that hold the two copies of a tied embedding.
         pool: buffers for gradients that are not kept.
+        reduced: number format in which they are sent and reduced.
     """
 
     def __init__(
@@ -49,18 +50,16 @@ class Gradients:
         axes: Mapping[str, Axis],
         tied: Axis,
         pool: BufferPool,
+        reduced: torch.dtype,
     ) -> None:
-        self._buckets, self._sharding, self._axes, self._tied, self._pool = (
-            buckets,
-            sharding,
-            axes,
-            tied,
-            pool,
-        )
+        self._buckets, self._sharding, self._axes, self._tied = buckets, sharding, axes, tied
+        self._pool, self._format = pool, reduced
         plain = any(declared.plain for bucket in buckets for declared in bucket.members)
-        self._rounds = Rounds([bucket.plan for bucket in buckets], self, turns=plain)
-        self._reducing: dict[int, deque[tuple[Pending, torch.Tensor]]] = {}
-        self._summing: list[Pending] = []
+        # GPUs sum in place, unless a copy in another format is sent.
+        beside = any(each.gradient.device.type == "cpu" or each.gradient.dtype != reduced for each in buckets)
+        self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=plain)
+        self._reducing: dict[int, deque[tuple[Pending, torch.Tensor, bool]]] = {}
+        self._summing: list[tuple[Pending, torch.Tensor]] = []
         self._deferred: Deferred | None = None
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
         for number, bucket in enumerate(buckets):
@@ -143,8 +142,10 @@ class Gradients:
                 all_reduce(bucket.gradient, axis)
 
     def _wait(self) -> None:
-        for pending in self._summing:
-            pending.wait()
+        for pending, gradient in self._summing:
+            total = pending.wait()
+            if total.data_ptr() != gradient.data_ptr():
+                gradient.copy_(total)
         self._summing.clear()
 
     def _partial(self, bucket: Bucket) -> list[Axis]:
@@ -165,26 +166,32 @@ class Gradients:
         bucket, gradients = self._buckets[number], self._whole(number)
         for member in absent:
             bucket.view(gradients, member).zero_()
-        # The first shard of a step is written where it belongs, later ones are added to it.
-        out = bucket.gradient if first else None
         shards = self._sharding[bucket.traits.grid].shards
-        pending = reduce_scatter_async(gradients, shards, out)
-        self._reducing.setdefault(number, deque()).append((pending, gradients))
+        sent = self._narrowed(gradients, shards)
+        # The first shard of a step is written where it belongs, later ones are added to it.
+        out = bucket.gradient if first and sent.dtype == bucket.gradient.dtype else None
+        pending = reduce_scatter_async(sent, shards, out)
+        self._reducing.setdefault(number, deque()).append((pending, gradients, first))
         if not bucket.plan.keeps_gradients:
             bucket.gradients = None
 
     def retire(self, number: int, last: bool) -> None:
         """Wait for a bucket's oldest reduction."""
         bucket = self._buckets[number]
-        pending, gradients = self._reducing[number].popleft()
+        pending, gradients, first = self._reducing[number].popleft()
         shard = pending.wait()
         if shard.data_ptr() != bucket.gradient.data_ptr():
-            bucket.gradient.add_(shard)
+            Dense(shard).add_to(bucket.gradient, first)
         if not bucket.plan.keeps_gradients:
             self._pool.give(bucket, gradients)
         if last:
             replicas = self._sharding[bucket.traits.grid].replicas
-            self._summing.append(all_reduce_async(bucket.gradient, replicas))
+            sent = self._narrowed(bucket.gradient, replicas)
+            self._summing.append((all_reduce_async(sent, replicas), bucket.gradient))
+
+    def _narrowed(self, gradients: torch.Tensor, axis: Axis) -> torch.Tensor:
+        """In the format in which they are sent; as they are where nothing is."""
+        return gradients if axis.size == 1 else gradients.to(self._format)
 
 
 def _gather(product: WeightGradient) -> Pending | None:

@@ -12,7 +12,7 @@ from hexad.config import HexadError
 from .bucket_plan import BucketPlan
 
 _IN_FLIGHT = 2
-"""Reductions that may be under way at a time: each holds a buffer until it is over."""
+"""Reductions that may be under way at a time where each holds a buffer until it is over."""
 
 
 class Reductions(Protocol):
@@ -41,13 +41,17 @@ class Rounds:
     Args:
         buckets: of the rank.
         reductions: carries them out.
+        beside: reductions of gradients that are kept hold buffers too; otherwise they are reduced in place,
+            and the computation never waits for them before :meth:`finish`.
         turns: parameters may be left out on some data ranks.
     """
 
-    def __init__(self, buckets: Sequence[BucketPlan], reductions: Reductions, turns: bool = False) -> None:
+    def __init__(
+        self, buckets: Sequence[BucketPlan], reductions: Reductions, beside: bool, turns: bool = False
+    ) -> None:
         self._buckets = buckets
         self._reductions = reductions
-        self._turns = turns
+        self._beside, self._turns = beside, turns
         self._turn = 0
         self._under_way: deque[int] = deque()
         count = len(buckets)
@@ -130,8 +134,14 @@ class Rounds:
         self._first[bucket] = False
         if self._left[bucket]:
             self._renew(bucket)
-        while len(self._under_way) > (_IN_FLIGHT if self._buckets[bucket].shards > 1 else 0):
+        while len(self._under_way) > self._limit(self._buckets[bucket]):
             self._retire()
+
+    def _limit(self, plan: BucketPlan) -> int:
+        """Reductions that may stay under way."""
+        if plan.shards == 1:
+            return 0  # nothing to wait for
+        return _IN_FLIGHT if self._beside or not plan.keeps_gradients else len(self._buckets)
 
     def _retire(self) -> None:
         bucket = self._under_way.popleft()

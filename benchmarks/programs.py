@@ -24,7 +24,10 @@ RANKS |= dict.fromkeys(ZERO, 2)
 
 
 def programs(mode: str) -> tuple[list[str], list[str]]:
-    """(Names of the programs of a mode that can run here, Hexad first; names of peers left out)."""
+    """(Names of the programs of a mode that can run here, Hexad first; names of peers left out).
+
+    ``hexad_pointwise``, Hexad with ``run.compile: pointwise``, takes part where it is asked for.
+    """
     if mode not in ZERO:
         return ["hexad", "torch"], []
     from peers.sharded import PEERS
@@ -36,8 +39,8 @@ def programs(mode: str) -> tuple[list[str], list[str]]:
 
 def make_step(program: str, mode: str, dtype: str) -> Callable[[], float | None]:
     """The step of a program on this rank; ranks that do not know the loss return None."""
-    if program == "hexad":
-        return hexad_step(mode, dtype)
+    if program in ("hexad", "hexad_pointwise"):
+        return hexad_step(mode, dtype, "none" if program == "hexad" else "pointwise")
     if program == "torch":
         return torch_step(mode, dtype)
     from peers.plain_torch import Shape, random_tokens
@@ -55,7 +58,9 @@ def model_settings() -> dict[str, int]:
     return {name: getattr(shape, name) for name in names}
 
 
-def hexad_engine(parallel: dict[str, Any], world: int, dtype: str) -> tuple[Any, list[Any]]:
+def hexad_engine(
+    parallel: dict[str, Any], world: int, dtype: str, compiled: str = "none"
+) -> tuple[Any, list[Any]]:
     """Hexad's engine with the peer's weights, and this rank's microbatches of the peer's tokens."""
     import torch
     from peers.plain_torch import GLOBAL, MICRO, Shape, random_tokens, reference_weights
@@ -69,7 +74,7 @@ def hexad_engine(parallel: dict[str, Any], world: int, dtype: str) -> tuple[Any,
     shape = Shape()
     config = load_config(
         {
-            "run": {"device": "cpu"},
+            "run": {"device": "cpu", "compile": compiled},
             "model": model_settings(),
             "data": {"sequence": shape.sequence},
             "batch": {"micro": MICRO, "global": GLOBAL},
@@ -93,9 +98,9 @@ def hexad_engine(parallel: dict[str, Any], world: int, dtype: str) -> tuple[Any,
     return engine, batch
 
 
-def hexad_step(mode: str, dtype: str) -> Callable[[], float]:
+def hexad_step(mode: str, dtype: str, compiled: str) -> Callable[[], float]:
     """A step of Hexad on the peer's weights and tokens."""
-    engine, batch = hexad_engine(parallel_settings(mode), RANKS[mode], dtype)
+    engine, batch = hexad_engine(parallel_settings(mode), RANKS[mode], dtype, compiled)
     return lambda: engine.train_step(batch).loss
 
 

@@ -4,6 +4,7 @@
     python benchmarks/step_time.py --modes pipeline2_1f1b tensor2_pipeline2_1f1b pipeline2_best
     python benchmarks/step_time.py --modes zero1_2 zero2_2 zero3_2 [--dtype bf16]
     python benchmarks/step_time.py --checkouts ../earlier    # another commit of Hexad takes part
+    python benchmarks/step_time.py --pointwise               # Hexad with run.compile: pointwise takes part
 
 For every mode, all programs' processes are started and hold the same weights; then they alternate, a step
 each, while the others' processes sleep. Printed are the medians of the wall seconds of a step (the slowest
@@ -45,7 +46,9 @@ def worker(program: str, mode: str, dtype: str) -> None:
     serve(start, RANKS[mode])
 
 
-def compare(mode: str, steps: int, dtype: str, runs: int, checkouts: list[Path]) -> dict[str, Any]:
+def compare(
+    mode: str, steps: int, dtype: str, runs: int, checkouts: list[Path], more: list[str]
+) -> dict[str, Any]:
     """All programs of a mode in turns, so many times.
 
     Returns:
@@ -53,7 +56,7 @@ def compare(mode: str, steps: int, dtype: str, runs: int, checkouts: list[Path])
         that is like for like; ``ratio`` to it; ``left_out``: peers that are not installed.
     """
     names, missing = programs(mode)
-    commands = {name: [sys.executable, __file__, "--worker", name, mode, dtype] for name in names}
+    commands = {name: [sys.executable, __file__, "--worker", name, mode, dtype] for name in (*names, *more)}
     for checkout in checkouts:
         script = str(checkout / "benchmarks" / "step_time.py")
         commands[checkout.resolve().name] = [sys.executable, script, "--worker", "hexad", mode, dtype]
@@ -143,6 +146,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7, help="timed steps per program and mode")
     parser.add_argument("--runs", type=int, default=1, help="how many times to start everything")
     parser.add_argument("--checkouts", nargs="+", type=Path, default=[], help="other commits of Hexad")
+    parser.add_argument("--pointwise", action="store_true", help="compiled pointwise functions too")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -160,7 +164,12 @@ def main() -> None:
     print("  ratios: " + "".join(f"{name:>10s}" for name in COLUMNS[5:])[10:])
     for mode in options.modes:
         found = results["modes"][mode] = compare(
-            mode, options.steps, options.dtype, options.runs, options.checkouts
+            mode,
+            options.steps,
+            options.dtype,
+            options.runs,
+            options.checkouts,
+            ["hexad_pointwise"] if options.pointwise else [],
         )
         show(mode, found)
         if options.json:  # after every mode: a long run that is stopped has not been in vain

@@ -18,12 +18,12 @@ pytestmark = [
 
 
 def _losses(
-    device: str, dtype: str, family: str, compile_blocks: bool = False, dropout: float = 0.0, **groups: Any
+    device: str, dtype: str, family: str, compiled: str = "none", dropout: float = 0.0, **groups: Any
 ) -> list[float]:
     model = {"family": family, "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300}
     config = load_config(
         {
-            "run": {"compile": compile_blocks},
+            "run": {"compile": compiled},
             "model": {**model, "dropout": dropout, "attention_dropout": dropout},
             "data": {"sequence": 64},
             "batch": {"micro": 2, "global": 4},
@@ -58,12 +58,12 @@ def eight_bits() -> None:
 
 @pytest.mark.usefixtures("eight_bits")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("compile_blocks", [False, True])
-def test_eight_bit_products(family: str, compile_blocks: bool) -> None:
+@pytest.mark.parametrize("compiled", ["none", "pointwise", "full"])
+def test_eight_bit_products(family: str, compiled: str) -> None:
     """The GPU's units against the CPU's emulation, which rounds alike and sums in another order."""
-    found = _losses("cuda", "fp8", family, compile_blocks)
+    found = _losses("cuda", "fp8", family, compiled)
     assert found == pytest.approx(_losses("cpu", "fp8", family), rel=2e-2)
-    assert found != _losses("cuda", "bf16", family, compile_blocks)
+    assert found != _losses("cuda", "bf16", family, compiled)
 
 
 @pytest.mark.usefixtures("eight_bits")
@@ -87,8 +87,9 @@ def test_eight_bit_products_of_one_layer() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_compiled_blocks(family: str) -> None:
-    found = _losses("cuda", "fp32", family, compile_blocks=True)
+@pytest.mark.parametrize("compiled", ["pointwise", "full"])
+def test_compiled(family: str, compiled: str) -> None:
+    found = _losses("cuda", "fp32", family, compiled=compiled)
     assert found == pytest.approx(_losses("cuda", "fp32", family), rel=1e-4)
 
 

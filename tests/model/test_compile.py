@@ -1,19 +1,31 @@
-"""Compiled blocks: the same numbers, one graph each."""
+"""Compiled functions and blocks: the same numbers, few kernels, one graph each."""
 
 from __future__ import annotations
+
+import shutil
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.scheduler import NopKernelSchedulerNode
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad.config import ConfigError
+from hexad.model import dropout, ops, residual
+from hexad.parallel import pointwise
+from hexad.parallel.tensor import cross_entropy
+
+needs_compiler = pytest.mark.skipif(
+    pointwise.missing_compiler(torch.device("cpu")) is not None, reason="no C++ compiler is installed"
+)
 
 
-def _losses(compile_blocks: bool, family: str, dtype: str = "fp32", dropout: float = 0.0) -> list[float]:
+def _losses(compiled: str, family: str, dtype: str = "fp32", dropout: float = 0.0) -> list[float]:
     model = {"family": family, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 100}
     config = load_config(
         {
-            "run": {"compile": compile_blocks},
+            "run": {"compile": compiled},
             "model": {**model, "dropout": dropout},
             "data": {"sequence": 32},
             "batch": {"micro": 2, "global": 4},
@@ -30,15 +42,83 @@ def _losses(compile_blocks: bool, family: str, dtype: str = "fp32", dropout: flo
     return losses
 
 
-@pytest.mark.slow  # needs a C++ compiler, and half a minute
+@needs_compiler
+@pytest.mark.slow  # half a minute each
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("compiled", ["pointwise", "full"])
 @pytest.mark.parametrize(
-    ("dtype", "dropout", "tolerance"), [("fp32", 0.0, 1e-5), ("fp32", 0.2, 1e-5), ("fp8", 0.0, 1e-2)]
+    ("dtype", "dropout", "tolerance"),
+    [("fp32", 0.0, 1e-5), ("fp32", 0.2, 1e-5), ("bf16", 0.0, 1e-2), ("fp8", 0.0, 1e-2)],
 )
-def test_compiled_blocks_give_the_same_losses_without_graph_breaks(
-    family: str, dtype: str, dropout: float, tolerance: float
+def test_compiled_code_gives_the_same_losses_without_graph_breaks(
+    family: str, compiled: str, dtype: str, dropout: float, tolerance: float
 ) -> None:
     counters.clear()
-    found, wanted = (_losses(compiled, family, dtype, dropout) for compiled in (True, False))
+    found, wanted = (_losses(how, family, dtype, dropout) for how in (compiled, "none"))
     assert found == pytest.approx(wanted, rel=tolerance)
     assert not counters["graph_break"]
+
+
+def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Name of a function -> it, and arguments of odd sizes."""
+    tokens, width = 37, 65
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x, y, weight, scale = random(tokens, width), random(tokens, width), random(width), torch.rand(tokens, 1)
+    drop = dropout.Dropper(0.2, 3, dropout.Site.ATTENTION)
+    rows = dropout.row_keys(dropout.DropoutKey(1, 2, 3), torch.arange(tokens))
+    constants = (drop.words, drop.rate, 0.5)
+    inner, gradient = random(tokens, 2 * width), random(tokens, width)
+    heads, angles = random(tokens, 3, 12), torch.rand(tokens, 1, 6).to(dtype)
+    logits, labels = random(tokens, 257), torch.arange(tokens) * 5
+    highest, sums = torch.rand(tokens) + 3, torch.rand(tokens) + 1
+    return {
+        "rms_forward": (ops.rms_forward, (x, weight, 1e-5)),
+        "swiglu_forward": (ops._swiglu_forward, (inner,)),
+        "swiglu_backward": (ops._swiglu_backward, (gradient, inner)),
+        "turn": (ops._turn, (heads, angles, angles, 1.0)),
+        "dropped": (dropout.dropped, (x, rows, drop.words, 0.2)),
+        "add": (residual._add, (x, y, rows, *constants)),
+        "add_rms": (residual._add_norm, (False, x, y, rows, constants, [weight], 1e-5)),
+        "add_layer": (residual._add_norm, (True, x, y, rows, constants, [weight, weight], 1e-5)),
+        "rms_backward": (ops.rms_backward, (gradient, x, scale, weight)),
+        "statistics": (cross_entropy._statistics, (logits, labels, 0, 251)),
+        "gradient": (cross_entropy._gradient_, (logits, labels, 0, 251, highest, sums, torch.tensor(0.3))),
+    }
+
+
+# Sums over tokens are kernels of their own; so is the gathering of the targets' logits.
+_KERNELS = {"rms_backward": 2, "statistics": 2}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", _arguments(torch.float32))
+def test_a_pointwise_function_is_one_kernel(name: str) -> None:
+    """Counted in what is generated for a CPU; eager, the same values."""
+    torch._dynamo.reset()
+    pointwise._compiled.cache_clear()
+    function, arguments = _arguments(torch.float32)[name]
+    copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in arguments]
+    wanted = function(*copies)
+    kernels: list[Any] = []
+
+    def count(nodes: list[Any]) -> list[Any]:
+        kernels.extend(node for node in nodes if not isinstance(node, NopKernelSchedulerNode))
+        return nodes
+
+    with torch._inductor.config.patch(force_disable_caches=True, _post_fusion_custom_pass=count):
+        found = pointwise.half(function, True)(*arguments)
+    assert len(kernels) == _KERNELS.get(name, 1)
+    if wanted is None:  # it overwrites its first argument
+        found, wanted = arguments[0], copies[0]
+    torch.testing.assert_close(found, wanted)
+
+
+def test_without_a_compiler_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"run.compile: found pointwise, which needs a C\+\+ compiler"):
+        _losses("pointwise", "llama")
+    assert len(_losses("auto", "llama")) == 3

@@ -101,6 +101,7 @@ class Case:
     zero: int = 0
     replicas: int = 1
     recompute: str = "none"
+    compile: str = "none"
     steps: int = STEPS
 
     @property
@@ -129,7 +130,8 @@ class Case:
     def state(self) -> str:
         """How the state is divided, and what is recomputed."""
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
-        return f"zero {self.zero}{replicas}, recompute {self.recompute}"
+        compiled = f", compile {self.compile}" if self.compile != "none" else ""
+        return f"zero {self.zero}{replicas}, recompute {self.recompute}{compiled}"
 
     @property
     def microbatches(self) -> int:
@@ -144,7 +146,7 @@ class Case:
 
     def config(self) -> Config:
         tree: dict[str, Any] = {
-            "run": {"steps": 10},
+            "run": {"steps": 10, "compile": self.compile},
             "model": dict(self.variant.model),
             "data": {"sequence": 12, "documents": self.variant.documents},
             "batch": {"micro": self.variant.micro, "global": self.samples},
@@ -331,6 +333,21 @@ PIPELINE_GRID = pipeline_grid()
 EVERY_STATE = state_cases()
 STATE_SETTINGS = ("data", "tensor", "schedule", "pipeline", "zero", "replicas", "recompute")
 STATE_GRID = variants_in_turn(covering(EVERY_STATE, STATE_SETTINGS, 2))
+
+
+# Pointwise functions compiled, in layouts that need the autograd functions around them.
+_DROPPED_GPT2, _DROPPED_LLAMA = DROPPED[0], DROPPED[2]
+COMPILED_GRID = tuple(
+    replace(case, compile="pointwise", samples=3 * case.variant.micro * case.data)
+    for case in (
+        Case(_DROPPED_LLAMA, 2, 1, True, 2, "zb_v", 2, zero=3, recompute="selective"),
+        Case(_DROPPED_GPT2, 1, 2, True, zero=0, recompute="full"),
+        Case(VARIANTS[7], 2, 2, False, zero=2),
+    )
+)
+EVERY_COMPILED = tuple(
+    replace(case, compile="pointwise") for case in (*GRID[::5], *PIPELINE_GRID[::5], *STATE_GRID[::3])
+)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..pool import Pool
 from .harness import (
+    COMPILED_GRID,
     EVERY_STATE,
     GRID,
     LAYOUTS,
@@ -23,6 +24,7 @@ from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
+_OTHERS = len(PIPELINE_GRID) + len(STATE_GRID) + len(COMPILED_GRID)
 _HEAD = f"""\
 <!-- Written by 'python -m tests.parity.table'. Do not edit. -->
 
@@ -30,7 +32,7 @@ _HEAD = f"""\
 
 Each cell is a run of {STEPS} steps on N gloo ranks in float64 against one process: the largest relative
 error of the losses, gradient norms, every gradient and every weight. `make test` runs {len(GRID)} cells of
-the first table and all {len(PIPELINE_GRID) + len(STATE_GRID)} of the others, `pytest -m slow` all of the
+the first table and all {_OTHERS} of the others, `pytest -m slow` all of the
 first; both require less than {TOLERANCE:.0e}.
 
 All cells accumulate gradients over several microbatches, clip, and use several gradient buckets. Sizes are
@@ -54,7 +56,8 @@ _STATES = f"""
 
 ZeRO levels 0 to 3 with replicas, recompute and pipelines, all with dropout in embeddings, residual branches
 and attention. Of the {len(EVERY_STATE)} combinations of up to 8 ranks these {len(STATE_GRID)} contain every
-pair of settings; `pytest -m slow` runs all, and every test run adds a random sample.
+pair of settings; `pytest -m slow` runs all, and every test run adds a random sample. In the last rows
+pointwise functions are compiled (`run.compile: pointwise`), against one process in which they are not.
 
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""
@@ -79,7 +82,7 @@ def pipeline_rows() -> list[list[str]]:
 
 def state_rows() -> list[list[str]]:
     """The first columns of the table of sharded state."""
-    return [[case.state, case.layout, case.stages, case.work] for case in STATE_GRID]
+    return [[case.state, case.layout, case.stages, case.work] for case in (*STATE_GRID, *COMPILED_GRID)]
 
 
 def cell(found: dict[str, float]) -> str:
@@ -100,7 +103,7 @@ def page(pool: Pool) -> str:
     for row, case in zip(pipeline_rows(), PIPELINE_GRID):
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_STATES)
-    for row, case in zip(state_rows(), STATE_GRID):
+    for row, case in zip(state_rows(), (*STATE_GRID, *COMPILED_GRID)):
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_MUTATIONS)
     for name, mutation in MUTATIONS.items():

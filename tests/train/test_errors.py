@@ -35,11 +35,11 @@ MISTAKES = [
         "parallel.schedule_memory: ",
         "",
     ),
-    (["run.compile=true", "parallel.schedule=zb_h1"], "run.compile: found true", "use gpipe, 1f1b or"),
+    (["run.compile=true", "parallel.schedule=zb_h1"], "run.compile: found full", "use gpipe, 1f1b or"),
     (["memory.recompute_layers=2"], "memory.recompute_layers: found 2", "set recompute"),
     (
         ["run.compile=true", "memory.recompute=full"],
-        "run.compile: found true with memory.recompute full",
+        "run.compile: found full with memory.recompute full",
         "needs none",
     ),
     (["modle.layers=2"], "modle: unknown key", "did you mean 'model'?"),

@@ -45,8 +45,16 @@ class RunSettings(Settings):
     """Where to compute: ``auto`` is ``cuda`` where a GPU is visible, else ``cpu``."""
     timeout: PositiveFloat = 600.0
     """Seconds a collective may wait for its peers before the run is stopped."""
-    compile: bool = False
-    """Compile every transformer block with ``torch.compile`` (needs ``parallel.tensor: 1``)."""
+    compile: Literal["auto", "none", "pointwise", "full"] = "auto"
+    """What ``torch.compile`` compiles. ``pointwise``: norms, rotary positions, activations, dropout and the
+    loss, each by itself, in every layout. ``full``: besides, every transformer block as a whole (needs
+    ``parallel.tensor: 1``). ``auto``: ``pointwise`` on GPUs, ``none`` on CPUs. ``true`` and ``false`` of
+    earlier versions are ``full`` and ``none``."""
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class RopeScaling(Settings):

@@ -33,7 +33,8 @@ class Attention(nn.Module):
 
     def __init__(self, inventory: attention_inventory.Attention, shard: Shard, layer: int) -> None:
         super().__init__()
-        self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES)
+        self.compiled = shard.compiled
+        self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES, shard.device, shard.compiled)
         ranks = shard.tensor.size
         self.width, self.scale = inventory.width, inventory.scale
         self.heads, self.kv_heads = inventory.heads // ranks, inventory.kv_heads // ranks
@@ -67,7 +68,7 @@ class Attention(nn.Module):
             q, k = qk.split([heads, kv_heads], dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         if where.cos is not None and where.sin is not None:
-            qk = rotate(qk, where.cos, where.sin)
+            qk = rotate(qk, where.cos, where.sin, self.compiled)
         return qk
 
     def _core(

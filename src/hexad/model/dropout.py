@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from hexad.parallel.pointwise import half
+
 _HALF = 1 << 31
 _BLOCK = 1 << 20  # elements hashed at a time: what the temporaries of one pass hold
 
@@ -82,7 +84,7 @@ def row_keys(key: DropoutKey, rows: torch.Tensor) -> torch.Tensor:
     return torch.stack([_mix_(_mix_(low ^ first) ^ high ^ second) for first, second in words])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dropper:
     """What one site of one layer drops.
 
@@ -90,20 +92,25 @@ class Dropper:
         rate: probability of an element to be dropped; the others are divided by ``1 - rate``.
         layer: global number.
         site: in the layer.
-        words: what keys are mixed with here.
+        device: of what is dropped.
+        compiled: see :mod:`hexad.parallel.pointwise`.
+        words: int32 ``[2]``, what keys are mixed with here. A tensor, so that one kernel serves all sites.
     """
 
     rate: float
     layer: int
     site: Site
-    words: tuple[int, int] = field(init=False)
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    compiled: bool = False
+    words: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "words", _words(self.layer, int(self.site)))
+        words = torch.tensor(_words(self.layer, int(self.site)), dtype=torch.int32, device=self.device)
+        object.__setattr__(self, "words", words)
 
     def keys(self, rows: torch.Tensor) -> torch.Tensor:
         """This site's keys, of what :func:`row_keys` has for all."""
-        return torch.stack([_mix_(rows[part] ^ word) for part, word in enumerate(self.words)])
+        return _site_keys(rows, self.words)
 
     def factors(self, keys: torch.Tensor, first: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """``[..., columns]``: 0 where an element is dropped, else ``1 / (1 - rate)``.
@@ -114,42 +121,55 @@ class Dropper:
             columns: their number.
             dtype: of the result.
         """
-        numbers = torch.arange(first, first + columns, dtype=torch.int32, device=keys.device)
-        # Multiplying by the odd 0x9E3779B1 spreads neighbouring columns before they meet the key. In halves:
-        # torch's compiler makes an arange's factor its step, and a large one overflows in C++ (a crash with
-        # AVX-512 and gcc 12).
-        spread = ((numbers * 0x9E37) << 16) + numbers * 0x79B1
-        hashes = _mix_(_mix_(spread) ^ keys[0].unsqueeze(-1))
-        hashes ^= keys[1].unsqueeze(-1)
-        kept = hashes >= int(self.rate * (1 << 32)) - _HALF
-        return kept.to(dtype).mul_(1.0 / (1.0 - self.rate))
+        return half(_factors, self.compiled)(keys, first, columns, dtype, self.rate)
 
     def __call__(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``x [rows, width]`` with elements dropped; ``rows`` from :func:`row_keys`."""
         if torch.compiler.is_compiling():
-            return x * self.factors(self.keys(rows), 0, x.shape[-1], x.dtype)
+            return dropped(x, rows, self.words, self.rate)
         return _Dropout.apply(x, rows, self)
 
 
+def _site_keys(rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    return _mix_(rows ^ words.view(2, *[1] * (rows.dim() - 1)))
+
+
+def _factors(keys: torch.Tensor, first: int, columns: int, dtype: torch.dtype, rate: float) -> torch.Tensor:
+    numbers = torch.arange(first, first + columns, dtype=torch.int32, device=keys.device)
+    # Multiplying by the odd 0x9E3779B1 spreads neighbouring columns before they meet the key. In halves:
+    # torch's compiler makes an arange's factor its step, and a large one overflows in C++ (a crash with
+    # AVX-512 and gcc 12).
+    spread = ((numbers * 0x9E37) << 16) + numbers * 0x79B1
+    hashes = _mix_(_mix_(spread) ^ keys[0].unsqueeze(-1))
+    hashes ^= keys[1].unsqueeze(-1)
+    kept = hashes >= int(rate * (1 << 32)) - _HALF
+    return kept.to(dtype).mul_(1.0 / (1.0 - rate))
+
+
+def dropped(x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, rate: float) -> torch.Tensor:
+    """``x [rows, width]`` with elements dropped at a site; compiled, one kernel."""
+    if torch.compiler.is_compiling():
+        return x * _factors(_site_keys(rows, words), 0, x.shape[-1], x.dtype, rate)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    step = max(1, _BLOCK // x.shape[1])
+    keys = _site_keys(rows, words)
+    for block, part, key in zip(out.split(step), x.split(step), keys.split(step, dim=1)):
+        torch.mul(part, _factors(key, 0, x.shape[1], x.dtype, rate), out=block)
+    return out
+
+
 class _Dropout(torch.autograd.Function):
-    """Keeps the rows' keys, which all layers share, and makes the mask again in backward."""
+    """Keeps the rows' keys, which all layers share, and computes the mask again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, dropper: Dropper) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.dropper = dropper
-        return _dropped(x, rows, dropper)
+        result: torch.Tensor = half(dropped, dropper.compiled)(x, rows, dropper.words, dropper.rate)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (rows,) = ctx.saved_tensors
-        return _dropped(gradient, rows, ctx.dropper), None, None
-
-
-def _dropped(x: torch.Tensor, rows: torch.Tensor, dropper: Dropper) -> torch.Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    step = max(1, _BLOCK // x.shape[1])
-    keys = dropper.keys(rows)
-    for block, part, key in zip(out.split(step), x.split(step), keys.split(step, dim=1)):
-        torch.mul(part, dropper.factors(key, 0, x.shape[1], x.dtype), out=block)
-    return out
+        dropper = ctx.dropper
+        return half(dropped, dropper.compiled)(gradient, rows, dropper.words, dropper.rate), None, None

@@ -23,7 +23,12 @@ class RmsNorm(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` -> the same."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.shard.compiled)
+
+    @property
+    def vectors(self) -> tuple[nn.Parameter, ...]:
+        """Its parameters."""
+        return (self.weight,)
 
 
 class LayerNorm(ShardedModule):
@@ -40,6 +45,11 @@ class LayerNorm(ShardedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` -> the same."""
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+    @property
+    def vectors(self) -> tuple[nn.Parameter, ...]:
+        """Its parameters."""
+        return self.weight, self.bias
 
 
 def make_norm(inventory: Norm, shard: Shard) -> RmsNorm | LayerNorm:

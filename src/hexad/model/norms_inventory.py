@@ -47,7 +47,7 @@ class Norm:
     def backward(self, run: Execution) -> int:
         """Bytes that backward needs, its result included, over ``[rows, width]`` of the residual stream."""
         stream = run.stream(self.width)
-        if self.kind == "layer" or not run.cpu:
+        if self.kind == "layer" or run.compiled or not run.cpu:
             return stream  # one kernel
-        # By hand: the input, its product with the gradient, the gradient and the result in the wide format.
+        # Pass by pass: input, its product with the gradient, gradient and result, all in the wide format.
         return (4 if run.widening > 1 else 2) * run.widening * stream

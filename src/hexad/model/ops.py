@@ -1,8 +1,9 @@
-"""The element-wise operations of a transformer.
+"""The pointwise operations of a transformer, with hand-written backward passes.
 
-On a GPU they are PyTorch's own (fused, or left to ``torch.compile``). On a CPU, where eager PyTorch makes a
-pass over memory per arithmetic operation, RMSNorm, SwiGLU and rotary positions have hand-written backward
-passes that make fewer; ``tests/model/test_ops.py`` holds them to autograd's results.
+Each is a forward and a backward half. On a GPU both are compiled, each into one or two kernels; on a CPU,
+where eager PyTorch makes a pass over memory per arithmetic operation, they are written to make few.
+``tests/model/test_ops.py`` holds both to autograd's results. Inside a graph of ``run.compile: full``, and on
+a GPU without compilation, PyTorch's own functions serve.
 """
 
 from __future__ import annotations
@@ -13,86 +14,169 @@ import torch
 from torch.nn import functional as F
 
 from hexad.parallel.gradients import own_gradient
+from hexad.parallel.pointwise import half
 
 from .recompute import recomputable
 
 
-def _by_hand(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+def by_hand(x: torch.Tensor, compiled: bool) -> bool:
+    """Whether the hand-written halves serve."""
+    return (compiled or x.device.type == "cpu") and not torch.compiler.is_compiling()
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In at least float32."""
+    return x.float() if x.dtype.itemsize == 2 else x
+
+
+# RMSNorm
+
+
+def rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normalised ``x [..., width]``, the factor of each row in at least float32)."""
+    wide = _wide(x)
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight), scale
+
+
+def rms_backward(
+    gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of ``x``, of ``weight`` in at least float32)."""
+    wide = x.to(scale.dtype)
+    product = gradient * wide
+    flat = product.view(-1, x.shape[-1])
+    if torch.compiler.is_compiling():
+        along = (product * weight).sum(-1, keepdim=True)
+        grad_weight = (flat * scale.view(-1, 1)).sum(0)
+    else:  # sums as products, which make no copy
+        along = (flat @ weight.to(scale.dtype)).view_as(scale)
+        grad_weight = (scale.view(1, -1) @ flat).view(-1)
+    # d/dx of x * scale(x): the part along x shrinks by scale^3 / width.
+    along = along * scale.pow(3) / -x.shape[-1]
+    grad_x = (gradient.to(scale.dtype) * weight).mul_(scale).addcmul_(wide, along)
+    return grad_x.to(x.dtype), grad_weight
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, compiled: bool) -> torch.Tensor:
+        y, scale = half(rms_forward, compiled)(x, weight.detach(), eps)
         ctx.save_for_backward(x, scale)
-        ctx.weight = weight
-        return (wide * scale).to(x.dtype).mul_(weight)
+        ctx.weight, ctx.compiled = weight, compiled
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale = ctx.saved_tensors
-        weight = ctx.weight
-        wide = x.to(scale.dtype)
-        product = gradient * wide
-        flat = product.view(-1, x.shape[-1])
-        grad_weight = own_gradient(weight, (scale.view(1, -1) @ flat).view(-1))
-        # d/dx of x * scale(x): the part along x shrinks by scale^3 / width.
-        along = (flat @ weight.to(scale.dtype)).view_as(scale) * scale.pow(3) / -x.shape[-1]
-        grad_x = (gradient.to(scale.dtype) * weight).mul_(scale).addcmul_(wide, along)
-        return grad_x.to(x.dtype), grad_weight, None
+        backward = half(rms_backward, ctx.compiled)
+        grad_x, grad_weight = backward(gradient, x, scale, ctx.weight.detach())
+        return grad_x, own_gradient(ctx.weight, grad_weight), None, None
 
 
 @recomputable
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, compiled: bool = False) -> torch.Tensor:
     """RMSNorm over the last dim (Zhang & Sennrich, arXiv 1910.07467), computed in at least float32."""
-    if _by_hand(x):
-        return _RmsNorm.apply(x, weight, eps)
+    if by_hand(x, compiled):
+        return _RmsNorm.apply(x, weight, eps, compiled)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+# LayerNorm
+
+
+def layer_forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(normalised ``x [..., width]``, each row's mean, its reciprocal deviation)."""
+    return torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def layer_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``x``, ``weight`` and ``bias``."""
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_layer_norm_backward(
+        gradient, x, (x.shape[-1],), mean, deviation, weight, bias, [True, True, True]
+    )
+    return found
+
+
+@recomputable
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """LayerNorm over the last dim (Ba et al., arXiv 1607.06450), one kernel on every device."""
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+# Activations
+
+
+def _swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if torch.compiler.is_compiling():
+        sigmoid = gate.sigmoid()
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat((gradient * up * slope, gradient * gate * sigmoid), dim=-1)
+    result = torch.empty_like(gate_up)
+    grad_gate, grad_up = result.chunk(2, dim=-1)
+    torch.mul(F.silu(gate), gradient, out=grad_up)
+    torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=grad_gate)
+    return result
 
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: torch.Tensor, compiled: bool) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        ctx.compiled = compiled
+        result: torch.Tensor = half(_swiglu_forward, compiled)(gate_up)
+        return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        result = torch.empty_like(gate_up)
-        grad_gate, grad_up = result.chunk(2, dim=-1)
-        torch.mul(F.silu(gate), gradient, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=grad_gate)
-        return result
+        return half(_swiglu_backward, ctx.compiled)(gradient, gate_up), None
 
 
 @recomputable
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, compiled: bool = False) -> torch.Tensor:
     """``silu(gate) * up`` of ``[tokens, 2 * width]`` = ``[gate | up]`` (Shazeer, arXiv 2002.05202)."""
-    if _by_hand(gate_up):
-        return _SwiGlu.apply(gate_up)
+    if by_hand(gate_up, compiled):
+        return _SwiGlu.apply(gate_up, compiled)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 @recomputable
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """LayerNorm over the last dim (Ba et al., arXiv 1607.06450)."""
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-
-@recomputable
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415)."""
+def gelu(x: torch.Tensor, compiled: bool = False) -> torch.Tensor:
+    """GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415), one kernel on every device."""
     return F.gelu(x, approximate="tanh")
 
 
+# Rotary positions
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    width = 2 * cos.shape[-1]
+    first, second = x[..., :width].chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, x[..., width:]), dim=-1)
+
+
 def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return _turned(x, cos, sin * direction)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = 2 * cos.shape[-1]
     first, second = x[..., :width].chunk(2, dim=-1)
@@ -105,26 +189,28 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: floa
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, compiled: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, 1.0)
+        ctx.compiled = compiled
+        result: torch.Tensor = half(_turn, compiled)(x, cos, sin, 1.0)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradient, cos, sin, -1.0), None, None
+        return half(_turn, ctx.compiled)(gradient, cos, sin, -1.0), None, None, None
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, compiled: bool = False) -> torch.Tensor:
     """Rotary positions (Su et al., arXiv 2104.09864), pairing element ``i`` with ``i + rotary width / 2``.
 
     Args:
         x: ``[tokens, heads, width]``, of which the first ``rotary width`` elements are rotated.
         cos, sin: ``[tokens, 1, rotary width / 2]``.
+        compiled: see :mod:`hexad.parallel.pointwise`.
     """
-    if _by_hand(x):
-        return _Rotate.apply(x, cos, sin)
-    width = 2 * cos.shape[-1]
-    first, second = x[..., :width].chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat((*turned, x[..., width:]), dim=-1)
+    if by_hand(x, compiled):
+        return _Rotate.apply(x, cos, sin, compiled)
+    return _turned(x, cos, sin)

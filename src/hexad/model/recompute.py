@@ -111,11 +111,20 @@ def recomputable(function: Function) -> Function:
             result = function(*arguments)
         finally:
             _SCOPE.reset(token)
-        kept = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in arguments)
-        scope.register(result, lambda: function(*kept), kept)
-        return result
+        return recomputable_from(result, function, *arguments)
 
     return call  # type: ignore[return-value]
+
+
+def recomputable_from(
+    result: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any
+) -> torch.Tensor:
+    """``result``, of which as much holds as of what a :func:`recomputable` function returns."""
+    scope = None if torch.compiler.is_compiling() else _SCOPE.get()
+    if scope is not None:
+        kept = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in arguments)
+        scope.register(result, lambda: function(*kept), kept)
+    return result
 
 
 class _Selective(saved_tensors_hooks):

@@ -21,6 +21,7 @@ from .norms import make_norm
 from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
 from .positions_inventory import LearnedPositions
 from .recompute import Recompute
+from .residual import Residual
 
 DTYPES = {
     "fp64": torch.float64,
@@ -37,24 +38,21 @@ class Block(nn.Module):
 
     def __init__(self, block: inventory.Block, shard: Shard, layer: int, model: ModelSettings) -> None:
         super().__init__()
-        self.multiplier = model.residual_multiplier
         self.attention_norm = make_norm(block.attention_norm, shard)
         self.attention = Attention(block.attention, shard, layer)
         self.ffn_norm = make_norm(block.ffn_norm, shard)
         self.ffn = FeedForward(block.ffn, shard)
-        self.droppers = [Dropper(model.dropout, layer, site) for site in (Site.ATTENTION, Site.FEED_FORWARD)]
+        after = [
+            Dropper(model.dropout, layer, site, shard.device, shard.compiled)
+            for site in (Site.ATTENTION, Site.FEED_FORWARD)
+        ]
+        self.residuals = [Residual(model.residual_multiplier, each, shard.compiled) for each in after]
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
         branch = self.attention(self.attention_norm(x), where, store)
-        x = self._add(x, branch, where, self.droppers[0])
-        branch = self.ffn(self.ffn_norm(x))
-        return self._add(x, branch, where, self.droppers[1])
-
-    def _add(self, x: torch.Tensor, branch: torch.Tensor, where: Geometry, dropper: Dropper) -> torch.Tensor:
-        """The residual stream with a branch, dropped out and multiplied, added."""
-        branch = branch if where.rows is None else dropper(branch, where.rows)
-        return torch.add(x, branch, alpha=self.multiplier)
+        x, normed = self.residuals[0].add_and_normalise(x, branch, where.rows, self.ffn_norm)
+        return self.residuals[1].add(x, self.ffn(normed), where.rows)
 
 
 class Positions(ShardedModule):
@@ -100,7 +98,7 @@ class Transformer(nn.Module):
         self.inventory, self.shard = stage, shard
         self.model = model = stage.model.settings
         self.vocab, self.hidden = int(model.vocab), model.hidden
-        self.dropper = Dropper(model.dropout, -1, Site.EMBEDDING)
+        self.dropper = Dropper(model.dropout, -1, Site.EMBEDDING, shard.device, shard.compiled)
         self.embedding = self.positions = self.norm = self.head = None
         self.frequencies: torch.Tensor | None = None
         if stage.embedding is not None:

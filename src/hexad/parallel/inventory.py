@@ -259,7 +259,8 @@ class Execution:
         gradient: bytes of an element of the gradient buffers.
         reduced: bytes of an element of gradients when they are sent to other data ranks.
         fp8: products are computed in 8 bits.
-        cpu: on a CPU, where some backward passes are written by hand.
+        cpu: on a CPU.
+        compiled: pointwise functions are compiled.
         isolate: attention is confined to documents.
     """
 
@@ -272,6 +273,7 @@ class Execution:
     reduced: int = 4
     fp8: bool = False
     cpu: bool = True
+    compiled: bool = False
     isolate: bool = False
 
     @property

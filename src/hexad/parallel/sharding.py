@@ -34,6 +34,7 @@ class Shard:
         deferred: parameters have no memory of their own: an engine puts them into its buckets, so that a
             rank that keeps only its shard never holds a complete model.
         fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
+        compiled: pointwise functions are compiled, see :mod:`hexad.parallel.pointwise`.
     """
 
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Shard:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     deferred: bool = False
     fp8: bool = False
+    compiled: bool = False
 
     @property
     def tensor(self) -> Axis:

@@ -141,7 +141,7 @@ def _update(buckets: list[BucketPlan], run: Execution) -> Peak:
 def execution(config: Config, layout: Layout) -> Execution:
     """How a rank computes a microbatch."""
     precision = config.precision
-    byte = WIDTHS[precision.dtype]
+    byte, cpu = WIDTHS[precision.dtype], config.run.device == "cpu"
     return Execution(
         config.batch.micro,
         config.data.sequence,
@@ -151,7 +151,8 @@ def execution(config: Config, layout: Layout) -> Execution:
         2 if precision.accumulate == "bf16" else max(byte, 4),
         2 if precision.reduce == "bf16" else max(byte, 4),
         precision.dtype == "fp8",
-        config.run.device == "cpu",
+        cpu,
+        config.run.compile in ("pointwise", "full") or not (cpu or config.run.compile == "none"),
         config.data.documents == "isolate",
     )
 

@@ -139,23 +139,29 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
             f"batch.micro * data.sequence = {tokens} tokens do not divide by parallel.tensor {tensor}; "
             "change one, or set parallel.sequence: false",
         )
-    if config.run.compile and tensor > 1:
-        yield ConfigError(
-            "run.compile", f"found true with parallel.tensor {tensor}; it needs parallel.tensor 1"
-        )
-    if config.run.compile and config.memory.recompute != "none":
-        # Hooks on saved tensors, and a pass that is cut short, do not go into one graph.
-        yield ConfigError(
-            "run.compile", f"found true with memory.recompute {config.memory.recompute}; it needs none"
-        )
-    if config.run.compile and config.model.attention_dropout:
+    if config.run.compile == "full" and tensor > 1:
         yield ConfigError(
             "run.compile",
-            f"found true with model.attention_dropout {config.model.attention_dropout}; it needs 0",
+            f"found full with parallel.tensor {tensor}; it needs parallel.tensor 1, or use pointwise",
         )
-    if config.run.compile and config.data.documents == "isolate":
+    if config.run.compile == "full" and config.memory.recompute != "none":
+        # Hooks on saved tensors, and a pass that is cut short, do not go into one graph.
+        yield ConfigError(
+            "run.compile",
+            f"found full with memory.recompute {config.memory.recompute}; it needs none, or use pointwise",
+        )
+    if config.run.compile == "full" and config.model.attention_dropout:
+        yield ConfigError(
+            "run.compile",
+            f"found full with model.attention_dropout {config.model.attention_dropout}; it needs 0, or use "
+            "pointwise",
+        )
+    if config.run.compile == "full" and config.data.documents == "isolate":
         # Every number of documents would be a graph of its own.
-        yield ConfigError("run.compile", "found true with data.documents isolate; it needs documents: join")
+        yield ConfigError(
+            "run.compile",
+            "found full with data.documents isolate; it needs documents: join, or use pointwise",
+        )
 
 
 def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
@@ -219,9 +225,10 @@ def _sharding(config: Config, layout: Layout) -> Iterator[ConfigError]:
                 "parallel.replicas",
                 f"found {replicas}, which does not divide the {name} {data}; use {_divisors(data)}",
             )
-    if config.run.compile and zero == 3:
+    if config.run.compile == "full" and zero == 3:
         yield ConfigError(
-            "run.compile", "found true with parallel.zero 3, where weights come and go; use zero 0, 1 or 2"
+            "run.compile",
+            "found full with parallel.zero 3, where weights come and go; use zero 0, 1 or 2, or pointwise",
         )
 
 

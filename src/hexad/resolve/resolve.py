@@ -89,9 +89,9 @@ def _check_plan(config: Config, plan: PipelinePlan) -> None:
             f"found {layers}, but no stage has more than {largest} of the model's {config.model.layers} "
             "layers; use all or a smaller number",
         )
-    if config.run.compile and plan.schedule.split_backward:
+    if config.run.compile == "full" and plan.schedule.split_backward:
         raise ConfigError(
             "run.compile",
-            f"found true with parallel.schedule {config.parallel.schedule}, which defers weight gradients; "
-            "use gpipe, 1f1b or interleaved",
+            f"found full with parallel.schedule {config.parallel.schedule}, which defers weight gradients; "
+            "use gpipe, 1f1b or interleaved, or pointwise",
         )

@@ -135,11 +135,16 @@ class Engine:
             self.mesh.pipeline.rank,
             Recompute.from_settings(self.config.memory),
         )
-        if self.config.run.compile:
+        if self._full:
             for stage in stages.values():
                 for layer in stage.layers.values():
                     layer.compile()
         self.stages = dict(stages)
+
+    @property
+    def _full(self) -> bool:
+        """Whether blocks are compiled as a whole."""
+        return self.config.run.compile == "full"
 
     def _allocate(self) -> None:
         """Buckets, gradients, gathers and the optimizer of this rank's stages."""
@@ -160,7 +165,7 @@ class Engine:
             bucket.allocate(kinds, config.memory.offload == "optimizer", config.run.seed)
         pool = BufferPool(mesh.device)
         self.gradients = Gradients(self.buckets, self.sharding, mesh.axes, tied, pool, kinds.reduced)
-        hooks, views = not config.run.compile, self.language is None
+        hooks, views = not self._full, self.language is None
         self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
         self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, mesh.pipeline, norm)
@@ -173,7 +178,7 @@ class Engine:
         global batch, and multiplied by ``engine.scaler.scale`` (1 except in fp16)."""
         if microbatches < 1:
             raise HexadError(f"begin: found {microbatches} microbatches, expected at least 1")
-        if self.config.run.compile:
+        if self._full:
             self.gatherer.settle()
         self._begun = microbatches
         self.gradients.begin(microbatches)
@@ -292,7 +297,7 @@ class Engine:
         if self.config.parallel.zero == 3:
             language.same_number(language.count(microbatches).wait())
         executor = self._executor(len(microbatches), training=False)
-        if self.config.run.compile:
+        if self._full:
             self.gatherer.settle()
         total = executor.run([Task(language.placed(microbatch)) for microbatch in microbatches])
         targets = sum(microbatch.targets() for microbatch in microbatches)

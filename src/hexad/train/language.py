@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from hexad.comm import Pending, all_reduce_async
-from hexad.config import Config, HexadError
+from hexad.config import Config, ConfigError, HexadError
+from hexad.config.schema import RunSettings
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.dropout import DropoutKey
 from hexad.model.transformer import DTYPES, Transformer
+from hexad.parallel.pointwise import missing_compiler
 from hexad.parallel.sharding import Shard
 from hexad.topology.mesh import Mesh
 
@@ -36,7 +38,23 @@ def training_shard(config: Config, mesh: Mesh) -> Shard:
     """Which shard of every layer this rank holds for training, and how."""
     axes = {"tensor": mesh.tensor}
     sequence, dtype = config.parallel.sequence_parallel, config.precision.dtype
-    return Shard(axes, sequence, DTYPES[dtype], mesh.device, deferred=True, fp8=dtype == "fp8")
+    compiled = compiles(config.run, mesh.device)
+    return Shard(axes, sequence, DTYPES[dtype], mesh.device, True, dtype == "fp8", compiled)
+
+
+def compiles(run: RunSettings, device: torch.device) -> bool:
+    """Whether pointwise functions are compiled on the device.
+
+    Raises:
+        ConfigError: they are to be, and the machine lacks what that needs.
+    """
+    if run.compile == "none" or (run.compile == "auto" and device.type == "cpu"):
+        return False
+    missing = missing_compiler(device)
+    if missing is not None and run.compile != "auto":
+        fix = "install it, or use none"
+        raise ConfigError("run.compile", f"found {run.compile}, which needs {missing} on this machine; {fix}")
+    return missing is None
 
 
 def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: float | None) -> torch.Tensor:

@@ -153,6 +153,9 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
         raise ConfigError(
             "memory.recompute", f"{found}; use none, and torch.utils.checkpoint in your modules"
         )
+    if config.run.compile == "pointwise":
+        found = "found pointwise, which is for the configured model's functions"
+        raise ConfigError("run.compile", f"{found}; use none, and torch.compile in your modules")
     if config.precision.dtype == "fp8":
         raise ConfigError(
             "precision.dtype", "found fp8, a format of the configured model's products; use bf16"

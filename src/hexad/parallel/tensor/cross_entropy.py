@@ -11,6 +11,8 @@ import torch
 from hexad.comm import all_reduce
 from hexad.topology.mesh import Axis
 
+from ..pointwise import half
+
 IGNORED = -100
 """Label of a position that has no target (the convention of torch and Hugging Face)."""
 _CACHED_ELEMENTS = 1 << 20  # on a CPU, rows are worked on in slices of about this many logits
@@ -67,3 +69,83 @@ def cross_entropy_sum_(
         logits.mul_((shift / sums).mul_(weight)[:, None])
         logits.scatter_add_(1, rows[:, None], weight.mul_(here).neg_()[:, None])
     return (sums.log() + highest - targets).masked_fill_(ignored, 0).sum()
+
+
+@torch.no_grad()
+def compiled_cross_entropy_sum_(
+    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
+) -> torch.Tensor:
+    """As :func:`cross_entropy_sum_`, in compiled passes over logits of any format: one reads them, the other
+    overwrites them with the gradient. Nothing else of their size is made."""
+    first = axis.rank * logits.shape[1]
+    real = min(max(vocab - first, 0), logits.shape[1])
+    highest, sums, targets = half(_statistics, True)(logits, labels, first, real)
+    if axis.size > 1:
+        local = highest
+        highest = all_reduce(local.clone(), axis, "max")
+        sums, targets = all_reduce(half(_relative, True)(sums, targets, local, highest), axis)
+    if scale is not None:
+        # A tensor, because a new number would be compiled anew.
+        factor = torch.full((), scale, dtype=sums.dtype, device=sums.device)
+        half(_gradient_, True)(logits, labels, first, real, highest, sums, factor)
+    loss: torch.Tensor = half(_loss, True)(labels, highest, sums, targets)
+    return loss
+
+
+def _statistics(
+    logits: torch.Tensor, labels: torch.Tensor, first: int, real: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each token: the highest logit, the sum of exponentials relative to it, the target's logit (0 where
+    it is on another rank), in at least float32."""
+    wide = _real_columns(logits, real)
+    highest = wide.amax(dim=1).clamp(min=torch.finfo(wide.dtype).min)
+    sums = (wide - highest[:, None]).exp().sum(dim=1)
+    rows, here = _rows(labels, first, real)
+    targets = logits.gather(1, rows.masked_fill(~here, 0)[:, None]).squeeze(1).to(wide.dtype)
+    return highest, sums, targets.masked_fill(~here, 0)
+
+
+def _real_columns(logits: torch.Tensor, real: int) -> torch.Tensor:
+    """In at least float32, and -inf in the padding."""
+    wide = logits.float() if logits.dtype.itemsize == 2 else logits
+    if real == logits.shape[1]:
+        return wide
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    return torch.where(columns < real, wide, -torch.inf)
+
+
+def _rows(labels: torch.Tensor, first: int, real: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's column, and whether it is on this rank."""
+    rows = labels - first
+    return rows, (rows >= 0) & (rows < real) & (labels != IGNORED)
+
+
+def _relative(
+    sums: torch.Tensor, targets: torch.Tensor, local: torch.Tensor, highest: torch.Tensor
+) -> torch.Tensor:
+    """Sums relative to the highest of all ranks, and targets, in one tensor."""
+    return torch.stack([sums * (local - highest).exp(), targets])
+
+
+def _gradient_(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    first: int,
+    real: int,
+    highest: torch.Tensor,
+    sums: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    """Overwrite logits with their gradient."""
+    wide = _real_columns(logits, real)
+    rows, here = _rows(labels, first, real)
+    weight = scale.expand_as(sums).masked_fill(labels == IGNORED, 0)
+    target = (torch.arange(logits.shape[1], device=logits.device) == rows[:, None]) & here[:, None]
+    probabilities = (wide - highest[:, None]).exp() / sums[:, None]
+    logits.copy_((probabilities - target.to(wide.dtype)) * weight[:, None])
+
+
+def _loss(
+    labels: torch.Tensor, highest: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    return (sums.log() + highest - targets).masked_fill(labels == IGNORED, 0).sum()

@@ -133,8 +133,8 @@ class Head:
         logits = rows * columns * byte
         # A gathered slice, and the gradient of one with the parts of other ranks that are added to it.
         states = rows * hidden * byte if run.sequence else 0
-        # In 16 bits logits exist in both formats.
-        wide = logits * (1 + run.widening) if run.widening > 1 else logits
+        # In 16 bits logits exist in both formats, unless the loss is compiled.
+        wide = logits * (1 + run.widening) if run.widening > 1 and not run.compiled else logits
         product = run.weight_product(columns * hidden)
         ahead = 2 * states if slices > 1 else states  # the next slice arrives
         behind = 2 * states if slices > 1 else 0

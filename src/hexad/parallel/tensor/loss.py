@@ -17,7 +17,7 @@ from hexad.comm import Pending, all_gather_async, all_reduce_async, reduce_scatt
 
 from ..gradients import WeightGradient, accumulator_of
 from ..sharding import Shard
-from .cross_entropy import cross_entropy_sum_
+from .cross_entropy import compiled_cross_entropy_sum_, cross_entropy_sum_
 from .embedding_inventory import loss_rows
 
 
@@ -140,6 +140,9 @@ def _logits(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(loss, gradient of the logits) of one slice; statistics are in at least float32."""
     logits = x @ weight.t()
+    if shard.compiled:
+        loss = compiled_cross_entropy_sum_(logits, labels, vocab, shard.tensor, scale)
+        return loss, None if scale is None else logits
     wide = logits.float() if logits.dtype.itemsize == 2 else logits
     del logits
     loss = cross_entropy_sum_(wide, labels, vocab, shard.tensor, scale)

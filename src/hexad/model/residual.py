@@ -1,0 +1,159 @@
+"""How a branch is added to the residual stream: dropped out, multiplied, and normalised for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hexad.parallel.gradients import own_gradient
+from hexad.parallel.pointwise import half
+
+from . import ops
+from .dropout import Dropper, dropped
+from .norms import LayerNorm, RmsNorm
+from .recompute import recomputable_from
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One place of a layer at which a branch is added.
+
+    Attributes:
+        multiplier: of the branch.
+        dropper: what is dropped of it.
+        compiled: see :mod:`hexad.parallel.pointwise`.
+    """
+
+    multiplier: float
+    dropper: Dropper
+    compiled: bool
+
+    def add(self, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """``x`` plus the branch, both ``[tokens, hidden]``; ``rows``: dropout's keys, None for none."""
+        if rows is not None and self._in_one(x):
+            return _Add.apply(x, branch, rows, self)
+        branch = branch if rows is None else self.dropper(branch, rows)
+        return torch.add(x, branch, alpha=self.multiplier)
+
+    def add_and_normalise(
+        self, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor | None, norm: RmsNorm | LayerNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(:meth:`add`'s result, and its norm)."""
+        if not self._in_one(x):
+            x = self.add(x, branch, rows)
+            return x, norm(x)
+        total, normed = _AddNorm.apply(x, branch, rows, self, norm.eps, *norm.vectors)
+        return total, recomputable_from(normed, norm.forward, total)
+
+    def _in_one(self, x: torch.Tensor) -> bool:
+        return self.compiled and not torch.compiler.is_compiling()
+
+    @property
+    def constants(self) -> Constants:
+        """What the functions below need of it."""
+        return self.dropper.words, self.dropper.rate, self.multiplier
+
+
+Constants = tuple[torch.Tensor, float, float]
+
+
+def _scaled(
+    branch: torch.Tensor, rows: torch.Tensor | None, words: torch.Tensor, rate: float, multiplier: float
+) -> torch.Tensor:
+    """What is added of a branch; also, its gradient given the sum's."""
+    branch = branch if rows is None else dropped(branch, rows, words, rate)
+    return branch if multiplier == 1 else branch * multiplier
+
+
+def _add(x: torch.Tensor, branch: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return x + _scaled(branch, *rest)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor, residual: Residual
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.residual = residual
+        result: torch.Tensor = half(_add, residual.compiled)(x, branch, rows, *residual.constants)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        backward = half(_scaled, ctx.residual.compiled)
+        return gradient, backward(gradient, rows, *ctx.residual.constants), None, None
+
+
+def _add_norm(
+    layer: bool,
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    rows: torch.Tensor | None,
+    constants: Constants,
+    vectors: Sequence[torch.Tensor],
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """(sum, its norm, the norm's statistics)."""
+    total = _add(x, branch, rows, *constants)
+    forward: Callable[..., Any] = ops.layer_forward if layer else ops.rms_forward
+    return total, *forward(total, *vectors, eps)
+
+
+def _add_norm_backward(
+    layer: bool,
+    grad_total: torch.Tensor,
+    gradient: torch.Tensor,
+    rows: torch.Tensor | None,
+    constants: Constants,
+    total: torch.Tensor,
+    statistics: Sequence[torch.Tensor],
+    vectors: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """(gradient of the stream, of the vectors, of the branch where that is another)."""
+    backward: Callable[..., Any] = ops.layer_backward if layer else ops.rms_backward
+    grad_x, *grad_vectors = backward(gradient, total, *statistics, *vectors)
+    grad_x = grad_x + grad_total
+    if rows is None and constants[2] == 1:
+        return grad_x, *grad_vectors
+    return grad_x, *grad_vectors, _scaled(grad_x, rows, *constants)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        branch: torch.Tensor,
+        rows: torch.Tensor | None,
+        residual: Residual,
+        eps: float,
+        *vectors: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        forward = half(_add_norm, residual.compiled)
+        plain = [vector.detach() for vector in vectors]
+        total, normed, *statistics = forward(
+            len(vectors) == 2, x, branch, rows, residual.constants, plain, eps
+        )
+        ctx.save_for_backward(rows, total, *statistics)
+        ctx.residual, ctx.vectors = residual, vectors
+        return total, normed
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_total: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        rows, total, *statistics = ctx.saved_tensors
+        residual, vectors = ctx.residual, ctx.vectors
+        backward = half(_add_norm_backward, residual.compiled)
+        plain = [vector.detach() for vector in vectors]
+        grad_x, *rest = backward(
+            len(vectors) == 2, grad_total, gradient, rows, residual.constants, total, statistics, plain
+        )
+        found = [own_gradient(vector, grad) for vector, grad in zip(vectors, rest)]
+        branch = rest[len(vectors)] if len(rest) > len(vectors) else grad_x
+        return grad_x, branch, None, None, None, *found

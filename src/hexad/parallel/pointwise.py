@@ -1,0 +1,40 @@
+"""Pointwise functions, each compiled by itself into as few kernels as it can be (``run.compile: pointwise``).
+
+Compiled are the forward and the backward half of a function, both plain functions of tensors. What connects
+them stays ordinary code: autograd functions that save what they say they save, contribute gradients to
+buckets and call collectives. So compiled functions work in every layout, and keep the same bytes as others.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+Half = Callable[..., Any]
+
+
+def half(function: Half, compiled: bool) -> Half:
+    """``function``, or what it is compiled to."""
+    return _compiled(function) if compiled else function
+
+
+@cache
+def _compiled(function: Half) -> Half:
+    compiled: Half = torch.compile(function)
+    return compiled
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """What ``torch.compile`` lacks on this machine to generate code for the device; None if nothing."""
+    if device.type == "cpu":
+        found = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+        return None if found else "a C++ compiler (g++ or clang++)"
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton"
+    return None

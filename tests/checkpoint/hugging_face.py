@@ -32,6 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_ROTARY, "tie_word_embeddings": True, "rope_parameters": _LLAMA3, "num_key_value_heads": 6},
     ),
     "mistral": ("mistral", {**_ROTARY, "head_dim": 10, "sliding_window": None, "rms_norm_eps": 1e-5}),
+    "mistral, window": ("mistral", {**_ROTARY, "sliding_window": 7}),
+    "phi3, window": ("phi3", {**_ROTARY, "pad_token_id": None, "sliding_window": 13}),
     "qwen2": ("qwen2", _ROTARY),
     "qwen2, tied": ("qwen2", {**_ROTARY, "tie_word_embeddings": True, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1000000.0}}),

@@ -11,6 +11,7 @@ Groups = dict[str, dict[str, Any]]
 _TABLE = """
 1 1 1 |                 | none              | fp32        | llama
 1 1 1 |                 | selective         | bf16        | gpt2
+1 1 1 |                 | none              | fp32        | window
 1 1 1 |                 | full              | fp16        | llama
 1 1 1 |                 | selective offload | bf16        | qwen3
 2 1 1 | seq             | none              | fp32        | llama
@@ -64,6 +65,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "kv_heads": 8},
     "qwen3": {"family": "qwen3"},
     "tied": {"tied_embeddings": True},
+    "window": {"family": "mistral", "sliding_window": 100},
 }
 
 

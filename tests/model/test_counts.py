@@ -35,6 +35,9 @@ PUBLISHED = {
     "granite3.1-2b": 2_533_531_648,
     "granite3.1-8b": 8_170_848_256,
     "mistral-7b": 7_248_023_552,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "phi3-mini-4k": 3_821_079_552,
+    "phi3-medium-4k": 13_960_238_080,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
@@ -93,6 +96,18 @@ def counted_by_transformers(model: ModelSettings) -> int:
     with torch.device("meta"):
         built = transformers.AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in built.parameters())  # shared ones come once
+
+
+@pytest.mark.parametrize("window", [1, 16, 64, 100])
+def test_a_sliding_window_leaves_a_part_of_attention(window: int) -> None:
+    length, layers, hidden = 64, 3, 64
+    settings = {"family": "mistral", "layers": layers, "hidden": hidden, "heads": 4, "vocab": 97}
+    whole, part = (
+        flops_per_token(model_of({**settings, "sliding_window": size}), length) for size in (None, window)
+    )
+    triangle = length**2 / 2
+    band = window * length - window**2 / 2 if window < length else triangle
+    assert part == pytest.approx(whole - 12 * layers * hidden * (triangle - band) / length)
 
 
 def test_every_preset_has_a_published_count() -> None:

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from hexad.checkpoint.published import published_tensors
+from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys
 from hexad.model.dropped_attention import dropped_attention
@@ -217,7 +218,8 @@ def _loss_and_gradients(family: str, sequence: bool, split: bool) -> tuple[float
     parts = tokens.split(2) if split else [tokens]
     for index, part in enumerate(parts):
         draws = DropoutKey(1, 2, 8 + 2 * index)
-        loss = ours.loss_sum(part, part.roll(1, 1), documents, key=draws)
+        spans = None if documents is None else Spans(part.numel(), len(part), documents)
+        loss = ours.loss_sum(part, part.roll(1, 1), spans, key=draws)
         loss.backward()
         total += float(loss.detach())
     found = {}

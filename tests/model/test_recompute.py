@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey
 from hexad.model.recompute import Recompute
@@ -54,7 +55,8 @@ def gradients(
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % 61
     if split:
         sums = Sums({p: torch.full_like(p, torch.nan) for p in model.parameters()})
-    loss = model.loss_sum(tokens, tokens.roll(1, 1), documents, key=DropoutKey(1, 2, 3))
+    spans = None if documents is None else Spans(tokens.numel(), len(tokens), documents)
+    loss = model.loss_sum(tokens, tokens.roll(1, 1), spans, key=DropoutKey(1, 2, 3))
     if split:
         with sums.defer():
             loss.backward()

@@ -14,6 +14,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from hexad.checkpoint.published import published_tensors
 from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
@@ -33,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-tied": {"family": "llama", **_LLAMA, "tied_embeddings": True},
     "llama3.1": {"family": "llama", **_LLAMA, "rope_theta": 500000.0, "rope_scaling": _SCALING},
     "mistral": {"family": "mistral", **_LLAMA, "head_dim": 10},
+    "mistral-window": {"family": "mistral", **_LLAMA, "sliding_window": 6},
+    "phi3-window": {"family": "phi3", **_LLAMA, "sliding_window": 11},
     "qwen2": {"family": "qwen2", **_LLAMA, "norm_eps": 1e-6},
     "qwen3": {"family": "qwen3", **_LLAMA, "head_dim": 12, "tied_embeddings": True},
     "phi3": {"family": "phi3", **_LLAMA},
@@ -92,6 +95,8 @@ def oracle(name: str) -> transformers.PreTrainedModel:
         elif model.family == "phi3":
             rope["partial_rotary_factor"] = model.rotary_fraction
             further = {"pad_token_id": None, "eos_token_id": None}
+        if model.family in ("mistral", "phi3"):
+            further["sliding_window"] = model.sliding_window
         if model.head_dim != HIDDEN // HEADS:
             further["head_dim"] = model.head_dim
         config = transformers.AutoConfig.for_model(
@@ -203,7 +208,7 @@ def test_packed_documents_equal_separate_sequences() -> None:
         tokens, labels = batch()[:2, :-1].contiguous(), batch()[:2, 1:].contiguous()
         bounds = (0, 5, 6, LENGTH, LENGTH + 11, 2 * LENGTH)
         with torch.no_grad():
-            packed = model.loss_sum(tokens, labels, bounds)
+            packed = model.loss_sum(tokens, labels, Spans(tokens.numel(), 2, bounds))
             alone = sum(
                 model.loss_sum(tokens.flatten()[None, a:b], labels.flatten()[None, a:b])
                 for a, b in pairwise(bounds)

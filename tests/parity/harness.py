@@ -62,8 +62,8 @@ VARIANTS = (
     Variant("qwen2, QKV bias, tied", {**_SMALL, "family": "qwen2", "vocab": 97, "tied_embeddings": True}),
     Variant("qwen3, QK norm, masks", {**_SMALL, "family": "qwen3", "vocab": 64}, masked=0.2, micro=2),
     Variant(
-        "phi3, partial rotary, isolate",
-        {**_SMALL, "family": "phi3", "vocab": 89, "rotary_fraction": 0.67},
+        "phi3, partial rotary, window, isolate",
+        {**_SMALL, "family": "phi3", "vocab": 89, "rotary_fraction": 0.67, "sliding_window": 3},
         "isolate",
     ),
     Variant(

@@ -117,6 +117,9 @@ class ModelSettings(Settings):
     """Llama-3 frequency scaling, or null."""
     rotary_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Part of each query and key head that is rotated, from its first element on (partial rotary factor)."""
+    sliding_window: Positive | None = None
+    """Sliding-window attention: a token sees itself and the ``sliding_window - 1`` tokens before it. null:
+    all tokens before it."""
     attention_multiplier: PositiveFloat | Literal["auto"] = "auto"
     """What attention scores are multiplied by. ``auto``: ``1 / sqrt(head_dim)``."""
     embedding_multiplier: PositiveFloat = 1.0

@@ -23,11 +23,13 @@ class Microbatch:
             the flattened ``[sequences * sequence]`` tokens, in order, beginning with 0 and ending with the
             total (``cu_seqlens``). Every sequence's start is among them. Attention and positions are then
             confined to each document.
+        offsets: int32, ``documents`` on the device, made by :meth:`to`.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     documents: tuple[int, ...] | None = None
+    offsets: torch.Tensor | None = None
 
     def targets(self) -> int:
         """Number of positions that have a target."""
@@ -35,8 +37,10 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on ``device``."""
-        return Microbatch(
-            self.tokens.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.documents,
+        offsets = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
+        tokens, labels, offsets = (
+            None if each is None else each.to(device, non_blocking=True)
+            for each in (self.tokens, self.labels, offsets)
         )
+        assert tokens is not None and labels is not None
+        return Microbatch(tokens, labels, self.documents, offsets)

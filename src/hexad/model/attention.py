@@ -6,12 +6,12 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 from . import attention_inventory
+from .attention_kernels import Spans, choose
 from .dropout import Dropper, Site
 from .dropped_attention import dropped_attention
 from .norms import RmsNorm
@@ -36,8 +36,10 @@ class Attention(nn.Module):
         self.compiled = shard.compiled
         self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES, shard.device, shard.compiled)
         ranks = shard.tensor.size
-        self.width, self.scale = inventory.width, inventory.scale
+        self.width = inventory.width
         self.heads, self.kv_heads = inventory.heads // ranks, inventory.kv_heads // ranks
+        sizes = self.heads, self.kv_heads, self.width
+        self.kernel = choose(shard.device, shard.dtype, *sizes, inventory.scale, inventory.window)
         self.qkv = ColumnParallelLinear(inventory.qkv, shard)
         self.out = RowParallelLinear(inventory.out, shard)
         self.q_norm: RmsNorm | None = None
@@ -76,47 +78,28 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """``[tokens, this rank's heads * width]``."""
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
+        if store is not None:
+            return self._extend(q, k, v, where.spans.sequences, store)
         if where.queries is None:
-            return _attend(q, k, v, where, store, self.scale)
-        length = len(q) // where.sequences
-        bounds = where.documents or range(0, len(q) + 1, length)
-        return dropped_attention(q, k, v, bounds, length, where.queries, self.dropper, self.scale)
+            return self.kernel(q, k, v, where.spans)
+        length = len(q) // where.spans.sequences
+        bounds = where.spans.bounds or range(0, len(q) + 1, length)
+        kernel = self.kernel
+        return dropped_attention(
+            q, k, v, bounds, length, where.queries, self.dropper, kernel.scale, kernel.window
+        )
 
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    where: Geometry,
-    store: KeyValueStore | None,
-    scale: float,
-) -> torch.Tensor:
-    """Causal attention of ``[tokens, heads, width]`` inside each sequence or document; ``[tokens, all]``."""
-    if where.documents is None:
-        return _attend_sequences(q, k, v, where.sequences, store, scale)
-    # One call per document: no mask to build, and no arithmetic between documents.
-    lengths = [end - begin for begin, end in zip(where.documents, where.documents[1:])]
-    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths))
-    return torch.cat([_attend_sequences(*part, 1, None, scale) for part in parts])
-
-
-def _attend_sequences(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sequences: int,
-    store: KeyValueStore | None,
-    scale: float,
-) -> torch.Tensor:
-    tokens = q.shape[0]
-    q, k, v = (t.unflatten(0, (sequences, -1)).transpose(1, 2) for t in (q, k, v))
-    causal = True
-    if store is not None:
-        k, v = store.extend(k, v)
-        # A single new token may see everything stored.
-        causal = q.shape[2] > 1
-        if causal and q.shape[2] != k.shape[2]:
+    def _extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int, store: KeyValueStore
+    ) -> torch.Tensor:
+        """Attention of new tokens to everything stored: all of a prompt, or one token."""
+        first, second = (each.unflatten(0, (sequences, -1)).transpose(1, 2) for each in (k, v))
+        keys, values = store.extend(first, second)
+        if keys.shape[2] == first.shape[2]:
+            return self.kernel(q, k, v, Spans(len(q), sequences))
+        if len(q) != sequences:
             raise ValueError("several tokens at once need an empty key/value store")
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2).reshape(tokens, -1)
+        if self.kernel.window is not None:
+            keys, values = keys[:, :, -self.kernel.window :], values[:, :, -self.kernel.window :]
+        out = self.kernel.dense(q.unsqueeze(2), keys, values, causal=False)
+        return out.flatten(1)

@@ -24,6 +24,7 @@ class Attention:
         scale: what scores are multiplied by.
         qkv_bias, out_bias: biases of the projections.
         norm_eps: of the norms of every query and key head; None without such norms.
+        window: keys that a query sees, its own included; None for all before it.
         dropout: probability with which attention probabilities are dropped.
         sequence: activations outside are divided over tokens.
         std, out_std: standard deviations of the initial weights.
@@ -40,6 +41,7 @@ class Attention:
     qkv_bias: bool
     out_bias: bool
     norm_eps: float | None
+    window: int | None
     dropout: float
     sequence: bool
     std: float
@@ -82,11 +84,13 @@ class Attention:
     def products(self, run: Execution) -> list[Product]:
         """The projections', and those of the attention itself.
 
-        A causal mask halves the latter: two in the forward pass, scores and weighted values; five in the
-        backward pass, which computes the scores again (FlashAttention-2, arXiv 2307.08691).
+        A causal mask halves the latter, and a sliding window leaves a part of that: two in the forward pass,
+        scores and weighted values; five in the backward pass, which computes the scores again
+        (FlashAttention-2, arXiv 2307.08691).
         """
         length, width = run.length, self.width
-        count = run.sequences * self.heads / run.tensor / 2
+        seen = 1.0 if self.window is None else 1 - max(0.0, 1 - self.window / length) ** 2
+        count = run.sequences * self.heads / run.tensor / 2 * seen
         forward = Product("F", length, length, width, 2 * count)
         backward = Product("B", length, length, width, 4 * count)
         again = Product("B", length, length, width, count, again=True)
@@ -105,6 +109,11 @@ class Attention:
             kept += statistic * self.heads
             if run.isolate:
                 kept += q  # every document's output, and all of them joined
+            elif self._in_blocks(run):
+                # The output twice; of all blocks but the first, queries, and keys and values twice.
+                assert self.window is not None
+                middle = run.length // self.window * self.window - self.window
+                kept += q + (q + 4 * k) * middle // run.length
         if self.norm_eps is not None:
             kept += statistic * (self.heads + self.kv_heads)
         return kept + (q + k if self._computed and not selective else 0)
@@ -131,6 +140,10 @@ class Attention:
         projection = self.qkv.backward(run, selective, split).above(live)
         most = max(core, rotation, joined, projection.needed)
         return [*moments, projection._replace(needed=most)]
+
+    def _in_blocks(self, run: Execution) -> bool:
+        """A sliding window is computed block by block, for want of a kernel that knows it."""
+        return self.window is not None and self.window < run.length and (run.cpu or run.byte != 2)
 
     @property
     def _computed(self) -> bool:

@@ -20,6 +20,7 @@ def dropped_attention(
     rows: torch.Tensor,
     dropper: Dropper,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention inside each span of tokens, probabilities dropped after the softmax.
 
@@ -35,11 +36,12 @@ def dropped_attention(
         rows: int32 ``[2, tokens, heads]``, each query's keys for all layers.
         dropper: the layer's.
         scale: what scores are multiplied by.
+        window: keys that a query sees, its own included; None for all before it.
 
     Returns:
         ``[tokens, heads * width]``.
     """
-    return _DroppedAttention.apply(q, k, v, tuple(bounds), length, rows, dropper, scale)
+    return _DroppedAttention.apply(q, k, v, tuple(bounds), length, rows, dropper, scale, window)
 
 
 class _Span:
@@ -57,14 +59,17 @@ class _Span:
         keys: torch.Tensor,
         dropper: Dropper,
         scale: float,
+        window: int | None,
     ) -> None:
         tokens, kv_heads, _ = k.shape
         self.scale = scale
         self.q = self.grouped(q, kv_heads)
         self.k = k.transpose(0, 1).unsqueeze(1)
         wide = _wide(self.q) @ _wide(self.k).transpose(2, 3)
-        ahead = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu_(1)
-        wide.mul_(self.scale).masked_fill_(ahead, -torch.inf)
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu_(1)
+        if window is not None:
+            hidden |= hidden.new_ones(tokens, tokens).tril_(-window)
+        wide.mul_(self.scale).masked_fill_(hidden, -torch.inf)
         self.probabilities = torch.softmax(wide, dim=-1)
         keys = keys.transpose(1, 2).unflatten(1, (kv_heads, -1))
         self.factors = dropper.factors(keys, begin % length, tokens, wide.dtype)
@@ -109,9 +114,10 @@ class _DroppedAttention(torch.autograd.Function):
         rows: torch.Tensor,
         dropper: Dropper,
         scale: float,
+        window: int | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(q, k, v, rows)
-        ctx.arguments = bounds, length, dropper, scale
+        ctx.arguments = bounds, length, dropper, scale, window
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part, span in _spans(q, k, rows, *ctx.arguments):
             out[part] = span.output(v[part])
@@ -125,7 +131,7 @@ class _DroppedAttention(torch.autograd.Function):
         for part, span in _spans(q, k, rows, *ctx.arguments):
             for result, values in zip(results, span.gradients(v[part], gradient[part])):
                 result[part] = values
-        return (*results, None, None, None, None, None)
+        return (*results, None, None, None, None, None, None)
 
 
 def _spans(
@@ -136,8 +142,9 @@ def _spans(
     length: int,
     dropper: Dropper,
     scale: float,
+    window: int | None,
 ) -> Iterator[tuple[slice, _Span]]:
     keys = dropper.keys(rows)
     for begin, end in pairwise(bounds):
         part = slice(begin, end)
-        yield part, _Span(q[part], k[part], begin, length, keys[:, part], dropper, scale)
+        yield part, _Span(q[part], k[part], begin, length, keys[:, part], dropper, scale, window)

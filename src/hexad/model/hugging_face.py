@@ -40,7 +40,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 """Keys whose other values would change the numbers -> the values supported; null always is."""
 
 _SWITCHES = ("tied_embeddings",)
-OPTIONS = ("rotary_fraction", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_OPTIONAL = ("sliding_window",)
+OPTIONS = (
+    "sliding_window",
+    "rotary_fraction",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
 """Settings that are their defaults in families whose ``config.json`` has no key for them."""
 _COUNTS = ("vocab", "layers", "hidden", "heads", "max_positions")
 
@@ -92,6 +99,8 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
             settings[name] = keys.count(key)
         elif name in _SWITCHES:
             settings[name] = keys.switch(key)
+        elif name in _OPTIONAL:
+            settings[name] = None if keys.raw.get(key) is None else keys.count(key)
         elif name not in ("kv_heads", "head_dim", "ffn_hidden"):
             settings[name] = keys.number(key)
     if not settings.get("init_std", 1.0):

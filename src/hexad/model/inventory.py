@@ -257,6 +257,7 @@ class ModelInventory:
             qkv_bias=bool(model.qkv_bias),
             out_bias=kind.bias,
             norm_eps=model.norm_eps if model.qk_norm else None,
+            window=model.sliding_window,
             dropout=model.attention_dropout,
             sequence=self.sequence,
             std=model.init_std,

@@ -9,15 +9,15 @@ import torch
 
 from hexad.config.schema import ModelSettings, RopeScaling
 
+from .attention_kernels import Spans
+
 
 @dataclass(frozen=True)
 class Geometry:
     """How flattened tokens are arranged in sequences, computed once per microbatch for all layers.
 
     Attributes:
-        sequences: number of sequences.
-        documents: start offsets of documents in the flattened tokens with the total at the end, or None where
-            every sequence is one document.
+        spans: the sequences, or documents, inside which attention stays.
         positions: int64 ``[tokens]``, place of each token in its document.
         cos, sin: ``[tokens, 1, rotary width / 2]`` rotary factors; None with learned positions.
         rows: int32 ``[2, tokens (/ size in sequence parallel)]``, dropout's keys of this rank's rows of the
@@ -25,8 +25,7 @@ class Geometry:
         queries: int32 ``[2, tokens, this rank's heads]``, the same of attention probabilities.
     """
 
-    sequences: int
-    documents: tuple[int, ...] | None
+    spans: Spans
     positions: torch.Tensor
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
@@ -34,15 +33,14 @@ class Geometry:
     queries: torch.Tensor | None = None
 
 
-def document_positions(
-    sequences: int, length: int, documents: tuple[int, ...] | None, device: torch.device
-) -> torch.Tensor:
-    """int64 ``[sequences * length]``: each token's place in its sequence, or in its document if given."""
-    if documents is None:
-        return torch.arange(length, device=device).repeat(sequences)
-    starts = torch.tensor(documents, device=device)
-    lengths = starts.diff()
-    return torch.arange(sequences * length, device=device) - starts[:-1].repeat_interleave(lengths)
+def span_positions(spans: Spans, tokens: int, device: torch.device) -> torch.Tensor:
+    """int64 ``[tokens]``: each token's place in its sequence, or in its document if there are any."""
+    if spans.bounds is None:
+        return torch.arange(tokens // spans.sequences, device=device).repeat(spans.sequences)
+    starts = spans.offsets(device).long()
+    # Without the size of its result, repeat_interleave would wait for the device.
+    firsts = starts[:-1].repeat_interleave(starts.diff(), output_size=tokens)
+    return torch.arange(tokens, device=device) - firsts
 
 
 def rotary_frequencies(model: ModelSettings, device: torch.device) -> torch.Tensor:

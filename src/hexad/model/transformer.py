@@ -14,11 +14,12 @@ from hexad.parallel.tensor.embedding import VocabParallelEmbedding, VocabParalle
 
 from . import inventory
 from .attention import Attention, KeyValueStore
+from .attention_kernels import Spans
 from .dropout import DropoutKey, Dropper, Site, row_keys
 from .feedforward import FeedForward
 from .inventory import ModelInventory
 from .norms import make_norm
-from .positions import Geometry, document_positions, rotary_factors, rotary_frequencies
+from .positions import Geometry, rotary_factors, rotary_frequencies, span_positions
 from .positions_inventory import LearnedPositions
 from .recompute import Recompute
 from .residual import Residual
@@ -120,7 +121,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: torch.Tensor,
-        documents: tuple[int, ...] | None = None,
+        spans: Spans | None = None,
         stores: Sequence[KeyValueStore] | None = None,
         start: int = 0,
         inputs: torch.Tensor | None = None,
@@ -130,13 +131,13 @@ class Transformer(nn.Module):
 
         Args:
             tokens: int64 ``[sequences, length]``, on every stage.
-            documents: document offsets (see ``Microbatch``), or None.
+            spans: documents of the tokens; None where every sequence is one.
             stores: one per layer, to go on from what they hold (generation).
             start: position of the first token, where ``stores`` hold what came before.
             inputs: the hidden states of the stage before; None on the first stage.
             key: of dropout; None for none.
         """
-        where = self._geometry(tokens, documents, start, key)
+        where = self._geometry(tokens, spans, start, key)
         if self.embedding is not None:
             x = scaled(self.embedding(tokens.flatten()), self.model.embedding_multiplier)
         else:
@@ -155,7 +156,7 @@ class Transformer(nn.Module):
         self,
         tokens: torch.Tensor,
         labels: torch.Tensor,
-        documents: tuple[int, ...] | None = None,
+        spans: Spans | None = None,
         inputs: torch.Tensor | None = None,
         scale: float | None = 1.0,
         key: DropoutKey | None = None,
@@ -166,7 +167,7 @@ class Transformer(nn.Module):
         the sum will be multiplied by before it is differentiated; None where it will not be.
         """
         assert self.head is not None, "only the last stage has the output head"
-        hidden = self(tokens, documents, inputs=inputs, key=key)
+        hidden = self(tokens, spans, inputs=inputs, key=key)
         return self.head(hidden, labels.flatten(), scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -180,15 +181,15 @@ class Transformer(nn.Module):
         return next(self.parameters()).dtype
 
     def _geometry(
-        self, tokens: torch.Tensor, documents: tuple[int, ...] | None, start: int, key: DropoutKey | None
+        self, tokens: torch.Tensor, spans: Spans | None, start: int, key: DropoutKey | None
     ) -> Geometry:
-        sequences, length = tokens.shape
-        positions = document_positions(sequences, length, documents, tokens.device) + start
+        spans = spans or Spans(tokens.numel(), len(tokens))
+        positions = span_positions(spans, tokens.numel(), tokens.device) + start
         rows, queries = self._keys(tokens, key)
         if self.frequencies is None:
-            return Geometry(sequences, documents, positions, rows=rows, queries=queries)
+            return Geometry(spans, positions, rows=rows, queries=queries)
         factors = rotary_factors(positions, self.frequencies, self.dtype)
-        return Geometry(sequences, documents, positions, *factors, rows, queries)
+        return Geometry(spans, positions, *factors, rows, queries)
 
     def _keys(
         self, tokens: torch.Tensor, key: DropoutKey | None

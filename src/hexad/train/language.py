@@ -14,6 +14,7 @@ from hexad.comm import Pending, all_reduce_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.config.schema import RunSettings
 from hexad.dataset.microbatch import Microbatch
+from hexad.model.attention_kernels import Spans
 from hexad.model.dropout import DropoutKey
 from hexad.model.transformer import DTYPES, Transformer
 from hexad.parallel.pointwise import missing_compiler
@@ -60,10 +61,12 @@ def compiles(run: RunSettings, device: torch.device) -> bool:
 def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     """A stage's hidden states of a microbatch; the last stage's sum of token losses."""
     assert isinstance(stage, Transformer)
-    tokens, documents = task.microbatch.tokens, task.microbatch.documents
+    microbatch = task.microbatch
+    tokens = microbatch.tokens
+    spans = Spans(tokens.numel(), len(tokens), microbatch.documents, microbatch.offsets)
     if stage.head is not None:
-        return stage.loss_sum(tokens, task.microbatch.labels, documents, inputs, scale, task.key)
-    return stage(tokens, documents, inputs=inputs, key=task.key)
+        return stage.loss_sum(tokens, microbatch.labels, spans, inputs, scale, task.key)
+    return stage(tokens, spans, inputs=inputs, key=task.key)
 
 
 class LanguageModel:

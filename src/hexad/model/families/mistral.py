@@ -1,10 +1,9 @@
-"""Mistral: llama without sliding windows, which are not supported."""
+"""Mistral: llama with sliding windows, which its versions from 0.2 on do not use."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .keys import without_window
 from .llama import FAMILY as LLAMA
 from .llama import llama_shape
 
@@ -13,6 +12,7 @@ FAMILY = replace(
     name="mistral",
     classes=("MistralForCausalLM", "MistralModel"),
     whole_heads=False,
+    keys={**LLAMA.keys, "sliding_window": "sliding_window"},
     absent={
         **{key: value for key, value in LLAMA.absent.items() if not key.endswith("_bias")},
         "intermediate_size": 14336,
@@ -21,8 +21,12 @@ FAMILY = replace(
         "sliding_window": 4096,
     },
     fixed={"hidden_act": "silu"},
-    read=without_window,
-    write=lambda model: {"sliding_window": None},
-    # mistralai/Mistral-7B-v0.3: v0.1 has a sliding window.
-    presets={"mistral-7b": llama_shape((32, 4096, 32, 8, 14336), 32768, 1000000.0)},
+    presets={
+        # mistralai/Mistral-7B-v0.3 and -v0.1 (arXiv 2310.06825)
+        "mistral-7b": llama_shape((32, 4096, 32, 8, 14336), 32768, 1000000.0),
+        "mistral-7b-v0.1": {
+            **llama_shape((32, 4096, 32, 8, 14336), 32000, 10000.0),
+            "sliding_window": 4096,
+        },
+    },
 )

@@ -1,17 +1,13 @@
 """Phi-3 and Phi-4-mini: llama with fused published weights and, where the configuration says so, partial
-rotary positions. LongRoPE and sliding windows are not supported."""
+rotary positions. LongRoPE is not supported."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .keys import Keys, one_dropout, without_window
+from .keys import one_dropout
 from .llama import FAMILY as LLAMA
-
-
-def _read(keys: Keys) -> dict[str, object]:
-    return {**one_dropout(keys), **without_window(keys)}
-
+from .llama import llama_shape
 
 FAMILY = replace(
     LLAMA,
@@ -23,7 +19,12 @@ FAMILY = replace(
         **dict.fromkeys(("attention.q", "attention.k", "attention.v"), "self_attn.qkv_proj"),
         **dict.fromkeys(("ffn.gate", "ffn.up"), "mlp.gate_up_proj"),
     },
-    keys={**LLAMA.keys, "rotary_fraction": "partial_rotary_factor", "dropout": "resid_pdrop"},
+    keys={
+        **LLAMA.keys,
+        "rotary_fraction": "partial_rotary_factor",
+        "dropout": "resid_pdrop",
+        "sliding_window": "sliding_window",
+    },
     absent={
         **{key: value for key, value in LLAMA.absent.items() if not key.endswith(("_bias", "head_dim"))},
         "vocab_size": 32064,
@@ -36,7 +37,11 @@ FAMILY = replace(
         "sliding_window": None,
     },
     fixed={"hidden_act": "silu"},
-    read=_read,
-    write=lambda model: {"embd_pdrop": model.dropout, "sliding_window": None},
-    presets={},  # of the published ones, 4k models have a sliding window and longer ones LongRoPE
+    read=one_dropout,
+    write=lambda model: {"embd_pdrop": model.dropout},
+    presets={
+        # microsoft/Phi-3-mini-4k-instruct, -medium-4k-instruct (arXiv 2404.14219); longer ones use LongRoPE
+        "phi3-mini-4k": {**llama_shape((32, 3072, 32, 32, 8192), 32064, 10000.0), "sliding_window": 2047},
+        "phi3-medium-4k": {**llama_shape((40, 5120, 40, 10, 17920), 32064, 10000.0), "sliding_window": 2047},
+    },
 )

@@ -1,0 +1,226 @@
+"""Which kernel computes attention: chosen here, from what the device and PyTorch have.
+
+- *varlen*: one kernel for all documents of a microbatch, and for sliding windows: FlashAttention (Dao, arXiv
+  2307.08691) through ``torch.nn.attention.varlen``; GPUs, 16-bit formats.
+- *sdpa*: PyTorch's ``scaled_dot_product_attention``, which chooses among flash, cuDNN, memory-efficient and
+  plain kernels; one call per document, and for sliding windows blocks of queries.
+
+FlashAttention 3 and 4 take the place of PyTorch's own flash kernels where their packages are installed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Computes causal attention inside spans (sequences or documents) of flattened tokens.
+
+    Attributes:
+        scale: what scores are multiplied by.
+        window: a query sees its own token's key and those of the ``window - 1`` tokens before; None: all.
+        varlen: the kernel for spans of any lengths, see :func:`varlen`; None where there is none.
+    """
+
+    scale: float
+    window: int | None = None
+    varlen: Callable[..., torch.Tensor] | None = None
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans) -> torch.Tensor:
+        """``[tokens, heads * width]``.
+
+        Args:
+            q: ``[tokens, heads, width]``.
+            k, v: ``[tokens, key/value heads, width]``.
+            spans: of the tokens.
+        """
+        windowed = self.window is not None and self.window < spans.longest
+        if self.varlen is not None and (spans.bounds is not None or windowed):
+            window = (self.window - 1 if self.window is not None and windowed else -1, 0)
+            offsets, longest = spans.offsets(q.device), spans.longest
+            out = self.varlen(
+                q, k, v, offsets, offsets, longest, longest, scale=self.scale, window_size=window
+            )
+            return out.flatten(1)
+        if spans.bounds is None:
+            return self._equal_spans(q, k, v, spans.sequences)
+        # One call per document: no mask to build, and no arithmetic between documents.
+        lengths = [end - begin for begin, end in pairwise(spans.bounds)]
+        parts = zip(q.split(lengths), k.split(lengths), v.split(lengths))
+        return torch.cat([self._equal_spans(*part, 1) for part in parts])
+
+    def _equal_spans(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: int) -> torch.Tensor:
+        tokens = q.shape[0]
+        q, k, v = (each.unflatten(0, (spans, -1)).transpose(1, 2) for each in (q, k, v))
+        if self.window is None or self.window >= q.shape[2]:
+            out = self.dense(q, k, v, causal=True)
+        else:
+            out = self._banded(q, k, v, self.window)
+        return out.transpose(1, 2).reshape(tokens, -1)
+
+    def dense(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        causal: bool,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of ``[spans, heads, tokens, width]``, all of one length."""
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+        )
+
+    def _banded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+        """Of ``[spans, heads, tokens, width]``: a block of ``window`` queries sees its own block of keys and
+        the one before, under one mask for all blocks."""
+        spans, _, tokens, _ = q.shape
+        blocks = tokens // window
+        whole = blocks * window
+        column = torch.arange(2 * window, device=q.device)
+        row = column[:window, None]
+        seen = (column > row) & (column <= row + window)
+        parts = [self.dense(q[:, :, :window], k[:, :, :window], v[:, :, :window], causal=True)]
+        if blocks > 1:
+            middle = _blocks(q[:, :, window:whole], window, window)
+            keys, values = (_blocks(each[:, :, :whole], 2 * window, window) for each in (k, v))
+            out = self.dense(middle, keys, values, causal=False, mask=seen)
+            parts.append(out.unflatten(0, (spans, -1)).transpose(1, 2).flatten(2, 3))
+        if tokens > whole:
+            begin, rest = whole - window, tokens - whole
+            mask = seen[:rest, : window + rest]
+            parts.append(
+                self.dense(q[:, :, whole:], k[:, :, begin:], v[:, :, begin:], causal=False, mask=mask)
+            )
+        return torch.cat(parts, dim=2)
+
+
+def _blocks(x: torch.Tensor, size: int, step: int) -> torch.Tensor:
+    """Blocks of tokens, one every ``step``: ``[spans * blocks, heads, size, width]``."""
+    return x.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+
+class Spans:
+    """Runs of flattened tokens inside which attention stays.
+
+    Attributes:
+        sequences: of the microbatch.
+        bounds: where documents begin, and the total at the end; None where every sequence is one span.
+        longest: tokens of the longest span.
+
+    Args:
+        tokens: of the microbatch.
+        sequences, bounds: see above.
+        offsets: int32, ``bounds`` on the device, if that has been made already.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        sequences: int,
+        bounds: Sequence[int] | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> None:
+        self.sequences, self.bounds = sequences, None if bounds is None else tuple(bounds)
+        self._tokens, self._offsets = tokens, offsets
+        length = tokens // sequences
+        self.longest = length if bounds is None else max(end - begin for begin, end in pairwise(bounds))
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """int32 ``[spans + 1]``: first token of every span, and the total (``cu_seqlens``); made once."""
+        if self._offsets is None:
+            if self.bounds is not None:
+                self._offsets = torch.tensor(self.bounds, dtype=torch.int32, device=device)
+            else:
+                length = self._tokens // self.sequences
+                self._offsets = torch.arange(0, self._tokens + 1, length, dtype=torch.int32, device=device)
+        return self._offsets
+
+
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    scale: float,
+    window: int | None,
+) -> AttentionKernel:
+    """The kernel for a layer on a device.
+
+    Args:
+        device: where it computes.
+        dtype: of queries, keys and values.
+        heads, kv_heads: on this rank.
+        width: of a head.
+        scale, window: see :class:`AttentionKernel`.
+    """
+    return AttentionKernel(scale, window, varlen(device, dtype, heads, kv_heads, width))
+
+
+@cache
+def varlen(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
+) -> Callable[..., torch.Tensor] | None:
+    """PyTorch's kernel for spans of any lengths; None where it cannot compute forward and backward here."""
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    _prefer_newest_flash(torch.cuda.get_device_capability(device))
+    kernel = _varlen_kernel(heads != kv_heads)
+    if kernel is None:
+        return None
+    try:  # Whether it can depends on GPU, build, version and sizes: the kernel itself knows.
+        q = torch.ones((4, heads, width), dtype=dtype, device=device, requires_grad=True)
+        k = torch.ones((4, kv_heads, width), dtype=dtype, device=device, requires_grad=True)
+        offsets = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+        out = kernel(q, k, k, offsets, offsets, 3, 3, scale=1.0, window_size=(1, 0))
+        out.float().sum().backward()
+        ones = bool((out == 1).all())
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        log.info("attention: documents and windows by separate calls: %s", str(error).splitlines()[0])
+        return None
+    return kernel if ones else None
+
+
+def _varlen_kernel(grouped: bool) -> Callable[..., torch.Tensor] | None:
+    """``varlen_attn`` with the arguments that this version of PyTorch has."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known or "scale" not in known:
+        return None
+    kernel: Any = varlen_attn
+    return partial(kernel, enable_gqa=grouped) if "enable_gqa" in known else kernel
+
+
+@cache
+def _prefer_newest_flash(capability: tuple[int, int]) -> None:
+    """Put FlashAttention 4 or 3 in the place of PyTorch's flash kernels, where its package is installed and
+    made for the GPU: 3 for Hopper, 4 for Hopper and Blackwell."""
+    try:
+        from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
+    except ImportError:
+        return
+    for name, capabilities in (("FA4", (9, 10)), ("FA3", (9,))):
+        if name in list_flash_attention_impls() and capability[0] in capabilities:
+            try:
+                activate_flash_attention_impl(name)
+            except (ImportError, RuntimeError):
+                continue
+            log.info("attention: flash kernels of %s", name)
+            return

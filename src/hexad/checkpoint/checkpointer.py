@@ -22,8 +22,8 @@ from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.mesh import Axis, Mesh
 
 from .chunks import Chunk, to_write
-from .directory import CheckpointDirectory, check_same_model, find_checkpoint
-from .manifest import Manifest
+from .directory import CheckpointDirectory, check_same_model, find_checkpoint, wait_until_visible
+from .manifest import Manifest, manifest_checksum
 from .reader import Checkpoint
 from .writer import ShardFile, write_manifest, write_shard
 
@@ -32,6 +32,10 @@ T = TypeVar("T")
 
 _ALIGNMENT = 64
 """Bytes: every copy is aligned for any format."""
+
+_LONGEST_LAG = 90.0
+"""Seconds until a rank must see the checkpoint that the first rank has chosen: NFS keeps attributes and
+listings of directories for up to 60 by default (acdirmax)."""
 
 _LONGEST_SAVE = 1800.0
 """Seconds that ranks wait for each other's files, where run.timeout is less: a save moves the whole state."""
@@ -146,22 +150,56 @@ class Checkpointer:
             AgreedError: ``damage``, if ``checkpoint.damaged`` does not allow it, or there is no previous one;
                 or it cannot be renamed.
         """
-        earlier = [other for _, other in self.directory.complete() if other != path]
-        if path.parent != self.directory.path or not earlier:
-            raise damage
-        if self.config.checkpoint.damaged == "stop":
-            raise AgreedError(
-                f"{damage}; move it away to resume from the previous one, or set checkpoint.damaged=previous"
-            )
-        aside = self._on_first(lambda: self.directory.set_aside(path))
+
+        def move() -> Path:
+            earlier = [other for _, other in self.directory.complete() if other != path]
+            if path.parent != self.directory.path or not earlier:
+                raise damage
+            if self.config.checkpoint.damaged == "stop":
+                raise AgreedError(
+                    f"{damage}; move it away to resume from the previous one, or set "
+                    "checkpoint.damaged=previous"
+                )
+            return self.directory.set_aside(path)
+
+        aside = self._on_first(move)
         log.warning("%s; renamed to %s, resuming from the previous one", damage, aside.name)
 
     def find(self) -> Path | None:
-        """The checkpoint to start from according to ``checkpoint.resume`` and ``checkpoint.load``, or None.
+        """The checkpoint to start from according to ``checkpoint.resume`` and ``checkpoint.load``, or None;
+        all ranks together.
 
         Raises:
-            HexadError: ``must`` without a checkpoint, or ``never`` with one.
+            HexadError: ``must`` without a checkpoint, ``never`` with one, or as for :meth:`newest`.
         """
+        return self._chosen(self._to_start_from)
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run, or None; all ranks together.
+
+        Raises:
+            HexadError: the directory cannot be read, or some rank does not see the checkpoint.
+        """
+        return self._chosen(self.directory.newest)
+
+    def _chosen(self, choose: Callable[[], Path | None]) -> Path | None:
+        """What the first rank chooses, as soon as every rank sees it: each for itself, ranks of other hosts
+        could choose by old listings of a network file system."""
+
+        def first() -> tuple[Path, bytes | None] | None:
+            try:
+                path = choose()
+            except OSError as error:
+                raise HexadError(f"{self.directory.path}: cannot be read: {error.strerror}") from None
+            return None if path is None else (path, manifest_checksum(path))
+
+        found = self._on_first(first)
+        if found is None:
+            return None
+        agreed(lambda: wait_until_visible(*found, _LONGEST_LAG), self._axis)
+        return found[0]
+
+    def _to_start_from(self) -> Path | None:
         resume, load = self.config.checkpoint.resume, self.config.checkpoint.load
         newest = self.directory.newest()
         where = self.directory.path
@@ -252,6 +290,8 @@ class Checkpointer:
             raise AgreedError(
                 f"{what}: cannot be written to {self.directory.path}: {found}; earlier checkpoints are intact"
             ) from found
+        if isinstance(found, HexadError) and not isinstance(found, AgreedError):
+            raise AgreedError(str(found), type(found))
         if isinstance(found, Exception):
             raise found
         return found

@@ -305,6 +305,16 @@ _END = b"}\n"
 _PREFIX = len(_guarded(b"")) - len(_END)
 
 
+def manifest_checksum(checkpoint: Path) -> bytes | None:
+    """The checksum with which a checkpoint's manifest begins: which of several that had the same name it is.
+    None if there is no manifest, or none that can be read."""
+    try:
+        with open(checkpoint / MANIFEST_FILE, "rb") as file:
+            return file.read(_PREFIX)
+    except OSError:
+        return None
+
+
 def read_manifest(checkpoint: Path) -> Manifest:
     """The verified manifest of a checkpoint.
 

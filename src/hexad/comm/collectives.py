@@ -56,7 +56,7 @@ class Pending:
         if self._work is not None:
             work, self._work = self._work, None
             assert self._call is not None
-            _wait(self._call, self._trace, work.wait)
+            _wait(self._call, self._trace, work.wait, work)
             if self._finish is not None:
                 self._result = self._finish(self._result)
         return self._result
@@ -80,7 +80,8 @@ def _start(
             )
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes) if sent is None else sent
     axis.calls[operation] += 1
-    made = Call(f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})", nbytes, time.time())
+    what = f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})"
+    made = Call(what, nbytes, time.time(), f"{axis.name} {_compact(axis.ranks)}")
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
@@ -263,7 +264,7 @@ def _start_p2p(
         raise ValueError(f"{operation} over axis {axis.name}: the tensor is not contiguous")
     axis.calls[operation] += 1
     what = f"{operation} over axis {axis.name} with rank {axis.ranks[peer]}"
-    made = Call(what, tensor.nbytes, time.time())
+    made = Call(what, tensor.nbytes, time.time(), what)
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
@@ -296,12 +297,12 @@ def _wait_for(axis: Axis, call: Callable[[], None]) -> None:
     _wait(made, axis.trace, call)
 
 
-def _wait(call: Call, trace: Trace | None, action: Callable[[], object]) -> None:
+def _wait(call: Call, trace: Trace | None, action: Callable[[], object], work: Any = None) -> None:
     """Wait for a call by ``action``, noted in the trace, if there is one."""
     try:
         if trace is None:
             action()
         else:
-            trace.wait(call, action)
+            trace.wait(call, action, work)
     except RuntimeError as error:
         raise CommError(f"{call.what} failed: {error}") from error

@@ -20,6 +20,7 @@ from hexad.resolve import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
 from hexad.topology.mesh import Mesh
 
+from . import flight_recorder
 from .environment import Environment, environment
 from .idle import dismiss
 from .rendezvous import meet
@@ -129,6 +130,8 @@ def launch(config: Config) -> Iterator[Run]:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world))
     store = None
     if here.world > 1:
+        if device.type == "cuda":
+            flight_recorder.enable(config.run.dir)
         store = _join(here, layout.world, device, config.run.timeout)
     idle = here.world - layout.world if here.rank == 0 else 0
     try:

@@ -18,6 +18,7 @@ from hexad.comm import gather_objects
 from hexad.config import ConfigError
 from hexad.config.schema import RunSettings
 
+from . import flight_recorder
 from .launch import Run
 from .watch import Watch
 
@@ -44,6 +45,8 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
     def prepare() -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
+            if run.mesh.device.type == "cuda":
+                flight_recorder.prepare(path)
             if first:
                 _lock(path, patience, stack)
                 token.touch()
@@ -107,4 +110,4 @@ def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None
         stack.callback(log.removeHandler, handler)
     log.setLevel(logging.INFO)
     if run.mesh.layout.world > 1:
-        stack.enter_context(Watch(run.mesh.trace, timeout, file))
+        stack.enter_context(Watch(run.mesh.trace, timeout, file, run.mesh.rank, path.parent))

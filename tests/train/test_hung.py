@@ -19,8 +19,17 @@ TIMEOUT = 8.0
 
 # Imported by every process whose PYTHONPATH has its folder. Rank 1 hangs in step 6, once per run.dir.
 HANG = """
-import ctypes, os, pathlib, sys, threading
+import ctypes, os, pathlib, sys, threading, time
 once = pathlib.Path(__file__).with_name("hung")
+class Work:  # NCCL's, of a peer that hangs
+    wait = is_completed = lambda self: False
+def abort(trace):  # as torch's watchdog does
+    from hexad.comm.trace import Call
+    work = Work()
+    trace.wait(Call("all_reduce over axis tensor (ranks 0,1)", 8, time.time(), "tensor"), work.wait, work)
+    while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]):
+        time.sleep(0.01)
+    os.abort()
 def watch():
     while True:
         module = sys.modules.get("hexad.train.engine")
@@ -32,6 +41,8 @@ def watch():
         if engine.step == 5 and not once.exists():
             once.touch()
             while True:
+                if "{how}" == "abort":
+                    abort(engine.mesh.trace)
                 if "{how}" == "lock":
                     ctypes.PyDLL(None).sleep(3600)  # holds Python's lock
         return made(engine, *arguments)
@@ -85,6 +96,19 @@ def test_a_hung_rank_ends_the_run_and_leaves_its_stacks(
         assert re.search(rf'File "as last seen: {words}"', hung) and "sitecustomize.py" in hung
     elif how == "loop":
         assert re.search(rf"no progress for \d s .*; {words}", hung) and "sitecustomize.py" in hung
+
+
+@pytest.mark.slow
+def test_an_abort_by_torch_s_watchdog_is_a_timeout(make_run: MakeRun, start: Start, tmp_path: Path) -> None:
+    run = make_run(run={"steps": 10**6})
+    result = begin("abort", run, start, tmp_path).wait(60)
+    call = r"all_reduce over axis tensor \(ranks 0,1\)"
+    assert result.status == 1
+    assert re.match(
+        rf"rank 1 \(process \d+\) was aborted by torch's watchdog: CommError: {call} timed out", result.error
+    )
+    log = (run.directory / "log-rank1.txt").read_text()
+    assert re.search(rf"step \d+, not completed by the device: {call}, 8 bytes", log)
 
 
 @pytest.mark.slow

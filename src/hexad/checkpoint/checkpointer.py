@@ -11,27 +11,34 @@ from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from itertools import accumulate
+from operator import add
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from hexad.comm import Trace, agreed, collect_objects, gather_objects
+from hexad.comm import Trace, agreed, collected, from_first
 from hexad.config import AgreedError, Config, HexadError, blaming
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
 from .chunks import Chunk, to_write
-from .directory import CheckpointDirectory, check_same_model, find_checkpoint
-from .manifest import Manifest
+from .directory import CheckpointDirectory, check_same_model, find_checkpoint, wait_until_visible
+from .manifest import Manifest, manifest_checksum
 from .reader import Checkpoint
 from .writer import ShardFile, write_manifest, write_shard
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
 
+_CHANNEL = 1
+"""Of the tree over which all ranks agree; see :mod:`hexad.train.stop`."""
+
 _ALIGNMENT = 64
 """Bytes: every copy is aligned for any format."""
+
+_LONGEST_LAG = 90.0
+"""Seconds until a rank must see the checkpoint that the first rank has chosen: NFS keeps attributes and
+listings of directories for up to 60 by default (acdirmax)."""
 
 _LONGEST_SAVE = 1800.0
 """Seconds that ranks wait for each other's files, where run.timeout is less: a save moves the whole state."""
@@ -44,7 +51,7 @@ class Checkpointer:
         config: resolved configuration, stored with every checkpoint.
         mesh: all its ranks take part in every call.
 
-    Background saves use a process group of their own, so that they cannot mix with the step's collectives.
+    Background saves agree over a channel of their own, so that they cannot mix with what training agrees on.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -53,10 +60,8 @@ class Checkpointer:
         self.directory = CheckpointDirectory(config.run.dir)
         # The watch reports what training waits for; background saves must not appear there.
         trace = Trace() if config.checkpoint.asynchronous else mesh.trace
-        self._axis = Axis("checkpoint", mesh.world.ranks, mesh.rank, trace=trace)
-        if mesh.layout.world > 1:
-            timeout = timedelta(seconds=max(config.run.timeout, _LONGEST_SAVE))
-            self._axis.group = dist.new_group(backend="gloo", timeout=timeout, group_desc="checkpoint")
+        timeout = timedelta(seconds=max(config.run.timeout, _LONGEST_SAVE))
+        self._axis = mesh.background("checkpoint", _CHANNEL, timeout, trace)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
         self._saving: Future[None] | None = None
         self._last = False
@@ -146,22 +151,56 @@ class Checkpointer:
             AgreedError: ``damage``, if ``checkpoint.damaged`` does not allow it, or there is no previous one;
                 or it cannot be renamed.
         """
-        earlier = [other for _, other in self.directory.complete() if other != path]
-        if path.parent != self.directory.path or not earlier:
-            raise damage
-        if self.config.checkpoint.damaged == "stop":
-            raise AgreedError(
-                f"{damage}; move it away to resume from the previous one, or set checkpoint.damaged=previous"
-            )
-        aside = self._on_first(lambda: self.directory.set_aside(path))
+
+        def move() -> Path:
+            earlier = [other for _, other in self.directory.complete() if other != path]
+            if path.parent != self.directory.path or not earlier:
+                raise damage
+            if self.config.checkpoint.damaged == "stop":
+                raise AgreedError(
+                    f"{damage}; move it away to resume from the previous one, or set "
+                    "checkpoint.damaged=previous"
+                )
+            return self.directory.set_aside(path)
+
+        aside = self._on_first(move)
         log.warning("%s; renamed to %s, resuming from the previous one", damage, aside.name)
 
     def find(self) -> Path | None:
-        """The checkpoint to start from according to ``checkpoint.resume`` and ``checkpoint.load``, or None.
+        """The checkpoint to start from according to ``checkpoint.resume`` and ``checkpoint.load``, or None;
+        all ranks together.
 
         Raises:
-            HexadError: ``must`` without a checkpoint, or ``never`` with one.
+            HexadError: ``must`` without a checkpoint, ``never`` with one, or as for :meth:`newest`.
         """
+        return self._chosen(self._to_start_from)
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint of this run, or None; all ranks together.
+
+        Raises:
+            HexadError: the directory cannot be read, or some rank does not see the checkpoint.
+        """
+        return self._chosen(self.directory.newest)
+
+    def _chosen(self, choose: Callable[[], Path | None]) -> Path | None:
+        """What the first rank chooses, as soon as every rank sees it: each for itself, ranks of other hosts
+        could choose by old listings of a network file system."""
+
+        def first() -> tuple[Path, bytes | None] | None:
+            try:
+                path = choose()
+            except OSError as error:
+                raise HexadError(f"{self.directory.path}: cannot be read: {error.strerror}") from None
+            return None if path is None else (path, manifest_checksum(path))
+
+        found = self._on_first(first)
+        if found is None:
+            return None
+        agreed(lambda: wait_until_visible(*found, _LONGEST_LAG), self._axis)
+        return found[0]
+
+    def _to_start_from(self) -> Path | None:
         resume, load = self.config.checkpoint.resume, self.config.checkpoint.load
         newest = self.directory.newest()
         where = self.directory.path
@@ -197,17 +236,18 @@ class Checkpointer:
             shard = write_shard(partial, self.mesh.rank, chunks)
         except Exception as error:  # any error must reach every rank
             shard = error
-        written = collect_objects((shard, held), self._axis)
+        written = collected([(shard, held)], self._axis, add)
 
         def commit() -> None:
             assert written is not None
             try:
+                shards: list[ShardFile] = []
                 for rank, (found, _) in enumerate(written):
                     if isinstance(found, OSError):
                         raise OSError(found.errno, f"rank {rank}: {found.strerror}")
                     if isinstance(found, Exception):
                         raise found
-                shards = [found for found, _ in written if found is not None]
+                    shards += [found] if found is not None else []
                 expected = {name: shape for _, held in written for name, shape in held.items()}
                 write_manifest(partial, shards, expected, self.config, progress, self._origin(reason))
                 self.directory.commit(partial, step)
@@ -240,21 +280,17 @@ class Checkpointer:
 
     def _on_first(self, action: Callable[[], T], step: int | None = None) -> T:
         """Run an action on rank 0 only; every rank gets its result, or the same error."""
-        outcome: T | Exception | None = None
-        if self.mesh.rank == 0:
-            try:
-                outcome = action()
-            except Exception as error:
-                outcome = error
-        found = gather_objects(outcome, self._axis)[0]
-        if isinstance(found, OSError):
+        try:
+            return from_first(action, self._axis)
+        except OSError as error:
             what = f"checkpoint of step {step}" if step is not None else "checkpoint"
             raise AgreedError(
-                f"{what}: cannot be written to {self.directory.path}: {found}; earlier checkpoints are intact"
-            ) from found
-        if isinstance(found, Exception):
-            raise found
-        return found
+                f"{what}: cannot be written to {self.directory.path}: {error}; earlier checkpoints are intact"
+            ) from error
+        except AgreedError:
+            raise
+        except HexadError as error:
+            raise AgreedError(str(error), type(error)) from None
 
 
 class _Copies:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, HexadError
 from hexad.model.sources import FREE
 
-from .manifest import MANIFEST_FILE, STEP_NAME, check_size, read_manifest
+from .manifest import MANIFEST_FILE, STEP_NAME, check_size, manifest_checksum, read_manifest
 
 
 class CheckpointDirectory:
@@ -87,6 +89,30 @@ class CheckpointDirectory:
         os.rename(checkpoint, aside)
         self._name_latest()
         return aside
+
+
+def wait_until_visible(checkpoint: Path, checksum: bytes | None, seconds: float) -> None:
+    """Wait until this process sees a checkpoint's manifest as another one does.
+
+    Args:
+        checkpoint: its path.
+        checksum: of the manifest, as the other one reads it; None: it sees none either.
+        seconds: to wait at most.
+
+    Raises:
+        HexadError: it does not become visible.
+    """
+    end, pause = time.monotonic() + seconds, 0.05
+    while checksum is not None and manifest_checksum(checkpoint) != checksum:
+        if time.monotonic() >= end:
+            raise HexadError(
+                f"checkpoint {checkpoint} is not visible after {seconds:.0f} s, but on rank 0 it is; use a "
+                "file system that all hosts share"
+            )
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+        with suppress(OSError):
+            os.listdir(checkpoint.parent)  # to open a directory makes NFS ask the server for changes
 
 
 def make_visible(partial: Path, final: Path) -> None:

@@ -82,6 +82,25 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class FileTable:
+    """The files of a manifest, in its order, as rectangles refer to them.
+
+    Attributes:
+        names: of the files.
+        blocks: how many each has.
+    """
+
+    names: tuple[str, ...]
+    blocks: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, files: Mapping[str, FileRecord]) -> FileTable:
+        """Those of a manifest."""
+        counts = [len(record.blocks) // 8 for record in files.values()]
+        return cls(tuple(files), np.array(counts, dtype=np.int64))
+
+
+@dataclass(frozen=True)
 class StoredTensor:
     """A global tensor.
 
@@ -90,13 +109,13 @@ class StoredTensor:
         shape: global.
         packed: the rectangles that cover it exactly once, as :meth:`pack` encodes them: a large run has
             millions, of which a rank needs those of few tensors.
-        names: of the files, in the manifest's order.
+        files: of the manifest.
     """
 
     dtype: str
     shape: tuple[int, ...]
     packed: str
-    names: Sequence[str]
+    files: FileTable
 
     @staticmethod
     def pack(parts: Iterable[Stored], names: Sequence[str]) -> str:
@@ -113,16 +132,34 @@ class StoredTensor:
         return b64encode(zlib.compress(np.array(rows, dtype="<i8").tobytes(), 1)).decode()
 
     def _rows(self) -> NDArray[np.int64]:
-        raw = zlib.decompress(b64decode(self.packed))
-        return np.frombuffer(raw, dtype="<i8").reshape(-1, 3 + 2 * len(self.shape))
+        width, blocks = 3 + 2 * len(self.shape), self.files.blocks
+        # A rectangle has at least one block, whose checksum the manifest holds uncompressed. This bounds the
+        # memory that a few compressed bytes can ask for.
+        limit = 8 * width * int(blocks.sum())
+        unpacking = zlib.decompressobj()
+        try:
+            raw = unpacking.decompress(b64decode(self.packed), limit + 1)
+        except zlib.error as error:
+            raise ValueError(f"rectangles cannot be decompressed ({error})") from None
+        if len(raw) > limit or not unpacking.eof or len(raw) % (8 * width):
+            raise ValueError(f"rectangles of more than {limit} bytes, or of other dims")
+        rows = np.frombuffer(raw, dtype="<i8").reshape(-1, width)
+        files, numbers = rows[:, 0], rows[:, 1]
+        if (rows < 0).any() or (files >= len(blocks)).any() or (numbers >= blocks[files]).any():
+            raise ValueError("a rectangle is in no block of the files")
+        return rows
 
     @cached_property
     def stored(self) -> tuple[Stored, ...]:
-        """The rectangles, without names."""
-        dims = len(self.shape)
+        """The rectangles, without names.
+
+        Raises:
+            ValueError: they were not encoded by :meth:`pack`.
+        """
+        dims, names = len(self.shape), self.files.names
         return tuple(
             Stored(
-                self.names[file],
+                names[file],
                 Rectangle("", self.shape, tuple(places[:dims]), tuple(places[dims:])),
                 begin,
                 block,
@@ -131,7 +168,11 @@ class StoredTensor:
         )
 
     def gap(self) -> str | None:
-        """Why the rectangles do not cover the tensor exactly once, or None if they do."""
+        """Why the rectangles do not cover the tensor exactly once, or None if they do.
+
+        Raises:
+            ValueError: they were not encoded by :meth:`pack`.
+        """
         dims, rows = len(self.shape), self._rows()
         offsets, sizes = rows[:, 3 : 3 + dims], rows[:, 3 + dims :]
         found, wanted = int(sizes.prod(1).sum()), math.prod(self.shape)
@@ -231,15 +272,28 @@ class Manifest:
         if body.get("format") != FORMAT:
             raise HexadError(f"format {body.get('format')}, this version of Hexad reads format {FORMAT}")
         files = {
-            name: FileRecord(size, checksum, header, b64decode(blocks))
+            _inside(name): FileRecord(size, checksum, header, b64decode(blocks))
             for name, (size, checksum, header, blocks) in body["files"].items()
         }
-        names = list(files)
+        table = FileTable.of(files)
         tensors = {
-            name: StoredTensor(dtype, tuple(shape), packed, names)
+            name: StoredTensor(dtype, tuple(shape), packed, table)
             for name, (dtype, shape, packed) in body["tensors"].items()
         }
         return cls(body["progress"], body["config"], tensors, files, body["origin"])
+
+
+def _inside(name: str) -> str:
+    """A file's name, unless it leads out of the checkpoint's directory: the writer of a manifest does not
+    choose which other files of a host are read.
+
+    Raises:
+        ValueError: it does.
+    """
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name:
+        raise ValueError(f"found the file name {name!r}, expected one inside the checkpoint")
+    return name
 
 
 def _guarded(body: bytes) -> bytes:
@@ -249,6 +303,16 @@ def _guarded(body: bytes) -> bytes:
 
 _END = b"}\n"
 _PREFIX = len(_guarded(b"")) - len(_END)
+
+
+def manifest_checksum(checkpoint: Path) -> bytes | None:
+    """The checksum with which a checkpoint's manifest begins: which of several that had the same name it is.
+    None if there is no manifest, or none that can be read."""
+    try:
+        with open(checkpoint / MANIFEST_FILE, "rb") as file:
+            return file.read(_PREFIX)
+    except OSError:
+        return None
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

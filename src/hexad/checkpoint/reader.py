@@ -17,7 +17,16 @@ from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 
 from .chunks import Chunk
-from .manifest import Manifest, Stored, check_file, check_size, damaged, read_manifest, unreadable
+from .manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    Stored,
+    check_file,
+    check_size,
+    damaged,
+    read_manifest,
+    unreadable,
+)
 from .tensor_file import rows_per_block
 
 _OPEN_FILES = 8
@@ -94,7 +103,11 @@ class Checkpoint:
             return
         found, tensor = 0, self.manifest.tensors[chunk.name]
         dtype = _dtype(tensor.dtype)
-        for stored in tensor.stored:
+        try:
+            rectangles = tensor.stored
+        except ValueError as error:
+            raise damaged(self.path, f"{MANIFEST_FILE}: tensor {chunk.name}: {error}") from None
+        for stored in rectangles:
             common = chunk.rectangle.intersection(stored.rectangle)
             if common is not None:
                 found += common.numel

@@ -15,7 +15,7 @@ from hexad.parallel.rectangle import Rectangle
 
 from .chunks import Chunk
 from .directory import write_durably
-from .manifest import MANIFEST_FILE, FileRecord, Manifest, Stored, StoredTensor
+from .manifest import MANIFEST_FILE, FileRecord, FileTable, Manifest, Stored, StoredTensor
 from .tensor_file import TensorFileWriter, block_count, dtype_name
 
 
@@ -112,9 +112,9 @@ def write_manifest(
             dtype: torch.dtype = getattr(torch, part.dtype)
             begin += rectangle.numel * dtype.itemsize
             block += block_count(rectangle.sizes, dtype.itemsize)
-    names = list(files)
+    table = FileTable.of(files)
     tensors = {
-        name: StoredTensor(*kinds[name], StoredTensor.pack(parts, names), names)
+        name: StoredTensor(*kinds[name], StoredTensor.pack(parts, table.names), table)
         for name, parts in stored.items()
     }
     tree = config.model_dump(mode="json", by_alias=True)

@@ -4,9 +4,7 @@ run.yaml key=value``, where PARENT is the process id of the command."""
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 
 from hexad.train.environment import end_with, hold_back_notice
 
@@ -14,6 +12,8 @@ if __name__ == "__main__":
     # The imports below take seconds.
     hold_back_notice()
     end_with(int(sys.argv[1]))
+
+from hexad.train.error_file import write_error
 
 from .outcome import attempt, end_if_deserted
 
@@ -33,12 +33,8 @@ def main() -> None:
     else:
         raise SystemExit(f"unknown worker command {command!r}")
     status, message, _ = attempt(action)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if status and error_file:
-        # By one rename: the parent may end this rank at any moment, and cannot read half a file.
-        with open(f"{error_file}.partial", "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}, file)
-        os.replace(f"{error_file}.partial", error_file)
+    if status:
+        write_error(message)
     sys.stdout.flush()
     end_if_deserted(status)
     sys.exit(status)

@@ -1,6 +1,6 @@
 """Collectives and point-to-point messages over axes: all of training's go through here."""
 
-from .agreement import agreed
+from .agreement import agreed, collected, first_difference, from_first, merged, merging
 from .collectives import (
     CommError,
     Pending,
@@ -11,12 +11,12 @@ from .collectives import (
     all_to_all,
     all_to_all_async,
     broadcast,
-    collect_objects,
     gather_objects,
     receive_async,
     reduce_scatter,
     reduce_scatter_async,
     send_async,
+    wait_for,
 )
 from .trace import Trace
 from .volume import all_to_all_bytes, sent_bytes
@@ -34,11 +34,16 @@ __all__ = [
     "all_to_all",
     "all_to_all_async",
     "broadcast",
-    "collect_objects",
+    "collected",
+    "first_difference",
+    "from_first",
     "gather_objects",
+    "merged",
+    "merging",
     "receive_async",
     "reduce_scatter",
     "reduce_scatter_async",
     "send_async",
     "sent_bytes",
+    "wait_for",
 ]

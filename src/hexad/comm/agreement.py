@@ -1,16 +1,98 @@
-"""Ranks that fail alike: what one rank meets, all of them are told."""
+"""Agreements: small objects of all ranks, merged on the way up a tree and spread on the way down.
+
+For set-up, errors and signals. All ranks of an axis call these functions together, in the same order.
+"""
 
 from __future__ import annotations
 
+import pickle
+import threading
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import torch
 
 from hexad.config import AgreedError, HexadError
 from hexad.topology.mesh import Axis
+from hexad.topology.tree import Level, Tree
 
-from .collectives import gather_objects
+from .collectives import wait_for
 
 T = TypeVar("T")
+
+_MESSAGE = 512
+"""Bytes of a message; a longer object is sent in two."""
+_LENGTH = 8
+_MOST_VALUES = 8
+"""Different values of which :func:`first_difference` looks at the objects."""
+
+
+def merged(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T:
+    """Every rank's picklable ``value``, merged in the order of the ranks, on every rank.
+
+    Args:
+        value: this rank's.
+        axis: of all ranks of the mesh.
+        merge: two values into one, the first of lower ranks; associative. It must not raise.
+    """
+    if axis.size == 1:
+        return value
+    tree = _tree(axis)
+
+    def exchange() -> T:
+        return _spread(tree, _collected(tree, value, merge))
+
+    return wait_for(axis, exchange)
+
+
+def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
+    """As :func:`merged`, in the background. The axis's channel is used by nothing else meanwhile."""
+    result: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(merged(value, axis, merge))
+        except BaseException as error:
+            result.set_exception(error)
+
+    if axis.size == 1:
+        result.set_result(value)
+    else:
+        # A daemon: if a peer is lost, the end of the process does not wait for it.
+        threading.Thread(target=work, name=f"hexad-{axis.name}", daemon=True).start()
+    return result
+
+
+def collected(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
+    """As :func:`merged`, on the first rank only; None on the others, which do not wait for it."""
+    if axis.size == 1:
+        return value
+    tree = _tree(axis)
+    found = wait_for(axis, lambda: _collected(tree, value, merge))
+    return found if axis.rank == 0 else None
+
+
+def from_first(action: Callable[[], T], axis: Axis) -> T:
+    """What an action returns on the first rank, where alone it is done.
+
+    Raises:
+        Exception: what the action raised, on every rank alike.
+    """
+    outcome: tuple[T | None, Exception | None] = None, None
+    if axis.rank == 0:
+        try:
+            outcome = action(), None
+        except Exception as error:
+            outcome = None, error
+    if axis.size > 1:
+        tree, own = _tree(axis), outcome
+        outcome = wait_for(axis, lambda: _spread(tree, own))
+    result, found = outcome
+    if found is not None:
+        raise found
+    return result  # type: ignore[return-value]
 
 
 def agreed(action: Callable[[], T], axis: Axis) -> T:
@@ -24,10 +106,92 @@ def agreed(action: Callable[[], T], axis: Axis) -> T:
     try:
         result = action()
     except HexadError as caught:
-        error = type(caught), str(caught)
-    errors = gather_objects(error, axis)
-    for rank, found in enumerate(errors):
-        if found is not None:
-            kind, text = found
-            raise AgreedError(text if None not in errors else f"rank {rank}: {text}", kind)
+        error = axis.rank, type(caught), str(caught)
+    first, all_failed = merged((error, error is not None), axis, lambda a, b: (a[0] or b[0], a[1] and b[1]))
+    if first is not None:
+        rank, kind, text = first
+        raise AgreedError(text if all_failed else f"rank {rank}: {text}", kind)
     return result  # type: ignore[return-value]
+
+
+def first_difference(value: object, axis: Axis) -> tuple[Any, int, Any] | None:
+    """None if all ranks have the same value; else the first rank's, the lowest rank with another, and its.
+
+    Hashes are compared; values are sent only where those differ.
+    """
+    digest = sha256(repr(value).encode()).digest()
+    places = merged({digest: axis.rank}, axis, _lowest)
+    if len(places) == 1:
+        return None
+    shown = {axis.rank: value} if axis.rank in places.values() else {}
+    values = merged(shown, axis, lambda a, b: a | b)
+    # Equal values may be written in different ways.
+    differing = (rank for rank in sorted(values) if values[rank] != values[0])
+    rank = next(differing, None)
+    return None if rank is None else (values[0], rank, values[rank])
+
+
+def _lowest(one: dict[bytes, int], other: dict[bytes, int]) -> dict[bytes, int]:
+    """The lowest rank of each hash; of a few hashes only."""
+    found = sorted((other | one).items(), key=lambda item: item[1])
+    return dict(found[:_MOST_VALUES])
+
+
+def _tree(axis: Axis) -> Tree:
+    assert axis.tree is not None, f"axis {axis.name} has no tree: agreements are those of all ranks"
+    return axis.tree
+
+
+def _collected(tree: Tree, value: T, merge: Callable[[T, T], T]) -> T:
+    """What this rank and those below it in the tree have; passed on upwards."""
+    for level in tree.levels:
+        if level.place:
+            _send(tree, level, [0], pickle.dumps(value))
+            break
+        for found in _receive(tree, level, range(1, len(level.ranks))):
+            value = merge(value, pickle.loads(found))
+    return value
+
+
+def _spread(tree: Tree, value: T) -> T:
+    """What the first rank of the world has; passed on downwards."""
+    content = b""
+    for level in reversed(tree.levels):
+        if level.place:
+            (content,) = _receive(tree, level, [0])
+        else:
+            content = content or pickle.dumps(value)
+            _send(tree, level, range(1, len(level.ranks)), content)
+    return pickle.loads(content) if tree.levels[-1].place else value
+
+
+def _send(tree: Tree, level: Level, places: Any, content: bytes) -> None:
+    inline = _MESSAGE - _LENGTH
+    head = (len(content).to_bytes(_LENGTH, "little") + content[:inline]).ljust(_MESSAGE, b"\0")
+    parts = [
+        torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (head, content[inline:]) if part
+    ]
+    works = [level.group.send([part], place, tree.channel) for place in places for part in parts]
+    for work in works:
+        work.wait(tree.timeout)
+
+
+def _receive(tree: Tree, level: Level, places: Any) -> list[bytes]:
+    """What the ranks at some places have sent, in their order."""
+
+    def start(place: int, size: int) -> tuple[torch.Tensor, Any]:
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return buffer, level.group.recv([buffer], place, tree.channel)
+
+    heads = [start(place, _MESSAGE) for place in places]
+    found = []
+    for place, (head, work) in zip(places, heads):
+        work.wait(tree.timeout)
+        length = int.from_bytes(head[:_LENGTH].numpy().tobytes(), "little")
+        content = head[_LENGTH : _LENGTH + length].numpy().tobytes()
+        if length > len(content):
+            rest, work = start(place, length - len(content))
+            work.wait(tree.timeout)
+            content += rest.numpy().tobytes()
+        found.append(content)
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from hexad.topology.mesh import Axis
 
 from .trace import Call, Trace
 from .volume import all_to_all_bytes, sent_bytes
+
+T = TypeVar("T")
 
 # torch 2.13 renamed two collectives; 2.11 and 2.12 know the old names only.
 _all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -56,7 +58,7 @@ class Pending:
         if self._work is not None:
             work, self._work = self._work, None
             assert self._call is not None
-            _wait(self._call, self._trace, work.wait)
+            _wait(self._call, self._trace, work.wait, work)
             if self._finish is not None:
                 self._result = self._finish(self._result)
         return self._result
@@ -80,7 +82,8 @@ def _start(
             )
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes) if sent is None else sent
     axis.calls[operation] += 1
-    made = Call(f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})", nbytes, time.time())
+    what = f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})"
+    made = Call(what, nbytes, time.time(), f"{axis.name} {_compact(axis.ranks)}")
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
@@ -263,7 +266,7 @@ def _start_p2p(
         raise ValueError(f"{operation} over axis {axis.name}: the tensor is not contiguous")
     axis.calls[operation] += 1
     what = f"{operation} over axis {axis.name} with rank {axis.ranks[peer]}"
-    made = Call(what, tensor.nbytes, time.time())
+    made = Call(what, tensor.nbytes, time.time(), what)
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
@@ -274,34 +277,33 @@ def _start_p2p(
 
 
 def gather_objects(value: object, axis: Axis) -> list[Any]:
-    """Every rank's picklable ``value``, in rank order. For set-up and errors, not for the training step."""
+    """Every rank's picklable ``value``, in rank order. For set-up, not for the training step; over all ranks
+    see :mod:`hexad.comm.agreement`."""
     if axis.size == 1:
         return [value]
     result: list[Any] = [None] * axis.size
-    _wait_for(axis, lambda: dist.all_gather_object(result, value, group=axis.group))
+    wait_for(axis, lambda: dist.all_gather_object(result, value, group=axis.group))
     return result
 
 
-def collect_objects(value: object, axis: Axis) -> list[Any] | None:
-    """Every rank's picklable ``value``, in rank order, on the axis's first rank; None on the others."""
-    if axis.size == 1:
-        return [value]
-    result: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
-    _wait_for(axis, lambda: dist.gather_object(value, result, dst=axis.ranks[0], group=axis.group))
-    return result
+def wait_for(axis: Axis, action: Callable[[], T]) -> T:
+    """Do something that waits for other ranks, noted in the trace. Returns what it returns.
 
-
-def _wait_for(axis: Axis, call: Callable[[], None]) -> None:
+    Raises:
+        CommError: a peer is lost.
+    """
     made = Call(f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})", 0, time.time())
-    _wait(made, axis.trace, call)
+    found: list[T] = []
+    _wait(made, axis.trace, lambda: found.append(action()))
+    return found[0]
 
 
-def _wait(call: Call, trace: Trace | None, action: Callable[[], object]) -> None:
+def _wait(call: Call, trace: Trace | None, action: Callable[[], object], work: Any = None) -> None:
     """Wait for a call by ``action``, noted in the trace, if there is one."""
     try:
         if trace is None:
             action()
         else:
-            trace.wait(call, action)
+            trace.wait(call, action, work)
     except RuntimeError as error:
         raise CommError(f"{call.what} failed: {error}") from error

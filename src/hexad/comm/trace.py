@@ -3,37 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """A collective or message: in words, its bytes, and when it was started (seconds since the epoch)."""
+    """A collective or message: in words, its bytes, and when it was started (seconds since the epoch).
+
+    Calls of one ``queue`` are completed in the order in which they were started.
+    """
 
     what: str
     nbytes: int
     since: float
+    queue: str = ""
+
+
+@dataclass(eq=False)
+class _Enqueued:
+    """A call that a device had not completed when its wait returned; ``work`` is None as soon as it has."""
+
+    call: Call
+    work: Any
+
+    def completed(self) -> bool:
+        try:
+            if self.work is not None and self.work.is_completed():
+                self.work = None  # it holds the result's memory
+        except RuntimeError:  # its communicator was aborted
+            return False
+        return self.work is None
 
 
 @dataclass(eq=False)
 class Trace:
-    """What this rank's collectives are at, for a thread that watches them.
+    """What this rank's collectives are doing, for a thread that watches them.
+
+    To wait for a collective of a GPU (NCCL) only makes a stream wait: it returns before the collective is
+    completed, and so does the next one's. ``is_completed()`` of torch's ``Work`` tells; :meth:`unfinished`
+    asks it of one call per queue, so that no more than two results per queue are held.
 
     Attributes:
         step: the step being made.
         waiting: the call that is being waited for.
-        finished: the call that was last waited for.
-        changes: grows with every call that is started or finished.
+        finished: the call that is known to have been completed last.
+        changes: grows with every call that is started, waited for or completed.
     """
 
     step: int = 0
     waiting: Call | None = None
     finished: Call | None = None
     changes: int = 0
+    _enqueued: dict[str, _Enqueued] = field(default_factory=dict)
+    _followed: dict[str, _Enqueued] = field(default_factory=dict)
 
-    def wait(self, call: Call, action: Callable[[], object]) -> None:
-        """Wait for a call by ``action``; one that fails stays the one that is waited for."""
+    def wait(self, call: Call, action: Callable[[], object], work: Any = None) -> None:
+        """Wait for a call by ``action``; one that fails stays the one that is waited for.
+
+        Without ``work`` (torch's) it is completed when ``action`` returns.
+        """
         self.waiting = call
         action()
-        self.waiting, self.finished = None, call
+        self.waiting = None
+        if work is None or work.is_completed():
+            self.finished = call
+        else:
+            self._enqueued[call.queue] = _Enqueued(call, work)
         self.changes += 1
+
+    def unfinished(self) -> list[Call]:
+        """Calls that were waited for but that a device has not completed, at most one per queue, oldest
+        first. For the watching thread."""
+        found = []
+        for queue, newest in list(self._enqueued.items()):
+            followed = self._followed.get(queue, newest)
+            if followed.completed():
+                self._note(followed.call)
+                followed = newest
+            self._followed[queue] = followed
+            if followed.completed():
+                self._note(followed.call)
+            else:
+                found.append(followed.call)
+        return sorted(found, key=lambda call: call.since)
+
+    def _note(self, completed: Call) -> None:
+        if self.finished is None or self.finished.since < completed.since:
+            self.finished = completed
+            self.changes += 1

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from .tree import FAN_OUT, Level, Tree, tree_groups
+
 if TYPE_CHECKING:
     from .layout import Layout
 
@@ -28,6 +30,8 @@ class Axis:
         group: the process group; None where the axis has size 1.
         sent: bytes this rank has sent, by operation (filled by :mod:`hexad.comm`).
         calls: number of collectives, by operation.
+        tree: the connections by which all ranks agree, of the axis of all ranks, see
+            :mod:`hexad.comm.agreement`; None of others, and in a world of one.
         trace: what this rank's collectives are doing, if something watches: a
             :class:`hexad.comm.trace.Trace`, of all axes of a mesh.
     """
@@ -39,6 +43,7 @@ class Axis:
     sent: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     trace: Any = None
+    tree: Tree | None = None
 
     @property
     def size(self) -> int:
@@ -54,7 +59,8 @@ class Mesh:
         rank: this process's global rank.
         device: where this rank computes.
         tensor, context, pipeline, data: the axes of the dense layers.
-        world: all ranks, for agreement outside the training step.
+        world: all ranks. Its process group connects every rank with every other, on a CPU: agreements use its
+            tree.
     """
 
     def __init__(
@@ -163,7 +169,8 @@ class Mesh:
         limit = timedelta(seconds=timeout)
         rank = dist.get_rank() if layout.world > 1 else 0
         everyone = dist.group.WORLD if layout.world > 1 else None
-        axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone, trace=trace)}
+        tree = _make_tree(rank, layout.world, limit) if layout.world > 1 else None
+        axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone, trace=trace, tree=tree)}
         for name in TRAINING_AXES:
             ranks = tuple(layout.group(rank, name))
             group = None
@@ -178,6 +185,14 @@ class Mesh:
             axes[name] = Axis(name, ranks, ranks.index(rank), group, trace=trace)
         return cls(layout, rank, device, axes, limit)
 
+    def background(
+        self, name: str, channel: int, timeout: timedelta | None = None, trace: Any = None
+    ) -> Axis:
+        """All ranks, for agreements that are made beside others: each use has a channel of its own."""
+        world = self.world
+        tree = None if world.tree is None else world.tree.on(channel, timeout)
+        return Axis(name, world.ranks, world.rank, trace=trace, tree=tree)
+
     @property
     def trace(self) -> Any:
         """What this rank's collectives are doing, if something watches."""
@@ -190,3 +205,21 @@ class Mesh:
     def sent_bytes(self) -> dict[str, int]:
         """Bytes this rank has sent so far, per axis."""
         return {axis.name: axis.sent.total() for axis in self.training_axes()}
+
+
+def _make_tree(rank: int, world: int, timeout: timedelta) -> Tree:
+    """Connect this rank with the others of its groups; all ranks of the default process group together."""
+    # Not by new_group, which every rank must call equally often.
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"hexad/tree/{rank}", 1)  # the groups of another mesh have other names
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+    options._timeout = timeout
+    # Connections that are made only when used do not notice a peer that is lost before (gloo issue 520).
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
+    levels = []
+    for ranks in tree_groups(rank, world, FAN_OUT):
+        place = ranks.index(rank)
+        # The first two ranks tell a group from those of other levels.
+        named = dist.PrefixStore(f"hexad/tree/{number}/{ranks[0]}-{ranks[1]}", store)
+        levels.append(Level(ranks, place, dist.ProcessGroupGloo(named, place, len(ranks), options)))
+    return Tree(tuple(levels), 0, timeout)

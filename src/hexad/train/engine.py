@@ -281,8 +281,12 @@ class Engine:
         return StepResult(self.step, mean, norm, lr, targets, not finite or spike, loss_scale, fault, limit)
 
     def _veto(self, loss: Pending, limit: float) -> Pending:
-        """Start asking whether any rank finds the sum of the losses above a limit."""
-        return all_reduce_async((loss.wait() > limit).to(torch.int32), self.mesh.world, "max")
+        """Start asking whether any rank finds the sum of the losses above a limit: over one axis after the
+        other, which needs no process group of all ranks."""
+        mesh, found = self.mesh, Pending((loss.wait() > limit).to(torch.int32))
+        for axis in (mesh.tensor, mesh.context, mesh.pipeline, mesh.data):
+            found = all_reduce_async(found.wait(), axis, "max")
+        return found
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing.

@@ -14,17 +14,21 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hexad.comm import CommError, Trace, agreed, gather_objects
+from hexad.comm import CommError, Trace, agreed, first_difference
 from hexad.config import AgreedError, Config, ConfigError, HexadError
 from hexad.resolve import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
 from hexad.topology.mesh import Mesh
 
+from . import flight_recorder
 from .environment import Environment, environment
 from .idle import dismiss
 from .rendezvous import meet
 
 T = TypeVar("T")
+
+_LARGEST_MESH = 64
+"""Ranks up to which gloo's process groups are connected when they are made: a lost peer is noticed sooner."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,10 @@ class Run:
         Raises:
             AgreedError: they do not; names two ranks and what they have.
         """
-        values = gather_objects(value, self.mesh.world)
-        rank = next((rank for rank, other in enumerate(values) if other != values[0]), 0)
-        if rank:
-            name, ours, theirs = _difference(what, values[0], values[rank])
+        difference = first_difference(value, self.mesh.world)
+        if difference is not None:
+            first, rank, other = difference
+            name, ours, theirs = _difference(what, first, other)
             raise AgreedError(f"{name}: rank 0 has {ours}, rank {rank} has {theirs}; all ranks need the same")
 
 
@@ -129,6 +133,8 @@ def launch(config: Config) -> Iterator[Run]:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world))
     store = None
     if here.world > 1:
+        if device.type == "cuda":
+            flight_recorder.enable(config.run.dir)
         store = _join(here, layout.world, device, config.run.timeout)
     idle = here.world - layout.world if here.rank == 0 else 0
     try:
@@ -172,6 +178,9 @@ def _leave(device: torch.device, *, orderly: bool) -> None:
 def _join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:
     """Make the default process group of the first ``members`` ranks; returns the store of all ranks."""
     store = meet(here, members, timeout)
+    if members > _LARGEST_MESH:
+        # gloo would connect every pair of ranks, in a group that only users' own code may need.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if members > 1:
         with _meeting():
             dist.init_process_group(

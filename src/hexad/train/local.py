@@ -130,17 +130,20 @@ class _Agent(LocalElasticAgent):
                 os.killpg(process, signal.SIGKILL)
 
     def failure(self, result: RunResult) -> LocalOutcome:
-        """In order of precedence: a user's error, a killed rank, a crash, a rank that only lost a peer."""
+        """In order of precedence: a user's error, a killed rank, a crash, a rank whose peer did not answer in
+        time, one that lost its peer."""
         failures: dict[int, ProcessFailure] = result.failures
         texts = {rank: _message(failure) for rank, failure in failures.items()}
         for rank, failure in failures.items():
             if failure.exitcode == USER_ERROR and texts[rank]:
                 return LocalOutcome(USER_ERROR, texts[rank])
 
-        def order(rank: int) -> tuple[bool, bool, bool, float]:
-            failure = failures[rank]
+        def order(rank: int) -> tuple[bool, bool, bool, bool, float]:
+            failure, text = failures[rank], texts[rank]
             ours = rank in self._ended_by_us
-            return ours, failure.exitcode >= 0, "CommError" in texts[rank], failure.timestamp
+            killed = failure.exitcode < 0 and not _aborted(failure.exitcode, text)
+            lost = "CommError" in text
+            return ours, not killed, lost, not _TIMED_OUT.search(text), failure.timestamp
 
         rank = min(failures, key=order)
         message = f"rank {rank} (process {failures[rank].pid}) {_how(failures[rank].exitcode, texts[rank])}"
@@ -157,7 +160,15 @@ def _names(ranks: set[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
+def _aborted(status: int, text: str) -> bool:
+    """Whether torch's watchdog has ended a rank because of a collective that was not completed in time: it
+    raises SIGABRT, and the rank's watch has left the message before (:class:`hexad.train.watch.Watch`)."""
+    return status == -signal.SIGABRT and _TIMED_OUT.search(text) is not None
+
+
 def _how(status: int, text: str) -> str:
+    if _aborted(status, text):
+        return f"was aborted by torch's watchdog: {text}"
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"failed with exit status {status}" + (f": {text}" if text else "")

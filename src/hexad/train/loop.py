@@ -17,7 +17,7 @@ from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
 from hexad.checkpoint.hugging_face import open_weights
 from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
-from hexad.comm import CommError, gather_objects
+from hexad.comm import CommError, merged
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.sidecar import fingerprint
@@ -71,7 +71,7 @@ def train(config: Config) -> Outcome:
                 here.world - members,
             )
         # Each host counts its own restarts: one that rejoined has made none.
-        restart = max(gather_objects(here.restart, run.mesh.world))
+        restart = merged(here.restart, run.mesh.world, max)
         if restart and config.checkpoint.resume == "never":  # that was meant for the first start
             run = run.resuming()
         trainer = Trainer(run)
@@ -206,7 +206,7 @@ class Trainer:
         """
         engine, samples = self.engine, self.engine.samples
         self.checkpointer.wait()
-        found = self._load_newest(self.checkpointer.directory.newest)
+        found = self._load_newest(self.checkpointer.newest)
         if found is None:
             raise AgreedError(f"{metrics['fault']}; no checkpoint to roll back to yet (checkpoint.every)")
         _, manifest = found
@@ -276,8 +276,7 @@ class Trainer:
     def _load_newest(self, find: Callable[[], Path | None]) -> tuple[Path, Manifest] | None:
         """Load the checkpoint that ``find`` finds, renaming damaged ones if the settings allow it; None if
         there is none."""
-        path = self.run.agreed(find)
-        self.run.identical("the newest checkpoint", str(path))
+        path = find()
         if path is None:
             return None
         try:

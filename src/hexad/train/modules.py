@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hexad.checkpoint.chunks import Chunk
-from hexad.comm import agreed, broadcast, gather_objects
+from hexad.comm import agreed, broadcast, merged
 from hexad.config import Config, ConfigError, HexadError
 from hexad.parallel.inventory import Grid
 from hexad.parallel.rectangle import Rectangle
@@ -95,13 +97,12 @@ class Modules:
         agreed(lambda: _check(stages, placement, mesh.pipeline, found), mesh.world)
         grids = {each.declaration.weights[0].grid for _, each in trained}
         tied = any(each.declaration.tied for _, each in trained)
-        facts = gather_objects((grids, tied, _entries(stages, trained, untrained)), mesh.world)
-        if not any(grids for grids, *_ in facts):
+        grids, tied = merged((grids, tied), mesh.world, lambda a, b: (a[0] | b[0], a[1] or b[1]))
+        if not grids:
             raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
-        if _names_collide([entries for *_, entries in facts]):
+        if _names_collide(_entries(stages, trained, untrained), mesh.world):
             trained = [(n, _renamed(each, n) if each.plain else each) for n, each in trained]
             untrained = [replace(each, name=f"stages.{each.stage}.{each.name}") for each in untrained]
-        grids, tied = set().union(*(grids for grids, *_ in facts)), any(tied for _, tied, _ in facts)
         copies = (mesh.gradient_axis(), *mesh.model_axes())
         return cls(trained, untrained, sorted(grids), tied, copies, mesh.device)
 
@@ -225,25 +226,63 @@ def _description(tensor: torch.Tensor) -> str:
     return f"{trained} {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
 
 
-def _names_collide(ranks: Sequence[Mapping[int, Entries]]) -> bool:
-    """Whether two stages use one name, given every rank's entries.
+class _Held(NamedTuple):
+    """What is known of a stage's entries: the first rank that holds it, a hash of what that has, whether it
+    has anything, and the first rank that has something else."""
+
+    rank: int
+    digest: bytes
+    some: bool
+    other: int | None = None
+
+
+def _same_stages(one: dict[int, _Held], two: dict[int, _Held]) -> dict[int, _Held]:
+    """What is known of the stages of some ranks, and of those of higher ranks, in one."""
+    found = two | one
+    for number in one.keys() & two.keys():
+        first, second = one[number], two[number]
+        if first.other is None:
+            other = second.other if first.digest == second.digest else second.rank
+            found[number] = first._replace(other=other)
+    return found
+
+
+def _names_collide(stages: Mapping[int, Entries], world: Axis) -> bool:
+    """Whether two stages use one name, given this rank's entries; all ranks together. Hashes are compared,
+    and entries sent by one rank of each stage only.
 
     Raises:
         HexadError: ranks hold other plain values of the same stage.
     """
-    first: dict[int, tuple[int, Entries]] = {}
-    for rank, stages in enumerate(ranks):
-        for number, entries in stages.items():
-            other, known = first.setdefault(number, (rank, entries))
-            for there, here in zip_longest(known, entries, fillvalue=("nothing", "")):
-                if here != there:
-                    raise HexadError(
-                        f"stages: found {' '.join(here).strip()} on rank {rank} where rank {other} has "
-                        f"{' '.join(there).strip()} (stage {number}); plain modules are the same on all "
-                        "ranks of a stage: declare what is sharded (ShardedModule)"
-                    )
-    names = Counter(name for _, entries in first.values() for name, _ in entries)
-    return any(count > 1 for count in names.values())
+    mine = {
+        number: _Held(world.rank, sha256(repr(entries).encode()).digest(), bool(entries))
+        for number, entries in stages.items()
+    }
+    held = merged(mine, world, _same_stages)
+    differing = [(each.other, number) for number, each in held.items() if each.other is not None]
+    if differing:
+        rank, number = min(differing)
+        pair = {held[number].rank, rank}
+        shown = {world.rank: stages[number]} if world.rank in pair else {}
+        found = merged(shown, world, lambda a, b: a | b)
+        raise HexadError(_difference(number, min(pair), found[min(pair)], rank, found[rank]))
+    shown = {number: stages[number] for number in stages if held[number].rank == world.rank}
+    if not any(each.some for each in held.values()):
+        return False
+    entries = merged(shown, world, lambda a, b: a | b)
+    return any(count > 1 for count in Counter(name for each in entries.values() for name, _ in each).values())
+
+
+def _difference(number: int, other: int, known: Entries, rank: int, entries: Entries) -> str:
+    """How the entries of two ranks for one stage differ."""
+    there, here = next(
+        pair for pair in zip_longest(known, entries, fillvalue=("nothing", "")) if pair[0] != pair[1]
+    )
+    return (
+        f"stages: found {' '.join(here).strip()} on rank {rank} where rank {other} has "
+        f"{' '.join(there).strip()} (stage {number}); plain modules are the same on all "
+        "ranks of a stage: declare what is sharded (ShardedModule)"
+    )
 
 
 def _renamed(each: Declared, stage: int) -> Declared:

@@ -12,12 +12,14 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack
+from operator import or_
 from pathlib import Path
 
-from hexad.comm import gather_objects
+from hexad.comm import from_first, merged
 from hexad.config import ConfigError
 from hexad.config.schema import RunSettings
 
+from . import flight_recorder
 from .launch import Run
 from .watch import Watch
 
@@ -33,17 +35,19 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
     """
     path = Path(settings.dir)
     # A name that no other run uses; chosen by rank 0.
-    token = path / f".shared-{gather_objects((os.getpid(), os.urandom(4).hex()), run.mesh.world)[0][1]}"
+    token = path / f".shared-{from_first(lambda: os.urandom(8).hex(), run.mesh.world)}"
     first = run.mesh.rank == 0
     # Lost ranks of this run, or those of a disconnected host, may hold the lock until run.timeout. Each host
     # counts its own restarts: where hosts may come and go, no host knows the number of all.
     here = run.environment
     again = here.restart > 0 or (here.restarts > 0 and here.world > here.local_world)
-    patience = settings.timeout / 2 if any(gather_objects(again, run.mesh.world)) else 0.0
+    patience = settings.timeout / 2 if merged(again, run.mesh.world, or_) else 0.0
 
     def prepare() -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
+            if run.mesh.device.type == "cuda":
+                flight_recorder.prepare(path)
             if first:
                 _lock(path, patience, stack)
                 token.touch()
@@ -107,4 +111,4 @@ def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None
         stack.callback(log.removeHandler, handler)
     log.setLevel(logging.INFO)
     if run.mesh.layout.world > 1:
-        stack.enter_context(Watch(run.mesh.trace, timeout, file))
+        stack.enter_context(Watch(run.mesh.trace, timeout, file, run.mesh.rank, path.parent))

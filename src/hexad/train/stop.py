@@ -5,11 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from types import FrameType, TracebackType
 
-import torch
-
-from hexad.comm import Pending, all_reduce_async
+from hexad.comm import merging, wait_for
 from hexad.topology.mesh import Mesh
 
 from .environment import HELD_BACK
@@ -17,6 +16,7 @@ from .environment import HELD_BACK
 SAVE_FAILED = "save failed"
 _SAVE_FAILED_NUMBER = 255  # above every signal's
 _ONE_REQUEST = 0.5  # seconds
+_CHANNEL = 2  # of the tree; 0 is for agreements of the main thread, 1 for checkpoints
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is the signal with which SLURM and others announce pre-emption."""
 
@@ -24,13 +24,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 class StopRequest:
     """Records a signal, and lets all ranks agree on it after a step.
 
-    The agreement is a one-number reduction started before the step and read after it, so that no rank waits.
-    A second signal, more than half a second later, has its default effect (managers that signal a command and
-    its ranks send two at once). Used as a context manager.
+    They start to agree before the step, in the background, and read the result after it, so that no rank
+    waits and nothing is asked of a GPU. A second signal, more than half a second later, has its default
+    effect (managers that signal a command and its ranks send two at once). Used as a context manager.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        self._axis = mesh.background("signals", _CHANNEL)
         self._received = 0
         self._at = 0.0
         self._previous: dict[int, object] = {}
@@ -51,15 +52,17 @@ class StopRequest:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._restore()
 
-    def ask(self, save_failed: bool) -> Pending:
-        """Start the reduction: whether any rank has received a signal, or its background save has failed."""
-        word = _SAVE_FAILED_NUMBER if save_failed else self._received
-        return all_reduce_async(torch.tensor([word], device=self._mesh.device), self._mesh.world, "max")
+    def ask(self, save_failed: bool) -> Future[int]:
+        """Start asking all ranks whether any has received a signal, or its background save has failed."""
+        return merging(_SAVE_FAILED_NUMBER if save_failed else self._received, self._axis, max)
 
-    @staticmethod
-    def answer(pending: Pending) -> str | None:
-        """The name of a signal that some rank received, SAVE_FAILED, or None; the same on all ranks."""
-        number = int(pending.wait())
+    def answer(self, asked: Future[int]) -> str | None:
+        """The name of a signal that some rank received, SAVE_FAILED, or None; the same on all ranks.
+
+        Raises:
+            CommError: a peer is lost.
+        """
+        number = wait_for(self._mesh.world, asked.result)
         if number == _SAVE_FAILED_NUMBER:
             return SAVE_FAILED
         return signal.Signals(number).name if number else None

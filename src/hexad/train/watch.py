@@ -7,10 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import TextIO
 
 from hexad.comm.trace import Call, Trace
+
+from . import flight_recorder
+from .error_file import withdraw_error, write_error
 
 log = logging.getLogger("hexad.watch")
 
@@ -24,6 +28,10 @@ class Watch:
     log file only, not to stderr. A rank that was itself stopped for so long writes them as soon as it runs
     again, even if it is about to end: its peers have gone by then.
 
+    Collectives of a GPU are completed after they were waited for, so that their progress is asked for
+    (:class:`~hexad.comm.trace.Trace`). If one is not completed in time, torch's watchdog aborts the process
+    at the timeout: the dump of torch's flight recorder is written before, and a message for the launcher.
+
     If a hanging thread holds Python's lock, this thread cannot run either. A timer in C then writes the
     stacks. It is reset as long as this thread runs: reading the stacks of running threads can crash the
     process. The same can happen if the complete job is stopped (SIGSTOP) for longer than that: the timer uses
@@ -33,12 +41,17 @@ class Watch:
         trace: of the mesh.
         timeout: ``run.timeout``, in seconds.
         file: the rank's log.
+        rank: of this process.
+        run_dir: for the dump of torch's flight recorder.
     """
 
-    def __init__(self, trace: Trace, timeout: float, file: TextIO) -> None:
+    def __init__(self, trace: Trace, timeout: float, file: TextIO, rank: int, run_dir: Path) -> None:
         self._trace = trace
         self._timeout = timeout
         self._file = file
+        self._rank = rank
+        self._run_dir = run_dir
+        self._unfinished: list[Call] = []
         self._interval = min(1.0, timeout / 20)
         self._limit = timeout - min(10.0, timeout / 5)
         self._over = threading.Event()
@@ -63,13 +76,19 @@ class Watch:
             over = _in_the_stack(self.words(), lambda: self._over.wait(self._interval))
             now, before = time.monotonic(), looked
             looked = now
+            self._unfinished = self._trace.unfinished()
+            if self._trace.changes != seen:
+                seen, since = self._trace.changes, now
+            # torch's watchdog ends the rank run.timeout after it has started what is not completed.
+            idle = max([now - since, *(time.time() - call.since for call in self._unfinished)])
             if now - before > self._limit:  # stopped, or Python's lock was held: the trace cannot tell
                 self._tell(f"no progress for {now - before:.0f} s, in which no Python ran")
-            elif self._trace.changes != seen:
-                seen, since, told = self._trace.changes, now, False
-            elif now - since > self._limit and not told:
+            elif idle > self._limit and not told:
+                self._tell(f"no progress for {idle:.0f} s")
                 told = True
-                self._tell(f"no progress for {now - since:.0f} s")
+            elif idle <= self._limit and told:
+                told = False
+                withdraw_error()
 
     def _tell(self, what: str) -> None:
         text = f"{what} (run.timeout is {self._timeout:.0f} s); {self.words()}"
@@ -78,14 +97,22 @@ class Watch:
         else:
             print(text, file=self._file, flush=True)
         faulthandler.dump_traceback(self._file)
+        if self._unfinished:
+            # What is left if torch's watchdog now aborts the process.
+            call = self._unfinished[0]
+            write_error(f"CommError: {call.what} timed out: not completed within {self._timeout:.0f} s")
+        flight_recorder.write(self._run_dir, self._rank)
 
     def words(self) -> str:
-        """Step, and the collective this rank waits in or has last finished."""
+        """Step, and the collectives this rank waits in, that a device has not completed, or the last one that
+        is known to be completed."""
         trace = self._trace
         waiting, finished = trace.waiting, trace.finished
-        if waiting is not None:
-            return f"step {trace.step}, waiting in {_words(waiting)}"
-        return f"step {trace.step}, last finished {_words(finished) if finished else 'no collective'}"
+        found = [f"waiting in {_words(waiting)}"] if waiting is not None else []
+        found += [f"not completed by the device: {_words(call)}" for call in self._unfinished]
+        if not found:
+            found = [f"last finished {_words(finished) if finished else 'no collective'}"]
+        return f"step {trace.step}, {'; '.join(found)}"
 
 
 def _words(call: Call) -> str:

@@ -1,0 +1,115 @@
+"""Manifests that Hexad has not written: nothing outside the checkpoint is read, memory stays bounded."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+import zlib
+from base64 import b64encode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hexad.checkpoint.manifest import _END, _PREFIX, MANIFEST_FILE, DamagedCheckpoint, _guarded
+from hexad.checkpoint.reader import Checkpoint
+from hexad.checkpoint.writer import write_manifest, write_shard
+from hexad.cli.main import run as command
+from hexad.model.configuration import load_config
+
+from ..weights import chunk as chunk_of
+
+NAME = "model.w"
+
+
+def checkpoint(directory: Path) -> Path:
+    """One tensor in one file."""
+    path = directory / "step-00000001"
+    path.mkdir()
+    shard = write_shard(path, 0, [chunk_of(NAME, (3, 2), (0, 0), torch.arange(6.0).view(3, 2))])
+    assert shard is not None
+    origin = {"world": 1, "layout": {}, "reason": "test", "saved_at": 0.0, "hexad": "", "torch": ""}
+    write_manifest(path, [shard], {NAME: (3, 2)}, load_config(), {"step": 1, "samples": 1}, origin)
+    return path
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest; its checksum matches afterwards."""
+    file = path / MANIFEST_FILE
+    body = json.loads(file.read_bytes()[_PREFIX : -len(_END)])
+    edit(body)
+    file.write_bytes(_guarded(json.dumps(body, separators=(",", ":")).encode()))
+
+
+def pack(rows: list[list[int]]) -> str:
+    return b64encode(zlib.compress(np.array(rows, dtype="<i8").tobytes(), 9)).decode()
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/etc/hostname", "a/../../b", "", "a//b", ".", "a\\b", "a\0b"]
+)
+def test_a_file_name_that_leads_out_of_the_checkpoint_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    path = checkpoint(tmp_path)
+    (tmp_path / "outside.safetensors").write_bytes((path / "rank-00000.safetensors").read_bytes())
+
+    def rename(body: dict[str, Any]) -> None:
+        body["files"][name] = body["files"].pop("rank-00000.safetensors")
+
+    change(path, rename)
+    with pytest.raises(DamagedCheckpoint, match="expected one inside the checkpoint"):
+        Checkpoint(path)
+    assert command(["checkpoint", "verify", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("hexad: error: ") and err.count("\n") == 1
+
+
+def test_a_folder_inside_the_checkpoint_is_allowed(tmp_path: Path) -> None:
+    """Imported models have their tokenizer's files in one."""
+    path = checkpoint(tmp_path)
+    (path / "folder").mkdir()
+    (path / "rank-00000.safetensors").rename(path / "folder" / "any")
+
+    def rename(body: dict[str, Any]) -> None:
+        body["files"]["folder/any"] = body["files"].pop("rank-00000.safetensors")
+
+    change(path, rename)
+    with Checkpoint(path) as opened:
+        assert torch.equal(opened.read(NAME), torch.arange(6.0).view(3, 2))
+
+
+def test_rectangles_cannot_ask_for_more_memory_than_the_files_have_blocks(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    bomb = b64encode(zlib.compress(bytes(64 * 2**20), 9)).decode()
+
+    def inflate(body: dict[str, Any]) -> None:
+        body["tensors"][NAME][2] = bomb
+
+    change(path, inflate)
+    with Checkpoint(path) as opened:
+        tracemalloc.start()
+        with pytest.raises(DamagedCheckpoint, match="rectangles of more than"):
+            opened.read(NAME)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[2, 1, 0, 0, 0, 3, 2], [-1, 1, 0, 0, 0, 3, 2], [1, 2, 0, 0, 0, 3, 2], [1, 1, -8, 0, 0, 3, 2]],
+    ids=["no such file", "a file counted from the end", "no such block", "before the file's first byte"],
+)
+def test_a_rectangle_that_is_in_no_file_is_refused(tmp_path: Path, row: list[int]) -> None:
+    path = checkpoint(tmp_path)
+
+    def move(body: dict[str, Any]) -> None:
+        body["tensors"][NAME][2] = pack([row])
+
+    change(path, move)
+    with Checkpoint(path) as opened, pytest.raises(DamagedCheckpoint, match="in no block of the files"):
+        opened.read(NAME)

@@ -78,7 +78,8 @@ class LanguageModel:
             if low < lowest or high >= self.vocab or (lowest and -100 < low < 0):
                 bad = high if high >= self.vocab else low
                 raise HexadError(
-                    f"{name} id {bad} is outside the model's vocabulary of {self.vocab} (model.vocab)"
+                    f"{name} id {bad} is outside the model's vocabulary of {self.vocab} (model.vocab); set "
+                    "data.tokenizer (or model.vocab) to what the data was built with"
                 )
         if microbatch.documents is not None:
             _check_documents(microbatch.documents, *microbatch.tokens.shape)

@@ -97,8 +97,15 @@ class Trainer:
         self.flops = flops_per_token(config.model, config.data.sequence)
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
+        run.agreed(self._prepare_data)
         self._recovery: str | None = None
         run.agreed(lambda: self._write("config.yaml", dump_config(self.config)))
+
+    def _prepare_data(self) -> None:
+        """Have the indexes of large data before the first step."""
+        self.loader.prepare(self.engine.samples)
+        if self.validation is not None:
+            self.validation.prepare(0)
 
     def _write(self, name: str, text: str) -> None:
         """Write a file of ``run.dir``, on the first rank only."""

@@ -25,7 +25,7 @@ from .indexed import IndexedDataset
 from .microbatch import IGNORED, Microbatch
 from .samples import SampleSource
 from .sidecar import Sidecar, read_sidecar, sidecar_path
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, bos_ids
 
 Data = str | Sequence[tuple[float, str]]
 
@@ -52,6 +52,8 @@ class DataLoader:
         vocab: refuse data whose sidecar records an id not below this. Without a sidecar ids are checked as
             they are read, by the engine.
         eod: the run's end-of-document token; data known to be built with another is refused. None: unchecked.
+        bos: the ids before each document in this run; data known to be built with others is refused. None:
+            unchecked.
         cache_dir: where to keep the indexes of very large data if its own directory cannot be written.
         patience: seconds to wait for another process that writes such an index.
         setting: the setting that ``data`` is from, for messages.
@@ -73,6 +75,7 @@ class DataLoader:
         data_size: int = 1,
         vocab: int | None = None,
         eod: int | None = None,
+        bos: Sequence[int] | None = None,
         cache_dir: str | Path | None = None,
         patience: float = 600.0,
         setting: str = "data.train",
@@ -91,7 +94,7 @@ class DataLoader:
         self.data_rank, self.data_size = data_rank, data_size
         self._blend = Blend([weight for weight, _ in blend])
         try:
-            opened = [_open(prefix, vocab, eod) for _, prefix in blend]
+            opened = [_open(prefix, vocab, eod, bos) for _, prefix in blend]
             self._sources = [
                 SampleSource(
                     data, sequence=sequence, seed=seed, source=number, cache_dir=cache_dir, patience=patience
@@ -192,11 +195,17 @@ class DataLoader:
         self.close()
 
 
-def _open(prefix: str, vocab: int | None, eod: int | None) -> IndexedDataset:
+def _open(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
     """A dataset that fits the run, by what its sidecar records."""
     data = IndexedDataset(prefix)
     if (built := read_sidecar(prefix)) is not None:
         _check_built(prefix, built, vocab, eod)
+        if bos is not None and built.bos is not None and list(bos) != list(built.bos):
+            raise HexadError(
+                f"{prefix} was built with the ids {list(built.bos)} before each document, but data.bos and "
+                f"data.tokenizer give {list(bos)}; set data.bos to {'auto' if built.bos else 'no'} or build "
+                "the data again"
+            )
     return data
 
 
@@ -248,6 +257,7 @@ def loader_from_config(
         data_size=data_size,
         vocab=int(config.model.vocab),
         eod=tokenizer.eod,
+        bos=bos_ids(tokenizer, config.data.bos),
         cache_dir=Path(config.run.dir) / "index-cache",
         patience=config.run.timeout,
         setting=f"data.{which}",

@@ -8,6 +8,7 @@ is used only while its fingerprint matches the data, so that it is never applied
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class Sidecar:
         tokenizer: argument of ``load_tokenizer``, or None if not known.
         vocab: the tokenizer's vocabulary size.
         eod: id of its end-of-document token, if it has one.
+        bos: ids before each document; None if not known.
     """
 
     fingerprint: str
@@ -39,6 +41,7 @@ class Sidecar:
     tokenizer: str | None = None
     vocab: int | None = None
     eod: int | None = None
+    bos: Sequence[int] | None = None
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -77,6 +80,7 @@ def describe(
     tokenizer: str | None = None,
     vocab: int | None = None,
     eod: int | None = None,
+    bos: Sequence[int] | None = None,
 ) -> Sidecar:
     """The sidecar of an open dataset."""
     return Sidecar(
@@ -89,4 +93,5 @@ def describe(
         tokenizer=tokenizer,
         vocab=vocab,
         eod=eod,
+        bos=None if bos is None else list(bos),
     )

@@ -82,11 +82,12 @@ class Attention:
     def products(self, run: Execution) -> list[Product]:
         """The projections', and those of the attention itself.
 
-        A causal mask halves the latter: two in the forward pass, scores and weighted values; five in the
-        backward pass, which computes the scores again (FlashAttention-2, arXiv 2307.08691).
+        Documents leave part of the latter, and a causal mask halves them: two in the forward pass, scores and
+        weighted values; five in the backward pass, which computes the scores again (FlashAttention-2,
+        arXiv 2307.08691).
         """
         length, width = run.length, self.width
-        count = run.sequences * self.heads / run.tensor / 2
+        count = run.attended * run.sequences * self.heads / run.tensor / 2
         forward = Product("F", length, length, width, 2 * count)
         backward = Product("B", length, length, width, 4 * count)
         again = Product("B", length, length, width, count, again=True)

@@ -260,6 +260,7 @@ class Execution:
         fp8: products are computed in 8 bits.
         cpu: on a CPU, where some backward passes are written by hand.
         isolate: attention is confined to documents.
+        attended: of all pairs of tokens of a sequence, the part in one document; below 1 with ``isolate``.
     """
 
     sequences: int
@@ -271,6 +272,7 @@ class Execution:
     fp8: bool = False
     cpu: bool = True
     isolate: bool = False
+    attended: float = 1.0
 
     @property
     def tokens(self) -> int:

@@ -248,7 +248,7 @@ class Engine:
         placed = [language.placed(microbatch) for microbatch in microbatches]
         self.begin(len(placed))
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
-        targets = language.targets(counting.wait())
+        targets, pairs = language.totals(counting.wait())
         tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
         total = self.accumulate(tasks, 1.0 / targets, record)
         total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -269,7 +269,8 @@ class Engine:
         if not finite and self.scaler.exhausted:
             fault = "not_finite"
         self.guard.record(self.step, mean, finite and not spike, fault)
-        return StepResult(self.step, mean, norm, lr, targets, not finite or spike, loss_scale, fault, limit)
+        skipped = not finite or spike
+        return StepResult(self.step, mean, norm, lr, targets, pairs, skipped, loss_scale, fault, limit)
 
     def _veto(self, loss: Pending, limit: float) -> Pending:
         """Start asking whether any rank finds the sum of the losses above a limit."""

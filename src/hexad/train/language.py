@@ -86,28 +86,35 @@ class LanguageModel:
         return microbatch.to(self.mesh.device)
 
     def count(self, microbatches: Sequence[Microbatch]) -> Pending:
-        """Start summing (target tokens, microbatches, microbatches squared) over ranks with other tokens."""
+        """Start summing (target tokens, microbatches, microbatches squared, pairs of tokens of one document)
+        over ranks with other tokens."""
         if not microbatches:
             raise HexadError("train_step needs at least one microbatch")
         number = len(microbatches)
-        counts = [sum(m.targets() for m in microbatches), number, number**2]
+        counts = [
+            sum(m.targets() for m in microbatches),
+            number,
+            number**2,
+            sum(m.pairs() for m in microbatches),
+        ]
         return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.axis)
 
-    def targets(self, counts: torch.Tensor) -> int:
-        """The global number of targets, from :meth:`count`'s sums.
+    def totals(self, counts: torch.Tensor) -> tuple[int, int]:
+        """The global number of targets, and of pairs of tokens of one document, from :meth:`count`'s sums.
 
         Raises:
             HexadError: there are none, or data ranks have different numbers of microbatches.
         """
+        counts = counts.cpu()
         self.same_number(counts)
-        targets = int(counts[0])
+        targets, *_, pairs = counts.tolist()
         if targets == 0:
             raise HexadError("no position of the global batch has a target: all labels are -100")
-        return targets
+        return targets, pairs
 
     def same_number(self, counts: torch.Tensor) -> None:
         """Refuse different numbers of microbatches on the data ranks, given :meth:`count`'s sums."""
-        _, number, squares = counts.tolist()
+        _, number, squares, _ = counts.tolist()
         # Equality in Cauchy-Schwarz: only when every rank has the same number.
         if number**2 != squares * self.axis.size:
             raise HexadError("data ranks were given different numbers of microbatches in one step")

@@ -94,7 +94,8 @@ class Trainer:
         run.identical("data", [fingerprint(prefix) for prefix in _prefixes(config)])
         self.engine = Engine(run.resolved, mesh)
         self.checkpointer = Checkpointer(config, mesh)
-        self.flops = flops_per_token(config.model, config.data.sequence)
+        # Per token, without attention and with that of complete sequences; linear in between.
+        self.flops = [flops_per_token(config.model, config.data.sequence, part) for part in (0.0, 1.0)]
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
         run.agreed(self._prepare_data)
@@ -251,7 +252,9 @@ class Trainer:
         # MFU: training FLOPs per token x tokens/s / (peak FLOP/s of all ranks); see model/counts.py.
         mfu = None
         if self.peak is not None:
-            mfu = self.flops * rate / (self.peak * self.mesh.layout.world)
+            none, complete = self.flops
+            flops = none + (complete - none) * result.pairs / (batch * sequence**2)
+            mfu = flops * rate / (self.peak * self.mesh.layout.world)
         return {
             "step": result.step,
             "loss": result.loss,

@@ -92,7 +92,7 @@ class Trainer:
         # What can fail on one rank alone (files) runs under agreed, without collectives inside.
         self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
         run.identical("data", [fingerprint(prefix) for prefix in _prefixes(config)])
-        self.engine = Engine(run.resolved, mesh)
+        self.engine = Engine(run.resolved, mesh, initialise=False)
         self.checkpointer = Checkpointer(config, mesh)
         # Per token, without attention and with that of complete sequences; linear in between.
         self.flops = [flops_per_token(config.model, config.data.sequence, part) for part in (0.0, 1.0)]
@@ -303,7 +303,9 @@ class Trainer:
         if found is None:
             parameters = parameter_count(self.config.model)
             load = self.config.model.load
-            if load is not None:
+            if load is None:
+                self.engine.initialise()
+            else:
                 self._load_weights(run)
             with_weights = f" with the weights of {load}" if load is not None else ""
             log.info("starting a new run%s: %s parameters", with_weights, f"{parameters:,}")

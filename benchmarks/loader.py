@@ -2,7 +2,7 @@
 
 Writes a synthetic dataset into a temporary directory (2 bytes per token), then measures in this process:
 
-- ``open_seconds``: ``DataLoader(...)`` until it is ready, token-range check included;
+- ``open_seconds``: ``DataLoader(...)`` until it is ready;
 - ``index_seconds``: the first step, which builds the epoch's index;
 - ``tokens_per_second``: input tokens of all further steps, in one thread, without reading ahead;
 - ``megatron_*``: the same of megatron-core's GPTDataset in this process, where it is installed, for just

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,15 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hexad.cli.data import data as command
-from hexad.config import HexadError
+from hexad.config import ConfigError, HexadError
 from hexad.dataset.build import build
 from hexad.dataset.corpus import build_demo_data, standard_library_files, unigram_entropy
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from hexad.dataset.inspect import inspect
-from hexad.dataset.sidecar import read_sidecar, sidecar_path
-from hexad.dataset.tokenizer import load_tokenizer, train_bpe
+from hexad.dataset.loader import loader_from_config
+from hexad.dataset.sidecar import read_sidecar, sidecar_path, write_sidecar
+from hexad.dataset.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from hexad.model.configuration import load_config
 
 BYTE = load_tokenizer("byte")
 
@@ -77,6 +80,30 @@ def test_no_end_of_document(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("ab")
     assert build([tmp_path / "a"], tmp_path / "d", "byte", append_eod=False).eod is None
     assert IndexedDataset(tmp_path / "d").tokens.tolist() == [97, 98]
+
+
+def test_documents_begin_as_the_tokenizer_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a run whose ``data.bos`` says otherwise is refused; data of unknown origin is not."""
+    (tmp_path / "a").write_text("ab")
+    monkeypatch.setattr(ByteTokenizer, "bos", (255, 254))
+    for bos, begin in ((True, [255, 254]), (False, [])):
+        prefix = tmp_path / f"with{bos}"
+        assert build([tmp_path / "a"], prefix, "byte", workers=1, prepend_bos=bos).bos == tuple(begin)
+        assert IndexedDataset(prefix).tokens.tolist() == [*begin, 97, 98, 256]
+        sidecar = read_sidecar(prefix)
+        assert sidecar is not None and sidecar.bos == begin
+        tree = {
+            "model": {"vocab": 257},
+            "data": {"train": str(prefix), "sequence": 2},
+            "batch": {"global": 2},
+        }
+        right, wrong = ("auto", "no") if bos else ("no", "auto")
+        loader_from_config(load_config(tree, [f"data.bos={right}"]), 0, 1, ByteTokenizer()).close()
+        config = load_config(tree, [f"data.bos={wrong}"])
+        with pytest.raises(ConfigError, match=f"built with the ids .* set data.bos to {right}"):
+            loader_from_config(config, 0, 1, ByteTokenizer())
+        write_sidecar(prefix, replace(sidecar, bos=None))
+        loader_from_config(config, 0, 1, ByteTokenizer()).close()
 
 
 def test_workers_do_not_change_the_result(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hexad.config import HexadError
 from hexad.dataset.indexed import HEADER, IndexedDataset, IndexedWriter, bin_path, dtype_for, idx_path
-from hexad.dataset.sidecar import check_token_range, describe, read_sidecar, sidecar_path, write_sidecar
+from hexad.dataset.sidecar import describe, read_sidecar, sidecar_path, write_sidecar
 
 # Documents as lists of sequences.
 corpora = st.lists(
@@ -202,35 +202,46 @@ def test_ending_given_with_the_prefix(small: Path) -> None:
         IndexedDataset(bin_path(small))
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-def test_token_range(tmp_path: Path, dtype: type) -> None:
-    write(tmp_path / "d", [[[1, 2]], [[50000, 3]]], dtype)
-    assert check_token_range(tmp_path / "d", 50001) == 50000
-    with pytest.raises(HexadError, match="token id 50000 at position 2, expected 0 to 49999"):
-        check_token_range(tmp_path / "d", 50000)
-
-
-def test_negative_tokens_are_found(tmp_path: Path) -> None:
-    write(tmp_path / "d", [[[1, -2]]], np.int32)
-    with pytest.raises(HexadError, match="token id -2 at position 1"):
-        check_token_range(tmp_path / "d", 10)
-
-
 def test_sidecar_is_believed_only_for_its_own_data(small: Path) -> None:
-    # A wrong maximum shows whether the sidecar or the tokens were asked.
     write_sidecar(small, describe(IndexedDataset(small), 5))
-    assert check_token_range(small, 100) == 5
+    assert read_sidecar(small) == describe(IndexedDataset(small), 5)
     patch(bin_path(small), 0, b"\x02")
     assert read_sidecar(small) is None
-    assert check_token_range(small, 100) == 7
     sidecar_path(small).write_text("{")
-    assert check_token_range(small, 100) == 7
+    assert read_sidecar(small) is None
 
 
-def test_large_scan_is_kept(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_token_range(small, 100) == 7
-    assert not sidecar_path(small).exists()
-    monkeypatch.setattr("hexad.dataset.sidecar._WORTH_KEEPING", 1)
-    assert check_token_range(small, 100) == 7
-    kept = read_sidecar(small)
-    assert kept is not None and kept.max_token == 7 and kept.documents == 3
+@pytest.mark.parametrize("kind", ["length", "pointer", "boundary"])
+def test_large_index_is_checked_by_who_reads_all_of_it(
+    small: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Opening looks at both ends only; the check of the whole index finds the same damage as that of a small
+    one."""
+    monkeypatch.setattr("hexad.dataset.indexed.SMALL", 2)
+    if kind == "length":  # not the first: opening looks at that
+        patch(idx_path(small), HEADER.size + 4, struct.pack("<i", -3))
+        message = "sequence 1 does not start"
+    else:
+        damage, message = DAMAGE[kind]
+        damage(small)
+    data = IndexedDataset(small)
+    with pytest.raises(HexadError, match=message):
+        data.verify()
+
+
+@pytest.mark.parametrize(
+    ("offset", "raw", "message"),
+    [
+        (HEADER.size, struct.pack("<i", -3), "sequence 0 does not start"),
+        (HEADER.size + 16 + 24, b"\x07", "sequence 3 does not start"),
+        (HEADER.size + 48, b"\x01", "document boundaries run from 1 to 4"),
+        (HEADER.size + 48 + 24, b"\x03", "document boundaries run from 0 to 3"),
+    ],
+)
+def test_ends_of_a_large_index_are_checked(
+    small: Path, monkeypatch: pytest.MonkeyPatch, offset: int, raw: bytes, message: str
+) -> None:
+    monkeypatch.setattr("hexad.dataset.indexed.SMALL", 2)
+    patch(idx_path(small), offset, raw)
+    with pytest.raises(HexadError, match=message):
+        IndexedDataset(small)

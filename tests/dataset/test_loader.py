@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexad.config import ConfigError
-from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path
+from hexad.dataset.indexed import (
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    IndexedWriter,
+    bin_path,
+    idx_path,
+)
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.microbatch import IGNORED, Microbatch
 from hexad.dataset.sidecar import describe, write_sidecar
@@ -171,7 +181,6 @@ def test_from_config(tmp_path: Path) -> None:
         (["data.train=[]"], "data.train: an empty blend"),
         (["batch.global=6"], r"batch.global: 6 is not divisible by batch.micro 2 x 2 data ranks"),
         (["data.sequence=250"], "data.train: .*holds 250 tokens, expected at least data.sequence . 1 = 251"),
-        (["model.vocab=200"], "data.train: .*token id 200 at position 200, expected 0 to 199"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -190,6 +199,38 @@ def test_damage_is_found_at_the_start(tmp_path: Path) -> None:
     bin_path(prefix).write_bytes(bin_path(prefix).read_bytes()[:-4])
     with pytest.raises(ConfigError, match=r"data\.train: .*a\.bin: truncated: 996 bytes, expected 1000"):
         loader_from_config(config(prefix), 0, 1, load_tokenizer("byte"))
+
+
+def test_ids_beyond_the_vocabulary_are_found_from_the_sidecar_alone(tmp_path: Path) -> None:
+    """Without one no token is read: those of a microbatch are checked when it is."""
+    prefix = make(tmp_path / "a", [50] * 5)
+    loader_from_config(config(prefix, "model.vocab=200"), 0, 1, load_tokenizer("byte")).close()
+    write_sidecar(prefix, describe(IndexedDataset(prefix), 249, tokenizer="other", vocab=300))
+    with pytest.raises(ConfigError, match=r"data.train: .*a holds token id 249 .*other.*expected 0 to 199"):
+        loader_from_config(config(prefix, "model.vocab=200"), 0, 1, load_tokenizer("byte"))
+
+
+def test_opening_and_reading_touch_few_pages(tmp_path: Path) -> None:
+    """Six billion tokens, in a sparse file, with no sidecar."""
+    lengths = [2**31 - 1] * 3
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_documents(np.zeros(3, np.uint16), [1, 1, 1])
+    header = HEADER.pack(MAGIC, VERSION, 8, 3, 4)
+    pointers = 2 * np.cumsum([0, *lengths[:2]])
+    tables = (np.array(lengths, "<i4"), pointers.astype("<i8"), np.arange(4, dtype="<i8"))
+    idx_path(tmp_path / "a").write_bytes(header + b"".join(table.tobytes() for table in tables))
+    os.truncate(bin_path(tmp_path / "a"), 2 * sum(lengths))
+
+    def faults() -> int:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return used.ru_minflt + used.ru_majflt
+
+    before = faults()
+    loader = loader_from_config(config(str(tmp_path / "a")), 0, 1, load_tokenizer("byte"))
+    with loader:
+        loader.prepare(0)
+        loader.step(0)
+    assert faults() - before < 20_000  # of 3 million pages
 
 
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -13,9 +16,11 @@ from hypothesis import strategies as st
 
 from hexad.config import HexadError
 from hexad.dataset.blend import Blend
+from hexad.dataset.files import lock
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.permutation import permute
 from hexad.dataset.samples import SampleSource
+from hexad.dataset.stream import Stream
 
 
 def numbered(directory: Path, lengths: list[int]) -> IndexedDataset:
@@ -116,6 +121,49 @@ def test_large_indexes_are_kept_on_disk(tmp_path: Path, unwritable: bool) -> Non
     again = SampleSource(dataset, sequence=8, seed=1, cache_dir=fallback, in_memory=5)
     np.testing.assert_array_equal(again.read(np.arange(400))[0], expected[0])
     assert sorted(kept.iterdir()) == files and files[0].stat().st_size == files[1].stat().st_size
+
+
+def test_large_index_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks belong to open files, so that threads stand for the processes of several hosts."""
+    dataset = numbered(tmp_path, list(range(1, 60)))
+    written: list[int] = []
+    write = Stream._write
+    begun = Barrier(4)
+
+    def slow(self: Stream, path: Path, epoch: int) -> None:
+        written.append(epoch)
+        time.sleep(0.3)  # meanwhile the others arrive
+        write(self, path, epoch)
+
+    def first_sample() -> list[int]:
+        samples = SampleSource(dataset, sequence=8, seed=1, in_memory=5)
+        begun.wait()
+        samples.prepare(0)
+        return samples.read(np.arange(1))[0].tolist()
+
+    monkeypatch.setattr(Stream, "_write", slow)
+    with ThreadPoolExecutor(4) as ranks:
+        found = [each.result() for each in [ranks.submit(first_sample) for _ in range(4)]]
+    assert written == [0] and found == [found[0]] * 4
+    assert [path.suffix for path in (tmp_path / "d.cache").iterdir()] == [".npy"]
+
+
+def test_wait_for_a_large_index_is_bounded(tmp_path: Path) -> None:
+    dataset = numbered(tmp_path, list(range(1, 60)))
+    complete = SampleSource(dataset, sequence=8, seed=1, in_memory=5)
+    complete.prepare(0)
+    (index,) = (tmp_path / "d.cache").iterdir()
+    content = index.read_bytes()
+    index.unlink()
+    source = SampleSource(dataset, sequence=8, seed=1, in_memory=5, patience=0.2)
+    with index.with_name(f".{index.name}.lock").open("a+", encoding="utf-8") as held:
+        assert lock(held, 0) is True
+        with pytest.raises(
+            HexadError, match=rf"not complete after 0 s .* process {os.getpid()} on .*run.tim"
+        ):
+            source.prepare(0)
+    source.prepare(0)  # its holder is gone
+    assert index.read_bytes() == content
 
 
 def test_nowhere_to_keep_a_large_index(tmp_path: Path) -> None:

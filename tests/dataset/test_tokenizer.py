@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hexad.config import HexadError
-from hexad.dataset.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from hexad.dataset.tokenizer import ByteTokenizer, bos_ids, load_tokenizer, train_bpe
 
 TEXTS = ["def f(x):\n    return x + 1\n", "Grüße, 世界! 🙂", "", "   spaces\t\n\n", "1234567"] * 3
 
@@ -90,6 +90,36 @@ def test_end_of_document_is_the_one_the_files_name(directory: Path, tmp_path: Pa
     assert tokenizer.vocab_size == max(backend.get_vocab().values()) + 1
 
 
+def with_beginning(directory: Path, target: Path, template: str, **config: object) -> Path:
+    """The tokenizer with ``<s>`` (300) and ``</s>`` (301), and a post-processor that puts them there."""
+    from tokenizers import Tokenizer, processors
+
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_special_tokens(["<s>", "</s>"])
+    specials = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
+    whole = processors.TemplateProcessing(single=template, pair=f"{template} $B", special_tokens=specials)
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), whole])
+    backend.save(str(target / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (target / "tokenizer_config.json").write_text(json.dumps({**names, **config}))
+    return target
+
+
+@pytest.mark.parametrize("text", ["def f(x):", "", "<s> x"])
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>", "$A"])
+@pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
+def test_beginnings_are_those_of_transformers(
+    directory: Path, tmp_path: Path, template: str, config: dict[str, bool], text: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    where = str(with_beginning(directory, tmp_path, template, **config))
+    expected = transformers.AutoTokenizer.from_pretrained(where)(text).input_ids
+    ours = load_tokenizer(where)
+    end = [301] if template.endswith("</s>") else []  # every document gets one anyway: no part of the text
+    assert [*bos_ids(ours, "auto"), *ours.encode(text), *end] == expected
+    assert bos_ids(ours, "no") == []
+
+
 def test_stored_limits_do_not_cut_documents(directory: Path, tmp_path: Path) -> None:
     limits = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     edited(directory, tmp_path, truncation=limits)
@@ -113,6 +143,9 @@ def test_sentencepiece(tmp_path: Path) -> None:
         ids = tokenizer.encode("the lazy fox")
         assert ids == oracle.encode("the lazy fox") == tokenizer.encode_batch(["the lazy fox"])[0].tolist()
         assert tokenizer.decode(ids) == "the lazy fox"
+        assert tokenizer.bos == ()
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
+    assert load_tokenizer(str(tmp_path)).bos == (oracle.bos_id(),)
 
 
 @pytest.mark.parametrize("name", ["llama.tiktoken", "tokenizer.model"])

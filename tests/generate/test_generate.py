@@ -14,7 +14,7 @@ import torch
 
 from hexad.cli.main import run
 from hexad.config import ConfigError
-from hexad.dataset.tokenizer import train_bpe
+from hexad.dataset.tokenizer import ByteTokenizer, train_bpe
 from hexad.generate.generator import KeyValueCache, generate
 from hexad.generate.sampling import Sampling, choose
 from hexad.model.configuration import build_config
@@ -195,6 +195,15 @@ def test_a_tokenizer_with_more_ids_than_the_model(
         result = call("generate", *arguments)
         assert result.status == 2 and result.error.startswith("data.tokenizer: ")
         assert problem in result.error
+
+
+def test_prompts_begin_as_the_tokenizer_says(trained: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts: list[list[int]] = []
+    monkeypatch.setattr(ByteTokenizer, "bos", (256,))
+    monkeypatch.setattr("hexad.generate.generator.generate", lambda _, ids, *rest: prompts.append(ids) or [])
+    for override in ("data.bos=auto", "data.bos=no"):
+        generated(trained, override)
+    assert prompts == [[256, *b"the q"], [*b"the q"]]
 
 
 def test_another_sequence_length_is_of_no_matter(trained: RunFile) -> None:

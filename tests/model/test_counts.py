@@ -189,6 +189,15 @@ def test_flops_equal_torchs_counter() -> None:
     assert counter.get_total_flops() == ours
 
 
+@pytest.mark.parametrize("settings", SMALL)
+def test_flops_of_isolated_documents_are_those_of_sequences_of_their_lengths(settings: dict) -> None:
+    model, lengths = model_of({**settings, "max_positions": 64}), (1, 40, 16, 7)
+    apart = sum(length * flops_per_token(model, length) for length in lengths)
+    attended = sum(length**2 for length in lengths) / sum(lengths) ** 2
+    assert apart == pytest.approx(64 * flops_per_token(model, 64, attended), rel=1e-12)
+    assert apart < 64 * flops_per_token(model, 64)
+
+
 def test_unresolved_settings_are_named() -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab: found auto"):
         parameter_count(ModelSettings())

@@ -110,7 +110,7 @@ def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, pool
             + gathers[use] * (size * width * (shards - 1) // shards)
             for use, size in sizes
         )
-        scalars = [(data, 8), (data, 3 * 8), (shards, 4)]  # the loss; counts; the norm
+        scalars = [(data, 8), (data, 4 * 8), (shards, 4)]  # the loss; counts; the norm
         wanted += sum(2 * (size - 1) * nbytes // size for size, nbytes in scalars)
         assert sent == wanted
 

@@ -117,12 +117,12 @@ def _ignore_documents(mesh: Mesh) -> Patches:
 
 
 def _seed_per_rank(mesh: Mesh) -> Patches:
-    original = buckets.initialise
+    original = buckets.fill_initial
 
-    def initialise(models: Any, seed: int) -> None:
-        original(models, seed + mesh.tensor.rank)
+    def fill_initial(values: Any, rectangle: Any, weight: Any, seed: int) -> None:
+        original(values, rectangle, weight, seed + mesh.tensor.rank)
 
-    return [mock.patch.object(buckets, "initialise", initialise)]
+    return [mock.patch.object(buckets, "fill_initial", fill_initial)]
 
 
 def _repeat_microbatch(mesh: Mesh) -> Patches:

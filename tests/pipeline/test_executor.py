@@ -198,7 +198,8 @@ def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, 
     sharding = {"dense": StateSharding(alone, alone, ())}
     buckets = make_buckets(stage_parameters(stages), 1e9, formats, 0, sharding)
     for bucket in buckets:
-        bucket.allocate(formats, False, 3)
+        bucket.allocate(formats, False)
+        bucket.initialise(3)
     sums = WatchedGradients(buckets, sharding, {}, alone, BufferPool(CPU))
     axis = Axis("pipeline", tuple(range(world)), rank, dist.group.WORLD)
     graphs: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -93,12 +93,12 @@ def test_token_ids_outside_the_vocabulary(tmp_path: Path, data: str, make_run: M
     for suffix in (".bin", ".idx", ".hexad.json"):
         (tmp_path / f"other{suffix}").write_bytes(Path(data + suffix).read_bytes())
     raw = np.fromfile(tmp_path / "other.bin", np.uint16)
-    raw[100] = 300
+    raw[:] = 300
     raw.tofile(tmp_path / "other.bin")
     (tmp_path / "other.hexad.json").unlink()
     result = make_run(data={"train": str(tmp_path / "other")}).train()
     assert result.status == 2
-    assert "token id 300 at position 100, expected 0 to 256" in result.error
+    assert "token id 300 is outside the model's vocabulary of 257 (model.vocab); set data.tok" in result.error
 
 
 def test_a_gradient_that_is_not_finite(make_run: MakeRun) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+from hexad.dataset.indexed import IndexedWriter
+from hexad.dataset.loader import loader_from_config
+from hexad.dataset.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
+from hexad.model.counts import flops_per_token
 
 from ..pool import Pool
 from .command import FOUR, RunFile, call
@@ -43,6 +50,36 @@ def test_metrics_have_the_keys_of_the_contract(alone: RunFile, four: RunFile) ->
     # An untrained model is near the uniform distribution; this one learns.
     assert alone.losses[0] == pytest.approx(math.log(257), abs=0.1)
     assert alone.losses[-1] < alone.losses[0] - 1
+
+
+def test_mfu_counts_attention_inside_documents(
+    tmp_path: Path, make_run: MakeRun, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLOPs follow from the documents in all data ranks' microbatches; joined ones are complete sequences."""
+    with IndexedWriter(tmp_path / "short", np.uint16) as writer:
+        writer.add_documents(np.arange(1829) % 250, np.arange(2, 61))
+    data = {"train": str(tmp_path / "short"), "sequence": 64, "documents": "isolate"}
+    settings = {"run": {"steps": 2}, "data": data}
+    monkeypatch.setattr("hexad.train.loop.peak_flops", lambda *_: 1e9)
+    run, both, joined = make_run(**settings), make_run(**settings), make_run(**settings)
+    assert run.train().status == 0 and joined.train("data.documents=join").status == 0
+    assert [status for status, _ in both.world(pool, 2, "parallel.data=2")] == [0, 0]
+    config = load_config(run.directory / "config.yaml")
+    with loader_from_config(config, 0, 1, load_tokenizer("byte")) as loader:
+        for line, whole in zip(run.metrics, joined.metrics):
+            lengths = [
+                end - begin
+                for batch in loader.step(line["samples"] - 4)
+                for begin, end in pairwise(batch.documents)
+            ]
+            assert len(lengths) > 4
+            flops = sum(length * flops_per_token(config.model, length) for length in lengths)
+            assert line["mfu"] * 1e9 * line["step_seconds"] == pytest.approx(flops)
+            every = 4 * 64 * flops_per_token(config.model, 64)
+            assert whole["mfu"] * 1e9 * whole["step_seconds"] == pytest.approx(every) and every > 1.01 * flops
+    ratios = [line["mfu"] / line["tokens_per_second"] for line in both.metrics]
+    alone = [line["mfu"] / line["tokens_per_second"] for line in run.metrics]
+    assert ratios[0] / ratios[1] == pytest.approx(alone[0] / alone[1])  # whatever the peak of two ranks
 
 
 def test_what_a_run_writes(four: RunFile, pool: Pool) -> None:

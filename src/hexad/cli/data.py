@@ -60,6 +60,7 @@ def data() -> None:
     "--json-key", default="text", show_default=True, help="Key (.jsonl) or column (.parquet) of the text."
 )
 @click.option("--no-eod", is_flag=True, help="Do not end documents with the end-of-document token.")
+@click.option("--no-bos", is_flag=True, help="Do not begin documents as the tokenizer says (data.bos: no).")
 @json_option
 def build_command(
     inputs: tuple[str, ...],
@@ -68,6 +69,7 @@ def build_command(
     workers: int | None,
     json_key: str,
     no_eod: bool,
+    no_bos: bool,
     as_json: bool,
 ) -> None:
     """Tokenize text into a Megatron .bin/.idx dataset."""
@@ -87,6 +89,7 @@ def build_command(
             workers=workers,
             json_key=json_key,
             append_eod=not no_eod,
+            prepend_bos=not no_bos,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if as_json:

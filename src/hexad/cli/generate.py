@@ -135,6 +135,7 @@ def _sampling(request: dict[str, Any]) -> Sampling:
 
 def generate_here(request: dict[str, Any]) -> None:
     """Be one rank of the generation; the first prints the text."""
+    from hexad.dataset.tokenizer import bos_ids
     from hexad.generate.generator import generate as generate_tokens
     from hexad.generate.generator import load_model
     from hexad.train.launch import launch
@@ -145,7 +146,7 @@ def generate_here(request: dict[str, Any]) -> None:
         tokenizer = run.agreed(lambda: _tokenizer(config))
         layers = run.resolved.plan.layers
         model = load_model(config, Path(request["checkpoint"]), run.mesh, layers)
-        prompt = tokenizer.encode(request["prompt"])
+        prompt = [*bos_ids(tokenizer, config.data.bos), *tokenizer.encode(request["prompt"])]
         count, eod = request["tokens"], tokenizer.eod
         new = list(generate_tokens(model, prompt, count, sampling, eod, run.mesh.pipeline))
         if run.mesh.rank == 0:

@@ -164,8 +164,16 @@ class DataSettings(Settings):
     ``.tiktoken``."""
     sequence: Positive = 512
     """Tokens per sample."""
+    bos: Literal["auto", "no"] = "auto"
+    """Whether a beginning-of-text token stands before each document and prompt. ``auto``: as the tokenizer
+    says (Hugging Face: its post-processor). ``no``: none. Data known to be built otherwise is refused."""
     documents: Literal["join", "isolate"] = "join"
     """``isolate`` confines attention and positions to each document of a packed sample."""
+
+    @field_validator("bos", mode="before")
+    @classmethod
+    def _no(cls, value: Any) -> Any:
+        return "no" if value is False else value  # as YAML reads it
 
 
 class BatchSettings(Settings):

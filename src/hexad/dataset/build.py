@@ -38,12 +38,13 @@ class BuildSummary:
 
     Attributes:
         prefix: of the files written.
-        documents, tokens: counts; every document's end-of-document token is among the tokens.
+        documents, tokens: counts; what begins and ends every document is among the tokens.
         skipped: inputs without any text.
         bytes_read: size of the inputs on disk.
         dtype: name of the token dtype.
         tokenizer, vocab, eod: as in :class:`~hexad.dataset.sidecar.Sidecar`; ``eod`` is None if none was
             appended.
+        bos: ids before each document.
     """
 
     prefix: str
@@ -55,6 +56,7 @@ class BuildSummary:
     tokenizer: str
     vocab: int
     eod: int | None
+    bos: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def build(
     workers: int | None = None,
     json_key: str = "text",
     append_eod: bool = True,
+    prepend_bos: bool = True,
     progress: Callable[[int, int], object] | None = None,
 ) -> BuildSummary:
     """Tokenize ``inputs`` into ``PREFIX.bin`` and ``PREFIX.idx``.
@@ -91,6 +94,7 @@ def build(
         workers: processes that tokenize; None: one per usable CPU core. One works in this process.
         json_key: key (.jsonl) or column (.parquet) of the text.
         append_eod: end every document with the tokenizer's end-of-document token, if it has one.
+        prepend_bos: begin every document with what the tokenizer puts before each text, if anything.
         progress: called with (bytes done, bytes in all) from time to time.
 
     Raises:
@@ -101,7 +105,8 @@ def build(
     pieces = cut(find_files(inputs))
     total = sum(piece.size for piece in pieces)
     eod = encoder.eod if append_eod else None
-    work = partial(_encode, key=json_key, eod=eod, dtype=dtype_for(encoder.vocab_size))
+    bos = encoder.bos if prepend_bos else ()
+    work = partial(_encode, key=json_key, bos=bos, eod=eod, dtype=dtype_for(encoder.vocab_size))
     tasks = list(_group(pieces))
     count = min(workers or _usable_cores(), len(tasks))
     done = skipped = 0
@@ -117,7 +122,9 @@ def build(
         with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
             sidecar_path(prefix).unlink(missing_ok=True)
     data = IndexedDataset(prefix)
-    facts = describe(data, writer.max_token, tokenizer=encoder.name, vocab=encoder.vocab_size, eod=eod)
+    facts = describe(
+        data, writer.max_token, tokenizer=encoder.name, vocab=encoder.vocab_size, eod=eod, bos=bos
+    )
     with suppress(OSError):  # the sidecar only saves time
         write_sidecar(prefix, facts)
     return BuildSummary(
@@ -130,6 +137,7 @@ def build(
         tokenizer=encoder.name,
         vocab=encoder.vocab_size,
         eod=eod,
+        bos=bos,
     )
 
 
@@ -147,21 +155,27 @@ def _group(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _encode(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, *, key: str, eod: int | None, dtype: np.dtype[Any]
+    pieces: Sequence[Piece],
+    tokenizer: Tokenizer,
+    *,
+    key: str,
+    bos: tuple[int, ...],
+    eod: int | None,
+    dtype: np.dtype[Any],
 ) -> _Encoded:
     """Read and tokenize the documents of some pieces."""
     parts: list[NDArray[Any]] = []
     lengths: list[int] = []
     skipped = 0
-    end = np.array([] if eod is None else [eod], dtype=dtype)
+    begin, end = np.array(bos, dtype=dtype), np.array([] if eod is None else [eod], dtype=dtype)
     texts = (text for piece in pieces for text in read(piece, key))
     for batch in _batches(texts):
         for ids in tokenizer.encode_batch(batch):
             if not len(ids):
                 skipped += 1
                 continue
-            parts += [ids.astype(dtype), end]
-            lengths.append(len(ids) + len(end))
+            parts += [begin, ids.astype(dtype), end]
+            lengths.append(len(begin) + len(ids) + len(end))
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
     return _Encoded(tokens, np.array(lengths, dtype=np.int64), skipped, sum(p.size for p in pieces))
 

@@ -1,13 +1,37 @@
-"""Files that are written atomically."""
+"""Files that are written atomically, by one of many processes, and told apart by a hash."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO, TypeVar
 from uuid import uuid4
+
+from hexad.config.errors import HexadError
+
+T = TypeVar("T")
+
+_BLOCK, _BLOCKS = 1 << 16, 16
+
+
+def sampled_hash(*paths: Path) -> str:
+    """A hash of the sizes and 16 evenly spaced 64-KiB blocks of each file; independent of names and times."""
+    digest = blake2b(digest_size=16)
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with path.open("rb") as stream:
+            for offset in sorted({i * max(size - _BLOCK, 0) // (_BLOCKS - 1) for i in range(_BLOCKS)}):
+                stream.seek(offset)
+                digest.update(stream.read(_BLOCK))
+    return digest.hexdigest()
 
 
 def temporary_name(final: Path) -> Path:
@@ -60,3 +84,65 @@ def write_whole(final: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Call ``fill`` on a stream that becomes ``final`` by one rename."""
     with appearing_whole(final) as stream:
         fill(stream)
+
+
+def lock(file: TextIO, seconds: float) -> bool | None:
+    """Lock an open file for this process, until it is closed; the holder writes its name into it.
+
+    Returns:
+        Whether the lock was obtained within ``seconds``; None where the file system has no locks.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return None
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    return True
+
+
+def written_once(path: Path, read: Callable[[], T | None], write: Callable[[], None], seconds: float) -> T:
+    """What ``read`` returns of a file that one process per file system writes while the others wait.
+
+    The system releases the lock of a process that dies, and the next one writes. On file systems without
+    locks each process writes.
+
+    Args:
+        path: of the file.
+        read: its content, or None while it is missing or incomplete.
+        write: creates it, complete, by a rename.
+        seconds: how long to wait for another process.
+
+    Raises:
+        HexadError: another process has not completed it in time.
+        OSError: it cannot be written.
+    """
+    if (found := read()) is not None:
+        return found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.lock")
+    with beside.open("a+", encoding="utf-8") as file:
+        if lock(file, seconds) is False:
+            file.seek(0)
+            raise HexadError(
+                f"{path}: not complete after {seconds:.0f} s of waiting for {file.read()}; raise "
+                "run.timeout, or end that process if it hangs"
+            )
+        os.listdir(path.parent)  # NFS: opening the directory drops a cached "no such file"
+        if (found := read()) is None:
+            try:
+                write()
+                found = read()
+            finally:
+                beside.unlink(missing_ok=True)
+    if found is None:
+        raise OSError(errno.EIO, "it was written but cannot be read back", str(path))
+    return found

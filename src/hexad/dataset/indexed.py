@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hexad.config.errors import HexadError
 
-from .files import sync_and_close, sync_directory, temporary_name
+from .files import sampled_hash, sync_and_close, sync_directory, temporary_name
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -45,6 +45,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
 _FLOATS = {6: "float64", 7: "float32"}
 _CHUNK = 1 << 22
 """Elements handled at once where an index is too large to be copied."""
+SMALL = 1 << 20
+"""Sequences and documents up to which every process that opens a dataset reads its index completely."""
 
 
 def dtype_for(vocab: int) -> np.dtype[Any]:
@@ -63,7 +65,11 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedDataset:
-    """The token file at a prefix, memory mapped: opening reads the index, never the tokens.
+    """The token file at a prefix, memory mapped: opening never reads the tokens.
+
+    An index of up to :data:`SMALL` sequences and documents is checked completely at once. Of a larger one
+    only sizes, beginning and end are: thousands of processes may open it, and the one that reads all of it
+    anyway (:mod:`.stream`) calls :meth:`verify`.
 
     Args:
         prefix: path without ``.bin`` / ``.idx``.
@@ -90,7 +96,10 @@ class IndexedDataset:
                 raise HexadError(_missing(self.prefix, path))
         self.dtype, sequences, boundaries = self._header()
         self._map_index(sequences, boundaries)
-        self._check_index()
+        self._check_ends()
+        self._verified = self._one_sequence_each = False
+        if max(sequences, boundaries) <= SMALL:
+            self.verify()
         self._map_tokens()
 
     def _header(self) -> tuple[np.dtype[Any], int, int]:
@@ -137,8 +146,26 @@ class IndexedDataset:
         self._pointers: NDArray[np.int64] = raw[offset : offset + 8 * sequences].view("<i8")
         self.boundaries = raw[offset + 8 * sequences :].view("<i8")
 
-    def _check_index(self) -> None:
-        """Sequences must be contiguous, and documents must cover them in order."""
+    def _check_ends(self) -> None:
+        """The first and the last entry of each table must fit."""
+        last = len(self.lengths) - 1
+        end = int(self._pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize
+        if self._pointers[0] != 0 or self.lengths[0] < 0:
+            raise self._not_contiguous(0)
+        if self.lengths[last] < 0 or end % self.dtype.itemsize:
+            raise self._not_contiguous(last)
+        if self.boundaries[0] != 0 or self.boundaries[-1] != len(self.lengths):
+            raise self._wrong_boundaries()
+        self._total = end // self.dtype.itemsize
+
+    def verify(self) -> None:
+        """Check the whole index: sequences must be contiguous, and documents must cover them in order.
+
+        Raises:
+            HexadError: they do not.
+        """
+        if self._verified:
+            return
         total = 0
         for start in range(0, len(self.lengths), _CHUNK):
             lengths = self.lengths[start : start + _CHUNK].astype(np.int64)
@@ -146,21 +173,26 @@ class IndexedDataset:
             expected = (ends - lengths) * self.dtype.itemsize
             wrong = np.flatnonzero((lengths < 0) | (expected != self._pointers[start : start + _CHUNK]))
             if wrong.size:
-                raise HexadError(
-                    f"{self._idx}: damaged: sequence {start + wrong[0]} does not start where the previous "
-                    f"one ends; {_AGAIN}"
-                )
+                raise self._not_contiguous(start + int(wrong[0]))
             total = int(ends[-1])
-        falling = any(
-            (np.diff(self.boundaries[start : start + _CHUNK + 1]) < 0).any()
-            for start in range(0, len(self.boundaries), _CHUNK)
+        single = len(self.lengths) == self.documents
+        for start in range(0, len(self.boundaries), _CHUNK):
+            counts = np.diff(self.boundaries[start : start + _CHUNK + 1])
+            if (counts < 0).any():
+                raise self._wrong_boundaries()
+            single = single and bool((counts == 1).all())
+        self._verified, self._one_sequence_each = True, single
+
+    def _not_contiguous(self, sequence: int) -> HexadError:
+        return HexadError(
+            f"{self._idx}: damaged: sequence {sequence} does not start where the previous one ends; {_AGAIN}"
         )
-        if falling or self.boundaries[0] != 0 or self.boundaries[-1] != len(self.lengths):
-            raise HexadError(
-                f"{self._idx}: damaged: document boundaries run from {self.boundaries[0]} to "
-                f"{self.boundaries[-1]}, expected 0 to {len(self.lengths)} in ascending order; {_AGAIN}"
-            )
-        self._total = total
+
+    def _wrong_boundaries(self) -> HexadError:
+        return HexadError(
+            f"{self._idx}: damaged: document boundaries run from {self.boundaries[0]} to "
+            f"{self.boundaries[-1]}, expected 0 to {len(self.lengths)} in ascending order; {_AGAIN}"
+        )
 
     def _map_tokens(self) -> None:
         size, expected = self._bin.stat().st_size, self._total * self.dtype.itemsize
@@ -182,6 +214,12 @@ class IndexedDataset:
     def __len__(self) -> int:
         return self.documents
 
+    def identity(self) -> tuple[int, int, str]:
+        """Size, time of the last change, and a hash of parts of the index: what tells it from others without
+        reading all of it."""
+        found = self._idx.stat()
+        return found.st_size, found.st_mtime_ns, sampled_hash(self._idx)
+
     def starts(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Position in :attr:`tokens` at which each document begins (and the one before it ends).
 
@@ -194,6 +232,12 @@ class IndexedDataset:
         first = self.boundaries[documents]
         inside = self._pointers[np.minimum(first, len(self._pointers) - 1)] // self.dtype.itemsize
         return np.where(first < len(self._pointers), inside, self._total)
+
+    def tokens_in(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of tokens of each document, int64 ``[n]``."""
+        if self._one_sequence_each:  # a third of the random reads
+            return self.lengths[documents].astype(np.int64)
+        return self.starts(documents + 1) - self.starts(documents)
 
     def __getitem__(self, document: int) -> NDArray[Any]:
         """The tokens of one document, ``[length]`` in the file's dtype, a view on the map."""

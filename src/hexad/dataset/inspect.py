@@ -32,6 +32,7 @@ def inspect(prefix: str | Path, *, tokenizer: str | None = None, first: int = 32
         HexadError: the dataset cannot be read, or the given tokenizer cannot be loaded.
     """
     data = IndexedDataset(prefix)
+    data.verify()
     sidecar = read_sidecar(prefix)
     lengths = np.diff(data.starts(np.arange(data.documents + 1)))
     encoder = None

@@ -24,13 +24,15 @@ from .blend import Blend
 from .indexed import IndexedDataset
 from .microbatch import IGNORED, Microbatch
 from .samples import SampleSource
-from .sidecar import check_token_range, read_sidecar
-from .tokenizer import Tokenizer
+from .sidecar import Sidecar, read_sidecar, sidecar_path
+from .tokenizer import Tokenizer, bos_ids
 
 Data = str | Sequence[tuple[float, str]]
 
 _AT_ONCE = 1 << 20
 """Tokens read at once."""
+_AHEAD = 1 << 14
+"""Samples ahead whose sources' indexes are made at the start."""
 
 
 class DataLoader:
@@ -47,9 +49,13 @@ class DataLoader:
         global_batch: samples per step, over all data ranks.
         seed: of the order of documents and samples.
         data_rank, data_size: this rank's place on the data axis, and its degree.
-        vocab: ids must be below this; None leaves them unchecked.
+        vocab: refuse data whose sidecar records an id not below this. Without a sidecar ids are checked as
+            they are read, by the engine.
         eod: the run's end-of-document token; data known to be built with another is refused. None: unchecked.
+        bos: the ids before each document in this run; data known to be built with others is refused. None:
+            unchecked.
         cache_dir: where to keep the indexes of very large data if its own directory cannot be written.
+        patience: seconds to wait for another process that writes such an index.
         setting: the setting that ``data`` is from, for messages.
 
     Raises:
@@ -69,7 +75,9 @@ class DataLoader:
         data_size: int = 1,
         vocab: int | None = None,
         eod: int | None = None,
+        bos: Sequence[int] | None = None,
         cache_dir: str | Path | None = None,
+        patience: float = 600.0,
         setting: str = "data.train",
     ) -> None:
         if global_batch % (micro * data_size):
@@ -86,12 +94,16 @@ class DataLoader:
         self.data_rank, self.data_size = data_rank, data_size
         self._blend = Blend([weight for weight, _ in blend])
         try:
+            opened = [_open(prefix, vocab, eod, bos) for _, prefix in blend]
             self._sources = [
-                _open(prefix, number, sequence, seed, vocab, eod, cache_dir)
-                for number, (_, prefix) in enumerate(blend)
+                SampleSource(
+                    data, sequence=sequence, seed=seed, source=number, cache_dir=cache_dir, patience=patience
+                )
+                for number, data in enumerate(opened)
             ]
         except HexadError as error:
             raise ConfigError(setting, str(error)) from None
+        self._setting = setting
         # One worker: reads are in order, and a source's caches need no lock.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-data")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
@@ -100,6 +112,22 @@ class DataLoader:
     def microbatches(self) -> int:
         """Microbatches per step and data rank."""
         return self.global_batch // (self.micro * self.data_size)
+
+    def prepare(self, samples_consumed: int) -> None:
+        """Have the indexes that steps from ``samples_consumed`` on begin with: of large data one process
+        writes them. Others are made when they are first needed.
+
+        Raises:
+            ConfigError: an index is damaged, cannot be stored, or is not completed in time.
+        """
+        sources, numbers = self._blend.locate(samples_consumed + np.arange(max(self.global_batch, _AHEAD)))
+        for number, source in enumerate(self._sources):
+            found = numbers[sources == number]
+            if len(found):
+                try:
+                    self._reader.submit(source.prepare, int(found[0])).result()
+                except HexadError as error:
+                    raise ConfigError(self._setting, str(error)) from None
 
     def step(self, samples_consumed: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.
@@ -167,25 +195,32 @@ class DataLoader:
         self.close()
 
 
-def _open(
-    prefix: str,
-    number: int,
-    sequence: int,
-    seed: int,
-    vocab: int | None,
-    eod: int | None,
-    cache_dir: str | Path | None,
-) -> SampleSource:
+def _open(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
+    """A dataset that fits the run, by what its sidecar records."""
     data = IndexedDataset(prefix)
-    built = read_sidecar(prefix)
-    if eod is not None and built is not None and built.eod not in (None, eod):
+    if (built := read_sidecar(prefix)) is not None:
+        _check_built(prefix, built, vocab, eod)
+        if bos is not None and built.bos is not None and list(bos) != list(built.bos):
+            raise HexadError(
+                f"{prefix} was built with the ids {list(built.bos)} before each document, but data.bos and "
+                f"data.tokenizer give {list(bos)}; set data.bos to {'auto' if built.bos else 'no'} or build "
+                "the data again"
+            )
+    return data
+
+
+def _check_built(prefix: str, built: Sidecar, vocab: int | None, eod: int | None) -> None:
+    if eod is not None and built.eod not in (None, eod):
         raise HexadError(
             f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, but "
             f"that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data again"
         )
-    if vocab is not None:
-        check_token_range(prefix, vocab, dataset=data)
-    return SampleSource(data, sequence=sequence, seed=seed, source=number, cache_dir=cache_dir)
+    if vocab is not None and built.max_token >= vocab:
+        with_ = f", built with {built.tokenizer}, vocabulary {built.vocab}" if built.tokenizer else ""
+        raise HexadError(
+            f"{prefix} holds token id {built.max_token} ({sidecar_path(prefix).name}{with_}), expected 0 to "
+            f"{vocab - 1}; set data.tokenizer (or model.vocab) to what the data was built with"
+        )
 
 
 def loader_from_config(
@@ -222,6 +257,8 @@ def loader_from_config(
         data_size=data_size,
         vocab=int(config.model.vocab),
         eod=tokenizer.eod,
+        bos=bos_ids(tokenizer, config.data.bos),
         cache_dir=Path(config.run.dir) / "index-cache",
+        patience=config.run.timeout,
         setting=f"data.{which}",
     )

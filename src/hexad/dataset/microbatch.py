@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -34,6 +35,12 @@ class Microbatch:
     def targets(self) -> int:
         """Number of positions that have a target."""
         return int((self.labels != IGNORED).sum())
+
+    def pairs(self) -> int:
+        """Pairs of tokens of one document: the sum of the squares of the documents' lengths."""
+        if self.documents is None:
+            return self.tokens.shape[0] * self.tokens.shape[1] ** 2
+        return sum((end - begin) ** 2 for begin, end in pairwise(self.documents))
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on ``device``."""

@@ -8,33 +8,22 @@ dropped: every token but the last ``T - samples * sequence`` of the stream (1 to
 in each epoch) is an input exactly once.
 
 Both orders are computed where they are needed (see :mod:`.permutation`). All that is stored is where each
-document of the shuffled order begins in the stream, 8 bytes per document and epoch: in memory for up to a
-million documents, where it takes a few tens of milliseconds, else in a memory-mapped file that the processes
-of a host share. The file's name is a hash of all it depends on and it is created by a rename, so that any
-number of processes and hosts may create it concurrently without synchronisation.
+document of the shuffled order begins in the stream (see :mod:`.stream`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
-from .files import temporary_name
-from .indexed import IndexedDataset
+from .indexed import SMALL, IndexedDataset
 from .permutation import permute
-
-_IN_MEMORY = 1 << 20
-_CHUNK = 1 << 20
-_FORMAT = "hexad-stream-1"
-"""Change it when the orders drawn from a seed change."""
+from .stream import Stream, document_order
 
 
 class SampleSource:
@@ -48,6 +37,7 @@ class SampleSource:
         cache_dir: where to keep indexes that are too large for memory if the data's own directory
             (``PREFIX.cache``) cannot be written.
         in_memory: number of documents up to which no file is created.
+        patience: seconds to wait for another process that writes such an index.
 
     Attributes:
         per_epoch: samples in an epoch.
@@ -64,7 +54,8 @@ class SampleSource:
         seed: int,
         source: int = 0,
         cache_dir: str | Path | None = None,
-        in_memory: int = _IN_MEMORY,
+        in_memory: int = SMALL,
+        patience: float = 600.0,
     ) -> None:
         self.data, self.sequence = data, sequence
         self.per_epoch = (len(data.tokens) - 1) // sequence
@@ -74,9 +65,17 @@ class SampleSource:
                 f"{sequence + 1}; give more data or a smaller data.sequence"
             )
         self._key = (seed, source)
-        self._places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
-        self._in_memory = in_memory
-        self._streams: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+        places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
+        self._stream = Stream(data, self._key, places, in_memory, patience)
+        self._indexes: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+
+    def prepare(self, sample: int) -> None:
+        """Have the index that a sample needs.
+
+        Raises:
+            HexadError: the dataset is damaged, or its index cannot be stored or is not completed in time.
+        """
+        self._index(sample // self.per_epoch)
 
     def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Some samples.
@@ -102,7 +101,7 @@ class SampleSource:
         width = self.sequence + 1
         order = permute(numbers, self.per_epoch, *self._key, epoch, "samples")
         first = order * self.sequence
-        stream = self._stream(epoch)
+        stream = self._index(epoch)
         # Of documents that begin at one position all but the last are empty: side="right" finds that one.
         lowest = np.searchsorted(stream, first, side="right") - 1
         highest = np.searchsorted(stream, first + (width - 1), side="right") - 1
@@ -114,7 +113,7 @@ class SampleSource:
         high = np.minimum(stream[documents + 1], first[rows] + width)
         filled = high > low
         rows, documents, begin, low, high = (a[filled] for a in (rows, documents, begin, low, high))
-        shuffled = permute(documents, self.data.documents, *self._key, epoch, "documents")
+        shuffled = document_order(documents, self.data.documents, self._key, epoch)
         origin = self.data.starts(shuffled) + (low - begin)
         lengths = high - low
         tokens = self.data.tokens[_ranges(origin, lengths)].astype(np.int64)
@@ -123,81 +122,15 @@ class SampleSource:
         begins[target[low == begin]] = True
         return tokens.reshape(-1, width), begins.reshape(-1, width)
 
-    def _stream(self, epoch: int) -> NDArray[np.int64]:
+    def _index(self, epoch: int) -> NDArray[np.int64]:
         """Where each document of an epoch's order begins in its stream, int64 ``[documents + 1]``."""
-        if epoch not in self._streams:
-            if self.data.documents <= self._in_memory:
-                stream = np.empty(self.data.documents + 1, dtype=np.int64)
-                self._fill(stream, epoch)
-            else:
-                stream = self._stored(epoch)
-            self._streams[epoch] = stream
+        if epoch not in self._indexes:
+            self._indexes[epoch] = self._stream.index(epoch)
             # Two: a step may span the end of an epoch, and the next step is read ahead.
-            while len(self._streams) > 2:
-                self._streams.popitem(last=False)
-        self._streams.move_to_end(epoch)
-        return self._streams[epoch]
-
-    def _fill(self, stream: NDArray[np.int64], epoch: int) -> None:
-        documents = self.data.documents
-        stream[0] = 0
-        for start in range(0, documents, _CHUNK):
-            stop = min(start + _CHUNK, documents)
-            order = permute(np.arange(start, stop), documents, *self._key, epoch, "documents")
-            lengths = self.data.starts(order + 1) - self.data.starts(order)
-            stream[start + 1 : stop + 1] = stream[start] + np.cumsum(lengths)
-
-    def _stored(self, epoch: int) -> NDArray[np.int64]:
-        """The stream's index from a file, which is created if it is missing."""
-        words = (_FORMAT, self._lengths_hash(), *self._key, epoch)
-        name = blake2b(repr(words).encode(), digest_size=16).hexdigest() + ".npy"
-        for place in self._places:
-            if (stream := self._mapped(place / name)) is not None:
-                return stream
-        problems = []
-        for place in self._places:
-            try:
-                self._make(place / name, epoch)
-            except OSError as error:
-                problems.append(f"{place} ({error.strerror or error})")
-                continue
-            if (stream := self._mapped(place / name)) is not None:
-                return stream
-        raise HexadError(
-            f"{self.data.prefix}: the index of {self.data.documents} documents cannot be stored in "
-            f"{' or '.join(problems)}; make one of them writable (8 bytes per document and epoch)"
-        )
-
-    def _mapped(self, path: Path) -> NDArray[np.int64] | None:
-        """The file's content if it is complete."""
-        try:
-            stream: NDArray[Any] = np.load(path, mmap_mode="r")
-        except (OSError, ValueError, EOFError):
-            return None
-        whole = stream.shape == (self.data.documents + 1,) and stream.dtype == np.int64
-        return np.asarray(stream) if whole and stream[-1] == len(self.data.tokens) else None
-
-    def _make(self, path: Path, epoch: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_name(path)
-        try:
-            stream = np.lib.format.open_memmap(
-                temporary, mode="w+", dtype=np.int64, shape=(self.data.documents + 1,)
-            )
-            self._fill(stream, epoch)
-            stream.flush()
-            temporary.replace(path)
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-    def _lengths_hash(self) -> str:
-        """A hash of everything the index depends on; about a gigabyte per second."""
-        digest = blake2b(digest_size=16)
-        for array in (self.data.lengths, self.data.boundaries):
-            for start in range(0, len(array), _CHUNK):
-                digest.update(array[start : start + _CHUNK].tobytes())
-        return digest.hexdigest()
+            while len(self._indexes) > 2:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(epoch)
+        return self._indexes[epoch]
 
 
 def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

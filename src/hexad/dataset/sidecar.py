@@ -1,29 +1,19 @@
-"""``PREFIX.hexad.json``: facts about a dataset beside Megatron's two files; it only saves time.
+"""``PREFIX.hexad.json``: facts about a dataset beside Megatron's two files.
 
-The file is used only while its fingerprint matches the data, so that it is never applied to copied or rebuilt
-data. (The name is not ``PREFIX.json``, which may be the user's own input.)
+What it records is checked at the start of a run; without it, token ids are checked as they are read. The file
+is used only while its fingerprint matches the data, so that it is never applied to copied or rebuilt data.
+(The name is not ``PREFIX.json``, which may be the user's own input.)
 """
 
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
-
-from hexad.config.errors import HexadError
-
-from .files import write_whole
+from .files import sampled_hash, write_whole
 from .indexed import IndexedDataset, bin_path, idx_path
-
-_BLOCK, _BLOCKS = 1 << 16, 16
-_SCAN = 1 << 24
-"""Tokens scanned at once."""
-_WORTH_KEEPING = 1 << 26
-"""Tokens from which the result of a scan is kept."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +29,7 @@ class Sidecar:
         tokenizer: argument of ``load_tokenizer``, or None if not known.
         vocab: the tokenizer's vocabulary size.
         eod: id of its end-of-document token, if it has one.
+        bos: ids before each document; None if not known.
     """
 
     fingerprint: str
@@ -50,6 +41,7 @@ class Sidecar:
     tokenizer: str | None = None
     vocab: int | None = None
     eod: int | None = None
+    bos: Sequence[int] | None = None
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -58,16 +50,8 @@ def sidecar_path(prefix: str | Path) -> Path:
 
 
 def fingerprint(prefix: str | Path) -> str:
-    """A hash of the sizes and 16 evenly spaced 64-KiB blocks of each file; independent of names and times."""
-    digest = blake2b(digest_size=16)
-    for path in (idx_path(prefix), bin_path(prefix)):
-        size = path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with path.open("rb") as stream:
-            for offset in sorted({i * max(size - _BLOCK, 0) // (_BLOCKS - 1) for i in range(_BLOCKS)}):
-                stream.seek(offset)
-                digest.update(stream.read(_BLOCK))
-    return digest.hexdigest()
+    """A hash of the sizes and of parts of both files; independent of names and times."""
+    return sampled_hash(idx_path(prefix), bin_path(prefix))
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
@@ -89,46 +73,6 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
     write_whole(sidecar_path(prefix), lambda stream: stream.write(text.encode()))
 
 
-def check_token_range(prefix: str | Path, vocab: int, *, dataset: IndexedDataset | None = None) -> int:
-    """Check that every token id of a dataset is in ``0 .. vocab - 1``.
-
-    The largest id is taken from the sidecar if that is valid; otherwise all tokens are read once (about a
-    gigabyte per second) and, for large data, the result is saved in a sidecar if the directory is writable.
-
-    Args:
-        prefix: of the dataset.
-        vocab: vocabulary size of the model.
-        dataset: the dataset, if it is open already.
-
-    Returns:
-        The largest token id.
-
-    Raises:
-        HexadError: an id is negative or not below ``vocab``.
-    """
-    sidecar = read_sidecar(prefix)
-    if sidecar is not None and sidecar.max_token < vocab:
-        return sidecar.max_token
-    data = dataset if dataset is not None else IndexedDataset(prefix)
-    largest = -1
-    for start in range(0, len(data.tokens), _SCAN):
-        piece = data.tokens[start : start + _SCAN]
-        low, high = int(piece.min()), int(piece.max())
-        if low < 0 or high >= vocab:
-            bad = int(np.flatnonzero((piece < 0) | (piece >= vocab))[0])
-            built = f" (built with {sidecar.tokenizer}, vocabulary {sidecar.vocab})" if sidecar else ""
-            raise HexadError(
-                f"{bin_path(prefix)}: token id {piece[bad]} at position {start + bad}, expected 0 to "
-                f"{vocab - 1}{built}; set data.tokenizer (or model.vocab) to what the data was built with"
-            )
-        largest = max(largest, high)
-    if sidecar is None and len(data.tokens) >= _WORTH_KEEPING and not sidecar_path(prefix).exists():
-        facts = describe(data, largest)
-        with suppress(OSError):  # a read-only directory: the scan is repeated next time
-            write_sidecar(prefix, facts)
-    return largest
-
-
 def describe(
     data: IndexedDataset,
     max_token: int,
@@ -136,6 +80,7 @@ def describe(
     tokenizer: str | None = None,
     vocab: int | None = None,
     eod: int | None = None,
+    bos: Sequence[int] | None = None,
 ) -> Sidecar:
     """The sidecar of an open dataset."""
     return Sidecar(
@@ -148,4 +93,5 @@ def describe(
         tokenizer=tokenizer,
         vocab=vocab,
         eod=eod,
+        bos=None if bos is None else list(bos),
     )

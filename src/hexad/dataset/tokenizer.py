@@ -35,6 +35,7 @@ class Tokenizer(Protocol):
         name: argument with which :func:`load_tokenizer` loads it.
         vocab_size: ids are below this.
         eod: id of the end-of-document token, or None. ``encode`` never adds it, nor any other special token.
+        bos: ids that it puts before each text, most often of one beginning-of-text token, or none.
     """
 
     @property
@@ -45,6 +46,9 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int | None: ...
+
+    @property
+    def bos(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``; text equal to the end-of-document token is handled as the file defines."""
@@ -65,6 +69,7 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     eod = 256
+    bos: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -81,7 +86,8 @@ class HuggingFaceTokenizer:
 
     Args:
         file: the ``tokenizer.json``; ``tokenizer_config.json`` and ``special_tokens_map.json`` beside it name
-            the end-of-document token (``eos_token``), else :data:`END_NAMES` are tried.
+            the end-of-document token (``eos_token``), else :data:`END_NAMES` are tried. Its post-processor
+            alone says what stands before each text, as in ``transformers`` 5.
         name: as the user gave it.
 
     Raises:
@@ -101,9 +107,12 @@ class HuggingFaceTokenizer:
         self.name = name
         # The largest id, not the count: vocabularies may have gaps.
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        named = _named_end(file.parent)
+        named = _named(file.parent, "eos_token")
         ids = (self._backend.token_to_id(end) for end in ([named] if named else END_NAMES))
         self.eod: int | None = next((i for i in ids if i is not None), None)
+        encoding = self._backend.encode("a", add_special_tokens=True)
+        mask = encoding.special_tokens_mask
+        self.bos = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
@@ -117,7 +126,11 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece ``.model``; end of document is its end-of-sentence piece, if it has one."""
+    """A SentencePiece ``.model``; end of document is its end-of-sentence piece, if it has one.
+
+    Its beginning-of-sentence piece stands before each text if ``tokenizer_config.json`` beside it has
+    ``add_bos_token``.
+    """
 
     def __init__(self, file: Path, name: str) -> None:
         backend = _extra("sentencepiece", f"{file} is a SentencePiece model")
@@ -129,6 +142,8 @@ class SentencePieceTokenizer:
         self.vocab_size = int(self._backend.get_piece_size())
         end = int(self._backend.eos_id())
         self.eod = end if end >= 0 else None
+        begin = int(self._backend.bos_id())
+        self.bos = (begin,) if begin >= 0 and _named(file.parent, "add_bos_token") else ()
 
     def encode(self, text: str) -> list[int]:
         return list(self._backend.encode(text))
@@ -162,6 +177,8 @@ class TiktokenTokenizer:
     document), and so on. Rank files of other models are split as Llama 3 would.
     """
 
+    bos: tuple[int, ...] = ()
+
     def __init__(self, file: Path, name: str) -> None:
         tiktoken = _extra("tiktoken", f"{file} is a tiktoken rank file")
         ranks = _read_ranks(file)
@@ -188,6 +205,11 @@ class TiktokenTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._backend.decode([int(i) for i in ids if i < self._first_special]))
+
+
+def bos_ids(tokenizer: Tokenizer, setting: str) -> list[int]:
+    """What ``data.bos`` puts before each document and prompt: ``auto``, what the tokenizer says."""
+    return list(tokenizer.bos) if setting == "auto" else []
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -229,18 +251,18 @@ def _file_in(directory: Path) -> Path:
     )
 
 
-def _named_end(directory: Path) -> str | None:
-    """``eos_token`` of the files beside a ``tokenizer.json``."""
+def _named(directory: Path, key: str) -> Any:
+    """A token (its text) or switch of the files beside a tokenizer; None where they have none."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            token = json.loads((directory / file).read_text(encoding="utf-8")).get("eos_token")
+            token = json.loads((directory / file).read_text(encoding="utf-8")).get(key)
         except FileNotFoundError:
             continue
         except (OSError, ValueError, AttributeError) as error:
             raise HexadError(f"{directory / file}: not readable as JSON: {_one_line(error)}") from None
         if isinstance(token, dict):
             token = token.get("content")
-        if isinstance(token, str):
+        if token is not None:
             return token
     return None
 

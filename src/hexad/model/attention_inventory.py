@@ -84,13 +84,15 @@ class Attention:
     def products(self, run: Execution) -> list[Product]:
         """The projections', and those of the attention itself.
 
-        A causal mask halves the latter, and a sliding window leaves a part of that: two in the forward pass,
-        scores and weighted values; five in the backward pass, which computes the scores again
-        (FlashAttention-2, arXiv 2307.08691).
+        Documents and sliding windows leave a part of the latter, and a causal mask halves them: two in the
+        forward pass, scores and weighted values; five in the backward pass, which computes the scores again
+        (FlashAttention-2, arXiv 2307.08691). Windows are counted as in documents of equal lengths.
         """
         length, width = run.length, self.width
-        seen = 1.0 if self.window is None else 1 - max(0.0, 1 - self.window / length) ** 2
-        count = run.sequences * self.heads / run.tensor / 2 * seen
+        seen, span = run.attended, run.attended * run.length
+        if self.window is not None and self.window < span:
+            seen *= 1 - (1 - self.window / span) ** 2
+        count = seen * run.sequences * self.heads / run.tensor / 2
         forward = Product("F", length, length, width, 2 * count)
         backward = Product("B", length, length, width, 4 * count)
         again = Product("B", length, length, width, count, again=True)
@@ -107,11 +109,10 @@ class Attention:
         kept = 2 * q + 2 * k
         if self.dropout == 0:
             kept += statistic * self.heads
-            if run.isolate:
+            if run.isolate and self._by_calls(run):
                 kept += q  # every document's output, and all of them joined
-            elif self._in_blocks(run):
+            elif self.window is not None and self.window < run.length and self._by_calls(run):
                 # The output twice; of all blocks but the first, queries, and keys and values twice.
-                assert self.window is not None
                 middle = run.length // self.window * self.window - self.window
                 kept += q + (q + 4 * k) * middle // run.length
         if self.norm_eps is not None:
@@ -141,9 +142,9 @@ class Attention:
         most = max(core, rotation, joined, projection.needed)
         return [*moments, projection._replace(needed=most)]
 
-    def _in_blocks(self, run: Execution) -> bool:
-        """A sliding window is computed block by block, for want of a kernel that knows it."""
-        return self.window is not None and self.window < run.length and (run.cpu or run.byte != 2)
+    def _by_calls(self, run: Execution) -> bool:
+        """Documents, and blocks of a sliding window, are computed by a call each, for want of one kernel."""
+        return run.cpu or run.byte != 2
 
     @property
     def _computed(self) -> bool:

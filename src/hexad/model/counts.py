@@ -60,7 +60,7 @@ def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
     return sum(prod(weight.shape) for weight in weights.values())
 
 
-def flops_per_token(model: ModelSettings, sequence: int) -> float:
+def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) -> float:
     """Training arithmetic per token in FLOPs: forward and backward, nothing recomputed.
 
     ``6 * P + 6 * layers * heads * head_dim * sequence``. P are the weights a token is multiplied by: the
@@ -71,10 +71,12 @@ def flops_per_token(model: ModelSettings, sequence: int) -> float:
 
     Args:
         model: the architecture; what it leaves to its preset or family is filled in.
-        sequence: tokens per sample, all attended to (one document).
+        sequence: tokens per sample.
+        attended: factor of the second term: where documents are isolated, the sum of the squares of their
+            lengths over the square of the sequence's.
     """
     whole = _inventory(model, sequence)
-    products = whole.stage(range(whole.settings.layers)).products(Execution(1, sequence))
+    products = whole.stage(range(whole.settings.layers)).products(Execution(1, sequence, attended=attended))
     return sum(product.flops for product in products if not product.again) / sequence
 
 

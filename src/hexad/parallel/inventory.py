@@ -262,6 +262,7 @@ class Execution:
         cpu: on a CPU.
         compiled: pointwise functions are compiled.
         isolate: attention is confined to documents.
+        attended: of all pairs of tokens of a sequence, the part in one document; below 1 with ``isolate``.
     """
 
     sequences: int
@@ -275,6 +276,7 @@ class Execution:
     cpu: bool = True
     compiled: bool = False
     isolate: bool = False
+    attended: float = 1.0
 
     @property
     def tokens(self) -> int:

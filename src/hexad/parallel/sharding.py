@@ -6,8 +6,7 @@ from a tensor's shape.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -17,9 +16,8 @@ from torch import nn
 from hexad.topology.mesh import Axis
 
 from .inventory import Parameter, Position, Positions, Weight
+from .normal import fill_normal
 from .rectangle import Rectangle
-
-_BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -149,30 +147,17 @@ def _replicated(name: str, parameter: nn.Parameter) -> Parameter:
 
 @torch.no_grad()
 def initialise(parameters: Iterable[Declared], seed: int) -> None:
-    """Fill parameters from (seed, global name) alone.
-
-    All layouts and devices agree bit for bit. Values are drawn on the CPU in float32, in blocks of rows that
-    each have a generator of their own: a rank draws only the blocks that it holds rows of.
-    """
+    """Fill parameters from (seed, global name) alone; see :func:`fill_initial`."""
     for declared in parameters:
         declared.parameter.zero_()
         for start, rectangle, weight in declared.pieces:
-            local = declared.parameter.narrow(0, start, rectangle.sizes[0])
-            if weight.std == 0.0:
-                local.fill_(weight.fill)
-                continue
-            for first, block in _blocks(rectangle, weight.std, seed):
-                local.narrow(0, first, block.shape[0]).copy_(block)
+            fill_initial(declared.parameter.narrow(0, start, rectangle.sizes[0]), rectangle, weight, seed)
 
 
-def _blocks(rectangle: Rectangle, std: float, seed: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first local row, values) of each block of rows that the rectangle has a part in."""
-    rows, *rest = rectangle.slices
-    for block in range(rows.start // _BLOCK_ROWS, -(-rows.stop // _BLOCK_ROWS)):
-        top = block * _BLOCK_ROWS
-        count = min(_BLOCK_ROWS, rectangle.shape[0] - top)
-        digest = hashlib.blake2b(f"{seed}/{rectangle.name}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values = torch.empty(count, *rectangle.shape[1:]).normal_(0.0, std, generator=generator)
-        low, high = max(rows.start, top), min(rows.stop, top + count)
-        yield low - rows.start, values[(slice(low - top, high - top), *rest)]
+@torch.no_grad()
+def fill_initial(values: torch.Tensor, rectangle: Rectangle, weight: Weight, seed: int) -> None:
+    """Set part of a weight to its initial values: all layouts and devices agree bit for bit."""
+    if weight.std == 0.0:
+        values.fill_(weight.fill)
+    else:
+        fill_normal(values, rectangle, weight.std, seed)

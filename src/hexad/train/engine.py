@@ -73,6 +73,8 @@ class Engine:
         compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss.
         boundary: makes an empty tensor of what crosses a microbatch's stage boundaries; needed where the
             pipeline has several ranks.
+        initialise: draw the initial values of declared parameters; False where :meth:`restored` or
+            :meth:`load_weights` follows.
 
     Attributes:
         step: steps made so far.
@@ -95,6 +97,7 @@ class Engine:
         plan: PipelinePlan | None = None,
         compute: Compute = _call,
         boundary: Callable[[Any], torch.Tensor] | None = None,
+        initialise: bool = True,
     ) -> None:
         self.mesh = mesh
         self.stages: dict[int, nn.Module]
@@ -111,6 +114,8 @@ class Engine:
             self._compute, self._boundary = compute, boundary
         self.step = self.updates = self.samples = 0
         self._allocate()
+        if initialise:
+            self.initialise()
         self.scaler = LossScaler(self.config.precision)
         self.guard = FaultGuard(self.config.faults)
         self._begun = 0
@@ -162,13 +167,20 @@ class Engine:
         self.buckets = make_buckets(self.modules.trained, limit, kinds, parallel.zero, self.sharding)
         for bucket in self.buckets:
             self.modules.broadcast(each.parameter for each in bucket.members if each.plain)
-            bucket.allocate(kinds, config.memory.offload == "optimizer", config.run.seed)
+            bucket.allocate(kinds, config.memory.offload == "optimizer")
         pool = BufferPool(mesh.device)
         self.gradients = Gradients(self.buckets, self.sharding, mesh.axes, tied, pool, kinds.reduced)
         hooks, views = not self._full, self.language is None
         self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
         self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, mesh.pipeline, norm)
+
+    def initialise(self) -> None:
+        """Set parameters and optimizer to what a run begins with."""
+        for bucket in self.buckets:
+            bucket.initialise(self.config.run.seed)
+            for _, values in self.optimizer.state(bucket):
+                values.zero_()  # a damaged checkpoint may have been read in part
 
     # The parts of a step
 
@@ -256,7 +268,7 @@ class Engine:
         placed = [language.placed(microbatch) for microbatch in microbatches]
         self.begin(len(placed))
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
-        targets = language.targets(counting.wait())
+        targets, pairs = language.totals(counting.wait())
         tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
         divisor = language.divisor(targets)
         total = self.accumulate(tasks, 1.0 / divisor, record)
@@ -278,7 +290,8 @@ class Engine:
         if not finite and self.scaler.exhausted:
             fault = "not_finite"
         self.guard.record(self.step, mean, finite and not spike, fault)
-        return StepResult(self.step, mean, norm, lr, targets, not finite or spike, loss_scale, fault, limit)
+        skipped = not finite or spike
+        return StepResult(self.step, mean, norm, lr, targets, pairs, skipped, loss_scale, fault, limit)
 
     def _veto(self, loss: Pending, limit: float) -> Pending:
         """Start asking whether any rank finds the sum of the losses above a limit: over one axis after the

@@ -23,6 +23,7 @@ class StepResult:
         grad_norm: global gradient norm before clipping.
         lr: learning rate applied.
         targets: target tokens in the global batch.
+        pairs: pairs of tokens of one document in the global batch, see :meth:`Microbatch.pairs`.
         skipped: the gradient was not finite, or the loss a spike, and nothing was updated.
         loss_scale: what the loss was multiplied by in the backward pass.
         fault: why it was skipped; None where only the loss scale was too large.
@@ -34,6 +35,7 @@ class StepResult:
     grad_norm: float
     lr: float
     targets: int
+    pairs: int
     skipped: bool
     loss_scale: float
     fault: Fault | None = None

@@ -99,31 +99,39 @@ class LanguageModel:
             if low < lowest or high >= self.vocab or (lowest and -100 < low < 0):
                 bad = high if high >= self.vocab else low
                 raise HexadError(
-                    f"{name} id {bad} is outside the model's vocabulary of {self.vocab} (model.vocab)"
+                    f"{name} id {bad} is outside the model's vocabulary of {self.vocab} (model.vocab); set "
+                    "data.tokenizer (or model.vocab) to what the data was built with"
                 )
         if microbatch.documents is not None:
             _check_documents(microbatch.documents, *microbatch.tokens.shape)
         return microbatch.to(self.mesh.device)
 
     def count(self, microbatches: Sequence[Microbatch]) -> Pending:
-        """Start summing (target tokens, microbatches, microbatches squared) over ranks with other tokens."""
+        """Start summing (target tokens, microbatches, microbatches squared, pairs of tokens of one document)
+        over ranks with other tokens."""
         if not microbatches:
             raise HexadError("train_step needs at least one microbatch")
         number = len(microbatches)
-        counts = [sum(m.targets() for m in microbatches), number, number**2]
+        counts = [
+            sum(m.targets() for m in microbatches),
+            number,
+            number**2,
+            sum(m.pairs() for m in microbatches),
+        ]
         return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.axis)
 
-    def targets(self, counts: torch.Tensor) -> int:
-        """The global number of targets, from :meth:`count`'s sums.
+    def totals(self, counts: torch.Tensor) -> tuple[int, int]:
+        """The global number of targets, and of pairs of tokens of one document, from :meth:`count`'s sums.
 
         Raises:
             HexadError: there are none, or data ranks have different numbers of microbatches.
         """
+        counts = counts.cpu()
         self.same_number(counts)
-        targets = int(counts[0])
+        targets, *_, pairs = counts.tolist()
         if targets == 0:
             raise HexadError("no position of the global batch has a target: all labels are -100")
-        return targets
+        return targets, pairs
 
     def divisor(self, targets: int) -> int:
         """What losses are divided by before the backward pass.
@@ -137,7 +145,7 @@ class LanguageModel:
 
     def same_number(self, counts: torch.Tensor) -> None:
         """Refuse different numbers of microbatches on the data ranks, given :meth:`count`'s sums."""
-        _, number, squares = counts.tolist()
+        _, number, squares, _ = counts.tolist()
         # Equality in Cauchy-Schwarz: only when every rank has the same number.
         if number**2 != squares * self.axis.size:
             raise HexadError("data ranks were given different numbers of microbatches in one step")

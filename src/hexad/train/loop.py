@@ -92,13 +92,21 @@ class Trainer:
         # What can fail on one rank alone (files) runs under agreed, without collectives inside.
         self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
         run.identical("data", [fingerprint(prefix) for prefix in _prefixes(config)])
-        self.engine = Engine(run.resolved, mesh)
+        self.engine = Engine(run.resolved, mesh, initialise=False)
         self.checkpointer = Checkpointer(config, mesh)
-        self.flops = flops_per_token(config.model, config.data.sequence)
+        # Per token, without attention and with that of complete sequences; linear in between.
+        self.flops = [flops_per_token(config.model, config.data.sequence, part) for part in (0.0, 1.0)]
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
+        run.agreed(self._prepare_data)
         self._recovery: str | None = None
         run.agreed(lambda: self._write("config.yaml", dump_config(self.config)))
+
+    def _prepare_data(self) -> None:
+        """Have the indexes of large data before the first step."""
+        self.loader.prepare(self.engine.samples)
+        if self.validation is not None:
+            self.validation.prepare(0)
 
     def _write(self, name: str, text: str) -> None:
         """Write a file of ``run.dir``, on the first rank only."""
@@ -244,7 +252,9 @@ class Trainer:
         # MFU: training FLOPs per token x tokens/s / (peak FLOP/s of all ranks); see model/counts.py.
         mfu = None
         if self.peak is not None:
-            mfu = self.flops * rate / (self.peak * self.mesh.layout.world)
+            none, complete = self.flops
+            flops = none + (complete - none) * result.pairs / (batch * sequence**2)
+            mfu = flops * rate / (self.peak * self.mesh.layout.world)
         return {
             "step": result.step,
             "loss": result.loss,
@@ -292,7 +302,9 @@ class Trainer:
         if found is None:
             parameters = parameter_count(self.config.model)
             load = self.config.model.load
-            if load is not None:
+            if load is None:
+                self.engine.initialise()
+            else:
                 self._load_weights(run)
             with_weights = f" with the weights of {load}" if load is not None else ""
             log.info("starting a new run%s: %s parameters", with_weights, f"{parameters:,}")

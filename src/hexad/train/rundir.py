@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import faulthandler
-import fcntl
 import logging
 import os
-import socket
 import sys
-import time
 import traceback
 from contextlib import ExitStack
 from operator import or_
@@ -18,6 +14,7 @@ from pathlib import Path
 from hexad.comm import from_first, merged
 from hexad.config import ConfigError
 from hexad.config.schema import RunSettings
+from hexad.dataset.files import lock
 
 from . import flight_recorder
 from .launch import Run
@@ -75,21 +72,9 @@ def _lock(path: Path, patience: float, stack: ExitStack) -> None:
     Waits up to ``patience`` seconds for another process to release it. Ignored by file systems without locks.
     """
     file = stack.enter_context((path / ".lock").open("a+", encoding="utf-8"))
-    end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return
-        if time.monotonic() >= end:
-            file.seek(0)
-            raise ConfigError("run.dir", f"found {path}, locked by {file.read()}; use another directory")
-        time.sleep(0.1)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    if lock(file, patience) is False:
+        file.seek(0)
+        raise ConfigError("run.dir", f"found {path}, locked by {file.read()}; use another directory")
 
 
 def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..inventory import Weight
 from ..rectangle import Rectangle
-from ..sharding import Declared, absent, initialise
+from ..sharding import Declared, absent, fill_initial
 from .bucket_plan import BucketPlan, Held, plan_buckets
 from .state_sharding import Shardings
 
@@ -60,43 +61,66 @@ class Bucket:
         self.source = torch.empty(0)
         self.gradient = torch.empty(0)
 
-    def allocate(self, formats: Formats, host: bool, seed: int) -> None:
-        """Make what stays in memory all the time, with initial values: of declared parameters drawn from
-        ``seed``, of others those they have.
+    def allocate(self, formats: Formats, host: bool) -> None:
+        """Make what stays in memory all the time. Declared parameters are zero until :meth:`initialise` or a
+        checkpoint sets them; others have the values that they came with.
 
         Args:
             formats: number formats.
             host: the master values stay in the host's memory.
-            seed: of the initial values.
         """
         device = self.members[0].parameter.device
-        given = [(each, each.parameter.data) for each in self.members if each.plain]
-        self.attach(torch.zeros(self.plan.size, dtype=formats.parameters, device=device))
-        initialise((each for each in self.members if not each.plain), seed)
-        for each, values in given:
-            each.parameter.data.copy_(values)
-        self._keep_shard(self.shard(self.whole), formats.master, host)
+        given = {member: each.parameter.data for member, each in enumerate(self.members) if each.plain}
+        size = self.plan.size if self.plan.resident else self.plan.shard_size
+        values = torch.zeros(size, dtype=formats.parameters, device=device)
+        low = 0 if self.plan.resident else self.low
+        for member, each in given.items():
+            self._copy_given(values, low, self.plan.offsets[member], each.reshape(-1))
+        if self.plan.resident:
+            self.attach(values)
+        else:
+            self._leave_without_values(formats.parameters, device)
+        self._keep_shard(values[self.low - low : self.high - low], formats.master, host)
         if self.plan.keeps_gradients:
             self.gradients = torch.zeros(self.plan.size, dtype=formats.gradients, device=device)
             self.gradient = self.shard(self.gradients)
         else:
             self.gradient = torch.zeros(self.plan.shard_size, dtype=formats.gradients, device=device)
-        if not self.plan.resident:
-            self.detach()
+
+    @staticmethod
+    def _copy_given(values: torch.Tensor, low: int, offset: int, given: torch.Tensor) -> None:
+        """Copy a parameter's values, from ``offset`` on in the bucket, to a tensor that begins at ``low``."""
+        begin, end = max(offset, low), min(offset + given.numel(), low + values.numel())
+        if begin < end:
+            values[begin - low : end - low].copy_(given[begin - offset : end - offset])
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draw the initial values of declared parameters, of which a rank draws what it keeps."""
+        values, low = self.held
+        for rectangle, weight, part in self._pieces(values, low):
+            if weight is not None:
+                fill_initial(part, rectangle, weight, seed)
+        shard = values[self.low - low : self.high - low]
+        # Master values begin as what the model computes with, as they do in buckets that are resident.
+        self.master.copy_(shard.to(self.members[0].parameter.dtype))
 
     def _keep_shard(self, shard: torch.Tensor, master: torch.dtype, host: bool) -> None:
         if host:
             self.master = shard.to("cpu", master, copy=True)
             if shard.device.type == "cuda":
                 self.master = self.master.pin_memory()
-        elif shard.dtype != master or not self.plan.resident:
-            self.master = shard.to(master, copy=True)
         else:
-            self.master = shard
+            self.master = shard.to(master)  # where the formats agree, the same memory
+        self.source = shard if self.plan.resident or host else self.master
+
+    @property
+    def held(self) -> tuple[torch.Tensor, int]:
+        """The values that always are on the device, and which element of the bucket they begin with."""
         if self.plan.resident:
-            self.source = shard
-        else:
-            self.source = shard.clone() if host else self.master
+            assert self.whole is not None
+            return self.whole, 0
+        return self.source, self.low
 
     def publish(self) -> None:
         """Copy new master values to where they are gathered from."""
@@ -123,21 +147,33 @@ class Bucket:
         """Leave the parameters without values; returns what held them."""
         whole, self.whole = self.whole, None
         assert whole is not None
-        for declared in self.members:
-            declared.parameter.data = absent(declared.parameter.shape, whole.dtype, whole.device)
+        self._leave_without_values(whole.dtype, whole.device)
         return whole
+
+    def _leave_without_values(self, dtype: torch.dtype, device: torch.device) -> None:
+        for declared in self.members:
+            declared.parameter.data = absent(declared.parameter.shape, dtype, device)
 
     def pieces(self, shard: torch.Tensor) -> Iterator[tuple[Rectangle, torch.Tensor]]:
         """(rectangle of a global tensor, its view) of everything in a tensor like ``master``: a rank holds at
         most three rectangles of a matrix."""
+        for rectangle, _, view in self._pieces(shard, self.low):
+            yield rectangle, view
+
+    def _pieces(
+        self, flat: torch.Tensor, first: int
+    ) -> Iterator[tuple[Rectangle, Weight | None, torch.Tensor]]:
+        """(rectangle, weight if it is declared, view) of everything in a tensor that holds the bucket from
+        element ``first`` on."""
         for offset, declared in zip(self.plan.offsets, self.members):
             width = declared.parameter.shape[1:].numel()
-            for start, rectangle, _ in declared.pieces:
+            for start, rectangle, weight in declared.pieces:
                 begin = offset + start * width  # in the bucket
-                low, high = max(self.low, begin), min(self.high, begin + rectangle.numel)
+                low, high = max(first, begin), min(first + flat.numel(), begin + rectangle.numel)
                 for position, part in rectangle.flat_range(low - begin, high - begin):
-                    first = begin + position - self.low
-                    yield part, shard[first : first + part.numel].view(part.sizes)
+                    at = begin + position - first
+                    view = flat[at : at + part.numel].view(part.sizes)
+                    yield part, None if declared.plain else weight, view
 
 
 def make_buckets(

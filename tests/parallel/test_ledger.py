@@ -56,8 +56,8 @@ def _measure(config: Config, world: int) -> dict[str, int]:
 
 
 def _data_bytes(gradients: int, data: int) -> int:
-    """Ring all-reduce of every gradient, of the loss, and of four counts."""
-    return sum(2 * (data - 1) * nbytes // data for nbytes in (gradients, 8, 4 * 8))
+    """Ring all-reduce of every gradient, and of the loss; targets are counted on the hosts."""
+    return sum(2 * (data - 1) * nbytes // data for nbytes in (gradients, 8))
 
 
 def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) -> int:

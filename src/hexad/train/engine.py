@@ -268,7 +268,9 @@ class Engine:
         placed = [language.placed(microbatch) for microbatch in microbatches]
         self.begin(len(placed))
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
-        targets, pairs = language.totals(counting.wait())
+        targets, pairs, *_ = language.counted(counting)
+        if targets == 0:
+            raise HexadError("no position of the global batch has a target: all labels are -100")
         tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
         divisor = language.divisor(targets)
         total = self.accumulate(tasks, 1.0 / divisor, record)
@@ -312,7 +314,7 @@ class Engine:
         if not microbatches:
             raise HexadError("evaluate needs at least one microbatch")
         if self.config.parallel.zero == 3:
-            language.same_number(language.count(microbatches).wait())
+            language.counted(language.count(microbatches))
         executor = self._executor(len(microbatches), training=False)
         if self._full:
             self.gatherer.settle()

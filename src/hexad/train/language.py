@@ -4,13 +4,15 @@ stage computes of them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from hexad.comm import Pending, all_reduce_async
+from hexad.comm import merging, wait_for
 from hexad.config import Config, ConfigError, HexadError
 from hexad.config.schema import RunSettings
 from hexad.dataset.microbatch import Microbatch
@@ -20,6 +22,8 @@ from hexad.model.transformer import DTYPES, Transformer
 from hexad.parallel.pointwise import missing_compiler
 from hexad.parallel.sharding import Shard
 from hexad.topology.mesh import Mesh
+
+_CHANNEL = 3  # of the tree, see train/stop.py
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,26 @@ class Task:
 
     microbatch: Microbatch
     key: DropoutKey | None = None
+
+
+class Counts(NamedTuple):
+    """What a step has, over all ranks.
+
+    Attributes:
+        targets: positions that have a target.
+        pairs: pairs of tokens of one document.
+        fewest, most: microbatches of a rank.
+    """
+
+    targets: int
+    pairs: int
+    fewest: int
+    most: int
+
+    def plus(self, other: Counts) -> Counts:
+        """Those of more ranks."""
+        fewest, most = min(self.fewest, other.fewest), max(self.most, other.most)
+        return Counts(self.targets + other.targets, self.pairs + other.pairs, fewest, most)
 
 
 def training_shard(config: Config, mesh: Mesh) -> Shard:
@@ -80,6 +104,7 @@ class LanguageModel:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.axis = mesh.gradient_axis()  # ranks that have other tokens
+        self._counting = mesh.background("counts", _CHANNEL)
         self.vocab = int(config.model.vocab)
 
     def boundary(self, task: Task) -> torch.Tensor:
@@ -106,32 +131,29 @@ class LanguageModel:
             _check_documents(microbatch.documents, *microbatch.tokens.shape)
         return microbatch.to(self.mesh.device)
 
-    def count(self, microbatches: Sequence[Microbatch]) -> Pending:
-        """Start summing (target tokens, microbatches, microbatches squared, pairs of tokens of one document)
-        over ranks with other tokens."""
+    def count(self, microbatches: Sequence[Microbatch]) -> Future[Counts]:
+        """Start counting what all ranks were given. On the hosts: the device is not waited for."""
         if not microbatches:
             raise HexadError("train_step needs at least one microbatch")
         number = len(microbatches)
-        counts = [
-            sum(m.targets() for m in microbatches),
-            number,
-            number**2,
-            sum(m.pairs() for m in microbatches),
-        ]
-        return all_reduce_async(torch.tensor(counts, device=self.mesh.device), self.axis)
+        targets = pairs = 0
+        if self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:  # others have the same tokens
+            targets, pairs = sum(m.targets() for m in microbatches), sum(m.pairs() for m in microbatches)
+        return merging(Counts(targets, pairs, number, number), self._counting, Counts.plus)
 
-    def totals(self, counts: torch.Tensor) -> tuple[int, int]:
-        """The global number of targets, and of pairs of tokens of one document, from :meth:`count`'s sums.
+    def counted(self, counting: Future[Counts]) -> Counts:
+        """What :meth:`count` has found.
 
         Raises:
-            HexadError: there are none, or data ranks have different numbers of microbatches.
+            HexadError: ranks have different numbers of microbatches.
         """
-        counts = counts.cpu()
-        self.same_number(counts)
-        targets, *_, pairs = counts.tolist()
-        if targets == 0:
-            raise HexadError("no position of the global batch has a target: all labels are -100")
-        return targets, pairs
+        counts = wait_for(self.mesh.world, counting.result)
+        if counts.fewest != counts.most:
+            raise HexadError(
+                f"ranks were given different numbers of microbatches in one step: {counts.fewest} to "
+                f"{counts.most}; all need the same number"
+            )
+        return counts
 
     def divisor(self, targets: int) -> int:
         """What losses are divided by before the backward pass.
@@ -142,13 +164,6 @@ class LanguageModel:
         if self.config.precision.dtype != "fp16":
             return targets
         return min(targets, self.config.batch.micro * self.config.data.sequence)
-
-    def same_number(self, counts: torch.Tensor) -> None:
-        """Refuse different numbers of microbatches on the data ranks, given :meth:`count`'s sums."""
-        _, number, squares, _ = counts.tolist()
-        # Equality in Cauchy-Schwarz: only when every rank has the same number.
-        if number**2 != squares * self.axis.size:
-            raise HexadError("data ranks were given different numbers of microbatches in one step")
 
     def key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:
         """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""

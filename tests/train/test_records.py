@@ -16,6 +16,7 @@ from hexad.dataset.loader import loader_from_config
 from hexad.dataset.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
 from hexad.model.counts import flops_per_token
+from hexad.train.engine import Engine
 
 from ..pool import Pool
 from .command import FOUR, RunFile, call
@@ -80,6 +81,15 @@ def test_mfu_counts_attention_inside_documents(
     ratios = [line["mfu"] / line["tokens_per_second"] for line in both.metrics]
     alone = [line["mfu"] / line["tokens_per_second"] for line in run.metrics]
     assert ratios[0] / ratios[1] == pytest.approx(alone[0] / alone[1])  # whatever the peak of two ranks
+
+
+def test_a_run_compares_at_its_interval(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    monkeypatch.setattr(Engine, "check_replicas", lambda self: steps.append(self.step))
+    assert make_run().train("log.check_replicas=5").status == 0
+    assert steps == [5, 10]
+    assert make_run().train("log.check_replicas=0").status == 0
+    assert steps == [5, 10]
 
 
 def test_what_a_run_writes(four: RunFile, pool: Pool) -> None:

@@ -375,6 +375,9 @@ class LogSettings(Settings):
     """Write TensorBoard scalars to ``run.dir/tensorboard`` (``pip install hexad[tensorboard]``)."""
     wandb: str | None = None
     """Weights & Biases project to log to (``pip install hexad[wandb]``)."""
+    check_replicas: Count = 100
+    """Steps between comparisons of replicated weights over the ranks that hold them, by a hash; a difference
+    stops the run, naming rank and tensor. 0 turns them off."""
     timeline: Count = 0
     """The step whose pipeline actions are timed and written to ``run.dir/timeline.json``; 0 for none."""
 

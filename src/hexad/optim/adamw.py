@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from hexad.comm import Pending, all_reduce
+from hexad.comm import Pending, all_reduce, broadcast
 from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data.buckets import Bucket
 from hexad.parallel.data.state_sharding import Shardings
@@ -29,6 +29,7 @@ class BucketAdamW:
         sharding: which ranks hold other shards of a bucket, or copies of it.
         pipeline: the axis whose ranks hold other stages.
         norm: an empty tensor of the gradient norm's format, on the device.
+        world: all ranks.
     """
 
     def __init__(
@@ -38,12 +39,14 @@ class BucketAdamW:
         sharding: Shardings,
         pipeline: Axis,
         norm: torch.Tensor,
+        world: Axis,
     ) -> None:
         self.buckets = buckets
         self._norm, self._wide = norm, norm.dtype
         self.settings = settings
         self.sharding = sharding
         self.pipeline = pipeline
+        self.world = world
         self._updates = [self._adamw(bucket) for bucket in buckets]
 
     def _adamw(self, bucket: Bucket) -> torch.optim.AdamW:
@@ -63,7 +66,8 @@ class BucketAdamW:
         """Euclidean norm of the whole model's gradient, as a scalar tensor on the device.
 
         Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
-        once, and is summed over it too, in parts, so that all ranks see the same bits, and a NaN of any.
+        once, and is summed over it too, in parts, so that all ranks see a NaN of any. Groups of ranks may add
+        up in different orders: the first rank's number counts, so that no replica is clipped by another.
         """
         total = self._norm.new_zeros(1)
         for grid, sharding in self.sharding.items():
@@ -73,7 +77,7 @@ class BucketAdamW:
             for axis in (sharding.shards, *sharding.model):
                 part = all_reduce(part, axis)
             total += part
-        return all_reduce(total, self.pipeline)[0].sqrt()
+        return broadcast(all_reduce(total, self.pipeline)[0].sqrt(), self.world)
 
     def _squares(self, grid: Grid) -> dict[int, torch.Tensor]:
         """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""

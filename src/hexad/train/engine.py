@@ -25,6 +25,7 @@ from hexad.parallel.data.buckets import Bucket, Formats, make_buckets
 from hexad.parallel.data.gatherer import ParameterGatherer
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.data.pool import BufferPool
+from hexad.parallel.data.replicas import Replicas
 from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
@@ -173,7 +174,9 @@ class Engine:
         hooks, views = not self._full, self.language is None
         self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
-        self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, mesh.pipeline, norm)
+        axes = (mesh.pipeline, norm, mesh.world)
+        self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, *axes)
+        self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world, mesh.device)
 
     def initialise(self) -> None:
         """Set parameters and optimizer to what a run begins with."""
@@ -347,6 +350,15 @@ class Engine:
             for rectangle, values in bucket.pieces(tensor)
         ]
         return found + self.modules.chunks()
+
+    def check_replicas(self) -> None:
+        """Compare the weights of ranks that should hold the same; all ranks together.
+
+        Raises:
+            AgreedError: a weight differs, naming it and the ranks.
+        """
+        self.gatherer.settle()
+        self.replicas.check()
 
     def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
         """This rank's number among those that hold the same rectangles of a bucket, and how many they are."""

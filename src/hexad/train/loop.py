@@ -164,6 +164,9 @@ class Trainer:
                         sink.write(metrics)
                 if action == "stop":
                     raise AgreedError(self._advice(result, metrics))
+                every = config.log.check_replicas
+                if every and engine.step % every == 0:
+                    engine.check_replicas()
                 signal = stop.answer(asking)
                 if signal == SAVE_FAILED:
                     self.checkpointer.wait()

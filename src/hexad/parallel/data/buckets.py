@@ -98,7 +98,7 @@ class Bucket:
     def initialise(self, seed: int) -> None:
         """Draw the initial values of declared parameters, of which a rank draws what it keeps."""
         values, low = self.held
-        for rectangle, weight, part in self._pieces(values, low):
+        for rectangle, weight, part in self.weights(values, low):
             if weight is not None:
                 fill_initial(part, rectangle, weight, seed)
         shard = values[self.low - low : self.high - low]
@@ -157,10 +157,10 @@ class Bucket:
     def pieces(self, shard: torch.Tensor) -> Iterator[tuple[Rectangle, torch.Tensor]]:
         """(rectangle of a global tensor, its view) of everything in a tensor like ``master``: a rank holds at
         most three rectangles of a matrix."""
-        for rectangle, _, view in self._pieces(shard, self.low):
+        for rectangle, _, view in self.weights(shard, self.low):
             yield rectangle, view
 
-    def _pieces(
+    def weights(
         self, flat: torch.Tensor, first: int
     ) -> Iterator[tuple[Rectangle, Weight | None, torch.Tensor]]:
         """(rectangle, weight if it is declared, view) of everything in a tensor that holds the bucket from

@@ -1,0 +1,118 @@
+"""Whether ranks that should hold the same values do: a hash of the bits of every weight is compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from hexad.comm import all_reduce, gather_objects
+from hexad.config import AgreedError
+from hexad.topology.mesh import Axis
+
+from ..rectangle import Rectangle
+from .buckets import Bucket
+from .state_sharding import Shardings
+
+_BLOCK = 1 << 20
+"""Elements hashed at a time."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FACTOR = 0x3C6EF372FE94F82A  # twice SplitMix64's increment: times an index and plus one it is odd
+
+
+class Replicas:
+    """The replicated weights of a rank.
+
+    Args:
+        buckets: of the rank.
+        sharding: among which ranks the state is sharded.
+        tied: the ranks that hold tied embeddings.
+        world: all ranks.
+        device: of the rank.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        sharding: Shardings,
+        tied: Axis,
+        world: Axis,
+        device: torch.device,
+    ) -> None:
+        self.buckets, self.sharding, self.tied = buckets, sharding, tied
+        self.world, self.device = world, device
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Compare all replicas; every rank calls this together, while no values are gathered.
+
+        Raises:
+            AgreedError: a weight differs, naming it and the ranks; the same on every rank.
+        """
+        different: dict[Rectangle, int] = {}
+        for axes, buckets in self._groups():
+            hashes = {
+                rectangle: _hash(values)
+                for bucket in buckets
+                for rectangle, _, values in bucket.weights(*bucket.held)
+            }
+            if not hashes:
+                continue
+            mine = torch.stack(list(hashes.values()))
+            # The largest hash and, of the complements, the smallest in one reduction.
+            both = torch.cat((mine, ~mine))
+            for axis in axes:
+                both = all_reduce(both, axis, "max")
+            largest, smallest = both[: len(mine)], ~both[len(mine) :]
+            if not torch.equal(largest, smallest):
+                wrong = (largest != smallest).tolist()
+                different |= {r: int(h) for (r, h), bad in zip(hashes.items(), wrong) if bad}
+        found = torch.tensor(len(different), device=self.device)
+        if int(all_reduce(found, self.world, "max")):
+            raise AgreedError(_report(gather_objects(different, self.world)))
+
+    def _groups(self) -> list[tuple[list[Axis], list[Bucket]]]:
+        """Buckets by the axes along which ranks hold the same, in an order that is the same on all these."""
+        groups: dict[tuple[object, ...], tuple[list[Axis], list[Bucket]]] = {}
+        for bucket in self.buckets:
+            traits, sharding = bucket.traits, self.sharding[bucket.traits.grid]
+            tied = traits.tied or traits.copy
+            axes = [sharding.replicas, *([sharding.shards] if bucket.plan.resident else [])]
+            axes += [axis for axis in sharding.model if axis.name not in traits.divided]
+            axes += [self.tied] if tied else []
+            axes = [axis for axis in axes if axis.size > 1]
+            key = (traits.grid, bucket.plan.resident, *sorted(traits.divided), tied)
+            if axes:
+                groups.setdefault(key, (axes, []))[1].append(bucket)
+        return [groups[key] for key in sorted(groups, key=repr)]
+
+
+def _hash(values: torch.Tensor) -> torch.Tensor:
+    """A 64-bit hash of bits and their order: any change of one element changes it. Sums of integers are the
+    same in any order."""
+    flat = values.reshape(-1).view(_INTEGERS[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), _BLOCK):
+        part = flat[start : start + _BLOCK].to(torch.int64)
+        odd = torch.arange(start, start + len(part), device=flat.device).mul_(_FACTOR).add_(1)
+        total += part.mul_(odd).sum()
+    return total
+
+
+def _report(found: Sequence[dict[Rectangle, int]]) -> str:
+    """The ranks that differ from most replicas, or from the first, of the first weights that differ."""
+    lines = []
+    rectangles = dict.fromkeys(rectangle for each in found for rectangle in each)
+    for rectangle in list(rectangles)[:3]:
+        held = {rank: each[rectangle] for rank, each in enumerate(found) if rectangle in each}
+        common = Counter(held.values()).most_common(1)[0][0]
+        right = next(rank for rank, value in held.items() if value == common)
+        wrong = [str(rank) for rank, value in held.items() if value != common]
+        ranks = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(wrong[:8])}"
+        lines.append(f"{rectangle.name} on {ranks} differs from that on rank {right}")
+    more = f", and {len(rectangles) - 3} more" if len(rectangles) > 3 else ""
+    return (
+        f"replicas differ: {'; '.join(lines)}{more} (log.check_replicas); most often a fault of memory or of "
+        "a link: resume from an earlier checkpoint, without that host if it happens again"
+    )

@@ -1,0 +1,122 @@
+"""Replicas: a weight that differs on one rank is named, and all ranks are clipped by one number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hexad.config import AgreedError
+from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
+from hexad.optim import adamw
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+from hexad.train.engine import Engine
+
+from ..pool import Pool
+
+TREE: dict[str, Any] = {
+    "model": {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24, "vocab": 40},
+    "data": {"sequence": 8},
+    "batch": {"micro": 1, "global": 12},
+    "precision": {"dtype": "bf16"},
+    "optimizer": {"clip": 1e-3},
+}
+
+
+def engine_of(parallel: dict[str, Any], **model: Any) -> Engine:
+    tree = {**TREE, "model": {**TREE["model"], **model}, "parallel": {"bucket_mb": 0.001, **parallel}}
+    config = build_config(tree)
+    layout = Layout.from_settings(config.parallel, dist.get_world_size() if dist.is_initialized() else 1)
+    return Engine(config, Mesh.create(layout, torch.device("cpu")))
+
+
+def step(engine: Engine) -> float:
+    generator = torch.Generator().manual_seed(engine.mesh.data.rank)
+    count = 12 // engine.mesh.data.size
+    tokens = [torch.randint(0, 40, (1, 8), generator=generator) for _ in range(count)]
+    return engine.train_step([Microbatch(each, each.roll(-1)) for each in tokens]).grad_norm
+
+
+def altered(parallel: dict[str, Any], model: dict[str, Any], rank: int, name: str) -> tuple[str, str]:
+    """What the comparison reports before and after one bit of a weight changes on one rank."""
+    engine = engine_of(parallel, **model)
+    step(engine)
+    found = []
+    for bad in (False, True):
+        if bad and engine.mesh.rank == rank:
+            for bucket in engine.buckets:
+                for rectangle, _, values in bucket.weights(*bucket.held):
+                    if rectangle.name == name:
+                        flat = values.view(-1).view(torch.int16 if values.itemsize == 2 else torch.int32)
+                        flat[-1] ^= 1
+                        break
+        try:
+            engine.check_replicas()
+            found.append("")
+        except AgreedError as error:
+            found.append(str(error))
+    return found[0], found[1]
+
+
+GPT2 = {"family": "gpt2", "kv_heads": 4, "max_positions": 8}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "rank", "name", "other"),
+    [
+        ({"data": 2}, {}, 1, "layers.1.attention.q.weight", 0),
+        ({"data": 3, "zero": 1}, {}, 0, "layers.0.ffn.down.weight", 1),
+        ({"data": 2, "zero": 2}, {}, 1, "embedding.weight", 0),
+        ({"data": 2, "zero": 3}, {}, 1, "layers.0.attention_norm.weight", 0),
+        ({"data": 4, "zero": 3, "replicas": 2}, {}, 3, "layers.1.attention.k.weight", 1),
+        ({"tensor": 2}, {}, 1, "layers.0.attention_norm.weight", 0),
+        ({"tensor": 2, "data": 2}, {}, 3, "layers.1.attention.q.weight", 1),
+        ({"pipeline": 2, "data": 2}, {**GPT2, "tied_embeddings": True}, 3, "embedding.weight", 0),
+    ],
+)
+def test_a_weight_that_differs_is_named(
+    pool: Pool, parallel: dict[str, Any], model: dict[str, Any], rank: int, name: str, other: int
+) -> None:
+    world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+    found = pool.run(world, altered, parallel, model, rank, name)
+    assert found == [found[0]] * world  # alike on all ranks
+    before, after = found[0]
+    if parallel.get("data") == 3 or "pipeline" in parallel:  # most replicas have the other value
+        expected = f"{name} on rank {rank} differs from that on rank {other}"
+    else:
+        expected = f"{name} on rank {max(rank, other)} differs from that on rank {min(rank, other)}"
+    assert before == "" and after.startswith(f"replicas differ: {expected} (log.check_replicas)")
+
+
+def test_one_rank_has_no_replicas() -> None:
+    assert altered({}, {}, 0, "embedding.weight") == ("", "")
+
+
+def clipped_apart() -> tuple[list[float], str]:
+    """Two steps whose norms come out different on the second data rank, as sums in another order would."""
+    engine = engine_of({"data": 2, "tensor": 2})
+    reduce = adamw.all_reduce
+
+    def disturbed(tensor: torch.Tensor, axis: Any, *rest: Any) -> torch.Tensor:
+        result = reduce(tensor, axis, *rest)
+        return result * (1 + 0.01 * engine.mesh.data.rank) if axis is engine.mesh.pipeline else result
+
+    adamw.all_reduce = disturbed  # type: ignore[assignment]
+    try:
+        norms = [step(engine) for _ in range(2)]
+    finally:
+        adamw.all_reduce = reduce
+    try:
+        engine.check_replicas()
+    except AgreedError as error:
+        return norms, str(error)
+    return norms, ""
+
+
+def test_all_ranks_are_clipped_by_one_number(pool: Pool) -> None:
+    found = pool.run(4, clipped_apart)
+    assert found == [found[0]] * 4 and found[0][1] == ""

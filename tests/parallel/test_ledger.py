@@ -56,8 +56,9 @@ def _measure(config: Config, world: int) -> dict[str, int]:
 
 
 def _data_bytes(gradients: int, data: int) -> int:
-    """Ring all-reduce of every gradient, and of the loss; targets are counted on the hosts."""
-    return sum(2 * (data - 1) * nbytes // data for nbytes in (gradients, 8))
+    """Ring all-reduce of every gradient, and of the loss; targets are counted on the hosts. The norm is sent
+    by the first rank."""
+    return sum(2 * (data - 1) * nbytes // data for nbytes in (gradients, 8)) + (data - 1) * 4 // data
 
 
 def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) -> int:
@@ -75,7 +76,7 @@ def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) 
         passes = layers * 4 + 1 + 1
         per_microbatch = passes * 2 * (tensor - 1) * activation // tensor
     per_microbatch += sum(2 * (tensor - 1) * tokens * n * 4 // tensor for n in (1, 2))  # maximum; sum, target
-    norm = 2 * (tensor - 1) * 4 // tensor
+    norm = sum(sent_bytes(operation, tensor, 4) for operation in ("all_reduce", "broadcast"))
     return microbatches * per_microbatch + 2 * (tensor - 1) * partial // tensor + norm
 
 
@@ -103,6 +104,7 @@ def test_the_inventory_states_what_layers_send(
     buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
     partial = [4 * bucket.size for bucket in buckets if bucket.traits.partial]
     once = sum(sent_bytes("all_reduce", tensor, nbytes) for nbytes in (*partial, 4))  # 4: the norm
+    once += sent_bytes("broadcast", tensor, 4)
     for found in pool.run(tensor, _measure, config, tensor):
         assert found["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)
 
@@ -200,6 +202,7 @@ def test_pipeline_bytes(
         boundaries = [4] * pipeline
         boundaries[0] = boundaries[-1] = 2
     scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4))  # the loss; the norm
+    scalars += (pipeline - 1) * 4 // pipeline
     weight = 256 // tensor * hidden * 4
     for rank, found in enumerate(pool.run(tensor * pipeline, _measure, config, tensor * pipeline)):
         stage = rank // tensor

@@ -29,7 +29,7 @@ class BucketAdamW:
         sharding: which ranks hold other shards of a bucket, or copies of it.
         pipeline: the axis whose ranks hold other stages.
         norm: an empty tensor of the gradient norm's format, on the device.
-        world: all ranks.
+        axes: of a step, over all of which the norm is one number.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class BucketAdamW:
         sharding: Shardings,
         pipeline: Axis,
         norm: torch.Tensor,
-        world: Axis,
+        axes: Sequence[Axis],
     ) -> None:
         self.buckets = buckets
         self._norm, self._wide = norm, norm.dtype
         self.settings = settings
         self.sharding = sharding
         self.pipeline = pipeline
-        self.world = world
+        self._axes = axes
         self._updates = [self._adamw(bucket) for bucket in buckets]
 
     def _adamw(self, bucket: Bucket) -> torch.optim.AdamW:
@@ -67,7 +67,7 @@ class BucketAdamW:
 
         Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
         once, and is summed over it too, in parts, so that all ranks see a NaN of any. Groups of ranks may add
-        up in different orders: the first rank's number counts, so that no replica is clipped by another.
+        up in different orders: the first rank's number counts, so that no replica is clipped by another one.
         """
         total = self._norm.new_zeros(1)
         for grid, sharding in self.sharding.items():
@@ -77,7 +77,10 @@ class BucketAdamW:
             for axis in (sharding.shards, *sharding.model):
                 part = all_reduce(part, axis)
             total += part
-        return broadcast(all_reduce(total, self.pipeline)[0].sqrt(), self.world)
+        norm = all_reduce(total, self.pipeline)[0].sqrt()
+        for axis in self._axes:
+            norm = broadcast(norm, axis)
+        return norm
 
     def _squares(self, grid: Grid) -> dict[int, torch.Tensor]:
         """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""
@@ -93,47 +96,65 @@ class BucketAdamW:
 
     @torch.no_grad()
     def step(
-        self, lr: float, scale: float, publish: Callable[[Bucket], None], veto: Pending | None = None
-    ) -> float:
-        """Clip to ``optimizer.clip`` and update at learning rate ``lr``; returns the norm before clipping.
+        self,
+        lr: float,
+        scale: float,
+        publish: Callable[[Bucket], None],
+        veto: Pending | None = None,
+        further: Sequence[torch.Tensor] = (),
+    ) -> tuple[float, bool, list[float]]:
+        """Clip to ``optimizer.clip`` and update at learning rate ``lr``.
 
         Args:
             lr: learning rate.
             scale: what the gradients are multiplied by (loss scaling).
             publish: called with each bucket after its update, in the order of the forward pass.
             veto: anything but 0 forbids the update; the same on all ranks.
+            further: scalars on the device.
 
-        A norm that is not finite, or a veto, leaves everything unchanged.
+        Returns:
+            the norm before clipping; whether an update was made: a norm that is not finite, or a veto, leaves
+            everything unchanged; and the further scalars. They are read together: the host waits once.
         """
         norm = self.gradient_norm() / scale
-        found = float(norm)  # waits for the device, once for all parameters
-        if not math.isfinite(found) or (veto is not None and bool(veto.wait())):
-            return found
+        asked = [norm, *([] if veto is None else [veto.wait()]), *further]
+        found, *others = torch.stack([each.to(torch.float64) for each in asked]).tolist()
+        forbidden = veto is not None and bool(others.pop(0))
+        if forbidden or not math.isfinite(found):
+            return found, False, others
         clip = self.settings.clip
-        factor = (clip / norm if clip and found > clip else torch.ones_like(norm)) / scale
-        plain = scale == 1.0 and not (clip and found > clip)
-        gradients = self._on_master(None if plain else factor)
-        for bucket, adamw, gradient in zip(self.buckets, self._updates, gradients):
-            bucket.master.grad = gradient
+        factor = (clip / found if clip and found > clip else 1.0) / scale
+        divisor = self._divisor(factor)
+        for bucket, adamw, gradient in zip(self.buckets, self._updates, self._on_master()):
+            bucket.master.grad = gradient if divisor is not None else gradient.mul_(factor)
             adamw.param_groups[0]["lr"] = lr
+            adamw.grad_scale = divisor  # type: ignore[attr-defined]
             adamw.step()
             bucket.master.grad = None
             publish(bucket)
-        return found
+        return found, True, others
 
-    def _on_master(self, factor: torch.Tensor | None) -> Iterator[torch.Tensor]:
-        """Every bucket's gradient times ``factor``, in the master's format, where the master is.
+    def _divisor(self, factor: float) -> torch.Tensor | None:
+        """What AdamW's kernel divides gradients by as it reads them, as ``GradScaler`` has it: a float32. None
+        where that is too narrow."""
+        if self._wide == torch.float64:
+            return None
+        return torch.full((), 1 / factor, dtype=torch.float32, device=self.buckets[0].master.device)
+
+    def _on_master(self) -> Iterator[torch.Tensor]:
+        """Every bucket's gradient in the master's format, where the master is.
 
         From a GPU to the host all copies are started at once, and each is waited for when its turn comes:
         the host updates one bucket while the next are on their way.
         """
         host = self.buckets[0].master.device != self.buckets[0].gradient.device
-        scaled = (self._scaled(bucket, factor) for bucket in self.buckets)
+        # Without a copy where nothing changes; in another format one by one.
+        gradients = (bucket.gradient.to(self._wide) for bucket in self.buckets)
         if not host:
-            yield from scaled
+            yield from gradients
             return
         arriving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        for gradient in scaled:
+        for gradient in gradients:
             copy = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
             copy.copy_(gradient, non_blocking=True)
             arriving.append((copy, torch.cuda.Event()))
@@ -141,12 +162,6 @@ class BucketAdamW:
         for copy, arrived in arriving:
             arrived.synchronize()
             yield copy
-
-    def _scaled(self, bucket: Bucket, factor: torch.Tensor | None) -> torch.Tensor:
-        gradient = bucket.gradient
-        if gradient.dtype != self._wide:
-            gradient = gradient.to(self._wide)
-        return gradient if factor is None else gradient.mul_(factor)
 
     def set_updates(self, count: int) -> None:
         """Tell Adam's bias correction how many updates have been made (after loading a checkpoint)."""

@@ -174,8 +174,8 @@ class Engine:
         hooks, views = not self._full, self.language is None
         self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
-        axes = (mesh.pipeline, norm, mesh.world)
-        self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, *axes)
+        axes = mesh.tensor, mesh.context, mesh.pipeline, mesh.data
+        self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, mesh.pipeline, norm, axes)
         self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world, mesh.device)
 
     def initialise(self) -> None:
@@ -244,12 +244,18 @@ class Engine:
 
         A norm that is not finite, or a veto, leaves everything unchanged but the loss scale.
         """
-        norm = self.optimizer.step(lr, self.scaler.scale * divisor, self.gatherer.publish, veto)
-        finite = math.isfinite(norm)
-        self.scaler.update(not finite)
+        return self._update(lr, veto, divisor)[0]
+
+    def _update(
+        self, lr: float, veto: Pending | None, divisor: float, *further: torch.Tensor
+    ) -> tuple[float, bool, list[float]]:
+        """As :meth:`update`; see :meth:`BucketAdamW.step` for what is returned."""
+        scale = self.scaler.scale * divisor
+        norm, updated, numbers = self.optimizer.step(lr, scale, self.gatherer.publish, veto, further)
+        self.scaler.update(not math.isfinite(norm))
         self.step += 1
-        self.updates += finite and (veto is None or not bool(veto.wait()))
-        return norm
+        self.updates += updated
+        return norm, updated, numbers
 
     def train_step(self, microbatches: Sequence[Microbatch], record: bool = False) -> StepResult:
         """Accumulate this data rank's microbatches, reduce, clip and update.
@@ -286,17 +292,14 @@ class Engine:
         limit = self.guard.limit
         veto = None if limit is None else self._veto(loss, limit * targets)
         loss_scale = self.scaler.scale
-        norm = self.update(lr, veto, targets / divisor)
+        norm, updated, (loss_sum,) = self._update(lr, veto, targets / divisor, loss.wait())
         self.samples += sum(each.tokens.shape[0] for each in placed) * self.mesh.data.size
-        finite = math.isfinite(norm)
-        spike = finite and veto is not None and bool(veto.wait())
-        mean = float(loss.wait()) / targets
-        fault: Fault | None = "spike" if spike else None
+        mean, finite = loss_sum / targets, math.isfinite(norm)
+        fault: Fault | None = "spike" if finite and not updated else None
         if not finite and self.scaler.exhausted:
             fault = "not_finite"
-        self.guard.record(self.step, mean, finite and not spike, fault)
-        skipped = not finite or spike
-        return StepResult(self.step, mean, norm, lr, targets, pairs, skipped, loss_scale, fault, limit)
+        self.guard.record(self.step, mean, updated, fault)
+        return StepResult(self.step, mean, norm, lr, targets, pairs, not updated, loss_scale, fault, limit)
 
     def _veto(self, loss: Pending, limit: float) -> Pending:
         """Start asking whether any rank finds the sum of the losses above a limit: over one axis after the

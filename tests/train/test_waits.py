@@ -1,0 +1,86 @@
+"""How often the host waits for the device in a step, and how many kernels an update is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad.train.language import LanguageModel
+
+
+class _Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _engine(**groups: Any) -> Engine:
+    tree = {
+        "model": {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 90, "dropout": 0.1},
+        "data": {"sequence": 16, "documents": "isolate"},
+        "batch": {"micro": 2, "global": 6},
+        "lr_schedule": {"warmup": 1},
+        "faults": {"spike": 100.0, "spike_window": 1},
+        **groups,
+    }
+    return Engine(load_config(tree), Mesh.create(Layout(world=1), torch.device("cpu")))
+
+
+def _step(engine: Engine) -> tuple[Counter[str], int]:
+    """Operators of a step, and how often a list is read from a tensor; microbatches are checked on the host,
+    before they are moved to the device."""
+    tokens = torch.randint(90, (2, 17), generator=torch.Generator().manual_seed(3))
+    batch = Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), (0, 5, 16, 32))
+    read = torch.Tensor.tolist
+    lists = 0
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        nonlocal lists
+        lists += 1
+        return read(tensor)
+
+    with (
+        mock.patch.object(LanguageModel, "placed", lambda self, each: each.to(self.mesh.device)),
+        mock.patch.object(Microbatch, "targets", lambda self: self.tokens.numel()),
+        mock.patch.object(torch.Tensor, "tolist", tolist),
+        _Calls() as calls,
+    ):
+        engine.train_step([batch] * 3)
+    return calls.counts, lists
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_host_waits_once(dtype: str) -> None:
+    """For the norm, the loss and the verdict on it together; everything else it knows, or needs not know."""
+    engine = _engine(precision={"dtype": dtype})
+    for _ in range(3):
+        counts, lists = _step(engine)
+        waits = [name for name in counts if "_local_scalar_dense" in name or "nonzero" in name]
+        assert waits == [] and lists == 1
+    assert engine.guard.limit is not None
+
+
+def test_an_update_is_a_kernel_per_bucket_and_one_to_publish_it() -> None:
+    engine = _engine(precision={"dtype": "bf16"}, optimizer={"clip": 1e-4})
+    _step(engine)
+    with mock.patch.object(type(engine.optimizer), "gradient_norm", lambda self: torch.tensor(3.0)):
+        engine.begin(1)
+        engine.reduce()
+        with _Calls() as calls:
+            engine.update(0.1)
+    buckets = len(engine.buckets)
+    assert calls.counts["aten._fused_adamw_.default"] == calls.counts["aten.copy_.default"] == buckets
+    large = {name for name in calls.counts if name.split(".")[1] in ("mul_", "mul", "div_", "div", "add_")}
+    assert sum(calls.counts[name] for name in large) <= 1  # of the norm

@@ -52,6 +52,7 @@ def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
         "run.device",
         "checkpoint.resume",
         "run.compile",
+        "data.bos",
         "parallel.schedule",
         "parallel.schedule_memory",
     }

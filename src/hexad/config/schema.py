@@ -240,8 +240,9 @@ class ParallelSettings(Settings):
     """Hybrid sharding: state is sharded inside ``data / replicas`` ranks and replicated across."""
     order: str = "tensor-context-expert-data-pipeline"
     """Rank order, fastest-varying axis first."""
-    bucket_mb: PositiveFloat = 25.0
-    """Size of a gradient bucket in MiB, the unit of reduction over data ranks."""
+    bucket_mb: PositiveFloat | Literal["auto"] = "auto"
+    """Size of a gradient bucket in MiB, the unit of reduction over data ranks. ``auto``: 25, and at least 4
+    per data rank, so that messages between two ranks stay large enough (Megatron-LM's rule)."""
 
     @property
     def sequence_parallel(self) -> bool:

@@ -46,8 +46,14 @@ class Microbatch:
         """The same microbatch on ``device``."""
         offsets = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
         tokens, labels, offsets = (
-            None if each is None else each.to(device, non_blocking=True)
-            for each in (self.tokens, self.labels, offsets)
+            None if each is None else _moved(each, device) for each in (self.tokens, self.labels, offsets)
         )
         assert tokens is not None and labels is not None
         return Microbatch(tokens, labels, self.documents, offsets)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device; from page-locked memory, without which the host would wait for a GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

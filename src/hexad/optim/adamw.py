@@ -13,6 +13,7 @@ from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data.buckets import Bucket
 from hexad.parallel.data.state_sharding import Shardings
 from hexad.parallel.inventory import Grid
+from hexad.parallel.pinned import pinned
 from hexad.topology.mesh import Axis
 
 from .adamw_inventory import MOMENTS
@@ -48,6 +49,7 @@ class BucketAdamW:
         self.pipeline = pipeline
         self._axes = axes
         self._updates = [self._adamw(bucket) for bucket in buckets]
+        self._arriving: list[torch.Tensor] = []  # gradients in the host's memory
 
     def _adamw(self, bucket: Bucket) -> torch.optim.AdamW:
         """One optimizer per bucket, so that a bucket can be gathered while the next is updated."""
@@ -135,7 +137,7 @@ class BucketAdamW:
         return found, True, others
 
     def _divisor(self, factor: float) -> torch.Tensor | None:
-        """What AdamW's kernel divides gradients by as it reads them, as ``GradScaler`` has it: a float32. None
+        """What AdamW's kernel divides gradients by as it reads them (``GradScaler``'s way): a float32. None
         where that is too narrow."""
         if self._wide == torch.float64:
             return None
@@ -153,9 +155,10 @@ class BucketAdamW:
         if not host:
             yield from gradients
             return
+        if not self._arriving:
+            self._arriving = [pinned(torch.empty_like(bucket.master)) for bucket in self.buckets]
         arriving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        for gradient in gradients:
-            copy = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+        for gradient, copy in zip(gradients, self._arriving):
             copy.copy_(gradient, non_blocking=True)
             arriving.append((copy, torch.cuda.Event()))
             arriving[-1][1].record()

@@ -180,7 +180,7 @@ def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[Bucke
     parallel = config.parallel
     shards = state_shards(int(layout.data), parallel.zero, parallel.replicas)
     gradient = execution(config, layout).gradient
-    return plan_buckets(held, parallel.bucket_mb * 2**20, gradient, parallel.zero, {"dense": shards})
+    return plan_buckets(held, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, {"dense": shards})
 
 
 def largest(resolved: Resolved) -> MemoryPlan:

@@ -2,7 +2,7 @@
 and the schedule. No torch."""
 
 from .checks import check_config, check_settings, smallest_world, working_layout
-from .resolve import Resolved, resolve
+from .resolve import Resolved, resolve, resolved_parallel
 from .stages import PipelinePlan, plan_of_modules, training_schedule
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "check_settings",
     "plan_of_modules",
     "resolve",
+    "resolved_parallel",
     "smallest_world",
     "training_schedule",
     "working_layout",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
+from hexad.config.schema import ParallelSettings
 from hexad.model.configuration import complete_model
 from hexad.optim.learning_rate import decay_steps
 from hexad.topology.layout import Layout
@@ -57,20 +58,22 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None) -> Resolve
         )
     schedule = config.lr_schedule
     lr_schedule = schedule.model_copy(update={"decay_steps": decay_steps(schedule, config.run.steps)})
-    parallel = config.parallel.model_copy(update=_parallel(config, layout))
-    config = config.model_copy(update={"model": model, "lr_schedule": lr_schedule, "parallel": parallel})
+    update = {"model": model, "lr_schedule": lr_schedule, "parallel": resolved_parallel(config, layout)}
+    config = config.model_copy(update=update)
     plan = pipeline_plan(config, layout)
     _check_plan(config, plan)
     return Resolved(config, layout, plan)
 
 
-def _parallel(config: Config, layout: Layout) -> dict[str, Any]:
-    """Degrees and limits; those of schedules other than the one chosen stay as they are."""
+def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
+    """With degrees and limits; those of schedules other than the one chosen stay as they are."""
     settings = config.parallel
     found: dict[str, Any] = {"data": layout.data}
     if settings.schedule == "interleaved" and settings.schedule_group == "auto":
         found["schedule_group"] = layout.pipeline
-    return found
+    if settings.bucket_mb == "auto":
+        found["bucket_mb"] = max(25.0, 4.0 * int(layout.data))
+    return settings.model_copy(update=found)
 
 
 def _tokenizer_vocab(config: Config) -> int:

@@ -126,7 +126,11 @@ class Mesh:
         mine = members if self.rank in members else (self.rank,)
         # Ranks apart make a group too: torch names a group after how many a process has made before.
         group = dist.new_group(
-            list(mine), timeout=self.timeout, use_local_synchronization=True, group_desc=f"{axis.name} pair"
+            list(mine),
+            timeout=self.timeout,
+            use_local_synchronization=True,
+            group_desc=f"{axis.name} pair",
+            pg_options=_urgent(axis.name, self.device),
         )
         if len(mine) == 1:
             return Axis(axis.name, mine)
@@ -181,6 +185,7 @@ class Mesh:
                     timeout=limit,
                     use_local_synchronization=True,
                     group_desc=name,
+                    pg_options=_urgent(name, device),
                 )
             axes[name] = Axis(name, ranks, ranks.index(rank), group, trace=trace)
         return cls(layout, rank, device, axes, limit)
@@ -205,6 +210,16 @@ class Mesh:
     def sent_bytes(self) -> dict[str, int]:
         """Bytes this rank has sent so far, per axis."""
         return {axis.name: axis.sent.total() for axis in self.training_axes()}
+
+
+def _urgent(name: str, device: torch.device) -> Any:
+    """NCCL's options of an axis: layers wait for tensor, context and pipeline ranks, so that their kernels go
+    before those of gradients and parameters, which run beside layers."""
+    if device.type != "cuda" or name not in ("tensor", "context", "pipeline"):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
 
 
 def _make_tree(rank: int, world: int, timeout: timedelta) -> Tree:

@@ -163,7 +163,7 @@ class Engine:
             for grid in self.modules.grids
         }
         tied = mesh.pair(mesh.pipeline, owners[0], owners[-1]) if self.modules.tied else Axis("pipeline")
-        kinds, limit = formats(config.precision), parallel.bucket_mb * 2**20
+        kinds, limit = formats(config.precision), float(parallel.bucket_mb) * 2**20
         self.modules.broadcast_untrained(kinds.parameters)
         self.buckets = make_buckets(self.modules.trained, limit, kinds, parallel.zero, self.sharding)
         for bucket in self.buckets:

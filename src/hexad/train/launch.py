@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -129,8 +129,9 @@ def launch(config: Config) -> Iterator[Run]:
     device = pick_device(config.run.device, here)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world))
+    threads = host_threads(os.environ, here.local_world, config.memory.offload == "optimizer")
+    if threads is not None:
+        torch.set_num_threads(threads)
     store = None
     if here.world > 1:
         if device.type == "cuda":
@@ -173,6 +174,18 @@ def _leave(device: torch.device, *, orderly: bool) -> None:
         abort()
     else:
         dist.destroy_process_group()
+
+
+def host_threads(environment: Mapping[str, str], local_world: int, offload: bool) -> int | None:
+    """Threads of a rank on the host: its part of the cores. None leaves the user's choice.
+
+    The 1 that torchrun sets where the user has set nothing is not taken for a choice where the host updates
+    the weights (``offload``).
+    """
+    given = environment.get("OMP_NUM_THREADS")
+    if given is not None and not (offload and given == "1"):
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // local_world)
 
 
 def _join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:

@@ -24,7 +24,7 @@ from hexad.config import Config, ConfigError, HexadError
 from hexad.parallel.inventory import Grid
 from hexad.parallel.rectangle import Rectangle
 from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
-from hexad.resolve import check_settings
+from hexad.resolve import check_settings, resolved_parallel
 from hexad.topology.mesh import Axis, Mesh
 
 
@@ -161,7 +161,7 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
         raise ConfigError(
             "precision.dtype", "found fp8, a format of the configured model's products; use bf16"
         )
-    return config
+    return config.model_copy(update={"parallel": resolved_parallel(config, mesh.layout)})
 
 
 def _untrained(stages: Mapping[int, nn.Module]) -> list[Untrained]:

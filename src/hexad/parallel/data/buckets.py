@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..inventory import Weight
+from ..pinned import pinned
 from ..rectangle import Rectangle
 from ..sharding import Declared, absent, fill_initial
 from .bucket_plan import BucketPlan, Held, plan_buckets
@@ -109,7 +110,7 @@ class Bucket:
         if host:
             self.master = shard.to("cpu", master, copy=True)
             if shard.device.type == "cuda":
-                self.master = self.master.pin_memory()
+                pinned(self.master)
         else:
             self.master = shard.to(master)  # where the formats agree, the same memory
         self.source = shard if self.plan.resident or host else self.master

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 
 class Call(NamedTuple):
-    """A collective or message: in words, its bytes, and when it was started (seconds since the epoch)."""
+    """A collective or message: in words, its bytes, when it was started (seconds since the epoch), and its
+    label in profiles."""
 
     what: str
     nbytes: int
     since: float
+    label: str
 
 
 @dataclass(eq=False)

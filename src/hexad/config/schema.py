@@ -353,6 +353,15 @@ class FaultSettings(Settings):
     update beyond the step that failed last."""
 
 
+class ProfileSettings(Settings):
+    """Which steps are profiled."""
+
+    start: Positive = 10
+    """First step, counted from 1."""
+    steps: Positive = 3
+    """How many steps, one after another."""
+
+
 class LogSettings(Settings):
     """What is recorded."""
 
@@ -362,6 +371,9 @@ class LogSettings(Settings):
     """Write TensorBoard scalars to ``run.dir/tensorboard`` (``pip install hexad[tensorboard]``)."""
     wandb: str | None = None
     """Weights & Biases project to log to (``pip install hexad[wandb]``)."""
+    profile: ProfileSettings | None = None
+    """Steps of which every rank writes a trace of torch's profiler, and on a GPU a snapshot of its memory, to
+    ``run.dir/profile`` (``hexad show trace``); null for none."""
     check_replicas: Count = 100
     """Steps between comparisons of replicated weights over the ranks that hold them, by a hash; a difference
     stops the run, naming rank and tensor. 0 turns them off."""

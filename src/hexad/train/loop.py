@@ -34,6 +34,7 @@ from .environment import environment
 from .faults import StepResult
 from .idle import wait_idle
 from .launch import Run, launch
+from .pace import Pace, collected_by_step
 from .profile import StepProfile
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
@@ -100,6 +101,8 @@ class Trainer:
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
         run.agreed(self._prepare_data)
+        self.pace = Pace(mesh)
+        self.engine.after_passes = self.pace.computed
         directory = Path(config.run.dir)
         self.profile = StepProfile(config.log.profile, directory, mesh.rank, mesh.device, run.agreed)
         self._recovery: str | None = None
@@ -154,8 +157,9 @@ class Trainer:
                 log.info("log.%s %d is after run.steps %d", name, step, config.run.steps)
         if engine.step >= config.run.steps:
             log.info("nothing to do: run.steps is %d; set a larger number to continue", config.run.steps)
-        with recorder as sink, StopRequest(self.mesh) as stop:
+        with recorder as sink, StopRequest(self.mesh) as stop, collected_by_step() as collect:
             while engine.step < config.run.steps:
+                collect(engine.step)
                 asking = stop.ask(self.checkpointer.failed())
                 result, metrics = self._step()
                 action = self._action(result, metrics)
@@ -249,13 +253,17 @@ class Trainer:
         record = self.engine.step + 1 == self.config.log.timeline
         with self.profile.step(self.engine.step + 1):
             begin = time.perf_counter()
+            self.pace.begin()
             result = self.engine.train_step(self.loader.step(self.engine.samples), record)
             seconds = time.perf_counter() - begin
+            slowest = self.pace.slowest()  # of the step before, which is known by now
+            self.pace.end()
         sent = self.mesh.sent_bytes()
         if record:
             text = timeline_text(self.engine)
             self.run.agreed(lambda: self._write(TIMELINE, text))
-        return result, self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
+        metrics = self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
+        return result, {**metrics, "slowest": slowest}
 
     def _metrics(self, result: StepResult, seconds: float, sent: dict[str, int]) -> Metrics:
         batch, sequence = self.config.batch.global_, self.config.data.sequence

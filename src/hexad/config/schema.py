@@ -47,6 +47,9 @@ class RunSettings(Settings):
     """Seconds a collective may wait for its peers before the run is stopped."""
     compile: bool = False
     """Compile every transformer block with ``torch.compile`` (needs ``parallel.tensor: 1``)."""
+    deterministic: bool = False
+    """Whether repeats in the same layout on the same GPUs agree bit for bit: only deterministic operators, an
+    error where one has no such implementation. Slower on a GPU; on a CPU repeats agree anyway."""
 
 
 class RopeScaling(Settings):

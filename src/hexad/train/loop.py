@@ -29,6 +29,7 @@ from hexad.resolve import working_layout
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
+from .deterministic import naming_operators
 from .engine import Engine
 from .environment import environment
 from .faults import StepResult
@@ -251,7 +252,7 @@ class Trainer:
         """One step and its metrics."""
         before = self.mesh.sent_bytes()
         record = self.engine.step + 1 == self.config.log.timeline
-        with self.profile.step(self.engine.step + 1):
+        with self.profile.step(self.engine.step + 1), naming_operators():
             begin = time.perf_counter()
             self.pace.begin()
             result = self.engine.train_step(self.loader.step(self.engine.samples), record)

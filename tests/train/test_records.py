@@ -41,7 +41,10 @@ KEYS = {
 def test_metrics_have_the_keys_of_the_contract(alone: RunFile, four: RunFile) -> None:
     for run in (alone, four):
         for line in run.metrics:
-            assert {name: type(value) for name, value in line.items()} == KEYS
+            slowest = line["slowest"]
+            assert {name: type(value) for name, value in line.items() if name != "slowest"} == KEYS
+            assert (slowest is None) == (line["step"] == 1)
+            assert slowest is None or 0 < slowest["fastest_seconds"] <= slowest["seconds"] < 60
             assert set(line["comm_bytes"]) == {"tensor", "data", "context", "pipeline", "expert"}
             assert line["samples"] == 4 * line["step"] and line["tokens"] == 16 * line["samples"]
             assert line["tokens_per_second"] == pytest.approx(64 / line["step_seconds"])

@@ -24,6 +24,7 @@ from hexad.show.memory import memory_figure, memory_json, memory_text
 from hexad.show.run import read_metrics, run_figure, run_text, summary
 from hexad.show.schedule import schedule_text
 from hexad.show.schedule_figure import schedule_figure
+from hexad.show.trace import read_traces, trace_json, trace_text
 from hexad.topology.layout import Layout
 
 from .options import json_option, print_json, split_settings
@@ -49,7 +50,7 @@ _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 
 @click.group()
 def show() -> None:
-    """Draw a layout, a pipeline schedule, predicted memory or a run."""
+    """Draw a layout, a pipeline schedule, predicted memory, a run or its profile."""
 
 
 @show.command("layout")
@@ -154,6 +155,16 @@ def run_command(directory: str, references: tuple[str, ...], as_json: bool, outp
     metrics = read_metrics(directory)
     figure = partial(run_figure, metrics, lines)
     _present(as_json, output, partial(summary, metrics), figure, partial(run_text, metrics))
+
+
+@show.command("trace")
+@click.argument("directory", metavar="RUN_DIR")
+@json_option
+def trace_command(directory: str, as_json: bool) -> None:
+    """Show what each rank did in the steps that log.profile named: compute, communication that nothing hid,
+    idle."""
+    ranks = read_traces(directory)
+    _present(as_json, None, partial(trace_json, ranks), lambda: None, partial(trace_text, ranks))
 
 
 def _present(

@@ -82,12 +82,13 @@ def _start(
             )
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes) if sent is None else sent
     axis.calls[operation] += 1
+    label = f"hexad.{axis.name}.{operation}"
     what = f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})"
-    made = Call(what, nbytes, time.time(), f"{axis.name} {_compact(axis.ranks)}")
+    made = Call(what, nbytes, time.time(), label, f"{axis.name} {_compact(axis.ranks)}")
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
-        with torch.profiler.record_function(f"hexad.{axis.name}.{operation}"):
+        with torch.profiler.record_function(label):
             return Pending(result, call(), made, axis.trace, finish)
     except RuntimeError as error:
         raise CommError(f"{made.what} failed: {error}") from error
@@ -266,11 +267,12 @@ def _start_p2p(
         raise ValueError(f"{operation} over axis {axis.name}: the tensor is not contiguous")
     axis.calls[operation] += 1
     what = f"{operation} over axis {axis.name} with rank {axis.ranks[peer]}"
-    made = Call(what, tensor.nbytes, time.time(), what)
+    label = f"hexad.{axis.name}.{operation}"
+    made = Call(what, tensor.nbytes, time.time(), label, what)
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
-        with torch.profiler.record_function(f"hexad.{axis.name}.{operation}"):
+        with torch.profiler.record_function(label):
             return Pending(tensor, call(), made, axis.trace)
     except RuntimeError as error:
         raise CommError(f"{what} failed: {error}") from error
@@ -292,18 +294,20 @@ def wait_for(axis: Axis, action: Callable[[], T]) -> T:
     Raises:
         CommError: a peer is lost.
     """
-    made = Call(f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})", 0, time.time())
+    what = f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})"
+    made = Call(what, 0, time.time(), f"hexad.{axis.name}.agreement")
     found: list[T] = []
     _wait(made, axis.trace, lambda: found.append(action()))
     return found[0]
 
 
 def _wait(call: Call, trace: Trace | None, action: Callable[[], object], work: Any = None) -> None:
-    """Wait for a call by ``action``, noted in the trace, if there is one."""
+    """Wait for a call by ``action``, noted in the trace, if there is one, and labelled for the profiler."""
     try:
-        if trace is None:
-            action()
-        else:
-            trace.wait(call, action, work)
+        with torch.profiler.record_function(f"{call.label}.wait"):
+            if trace is None:
+                action()
+            else:
+                trace.wait(call, action, work)
     except RuntimeError as error:
         raise CommError(f"{call.what} failed: {error}") from error

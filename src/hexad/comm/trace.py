@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
 class Call(NamedTuple):
-    """A collective or message: in words, its bytes, and when it was started (seconds since the epoch).
+    """A collective or message: in words, its bytes, when it was started (seconds since the epoch), and its
+    label in profiles.
 
     Calls of one ``queue`` are completed in the order in which they were started.
     """
@@ -16,6 +18,7 @@ class Call(NamedTuple):
     what: str
     nbytes: int
     since: float
+    label: str = ""
     queue: str = ""
 
 
@@ -48,12 +51,14 @@ class Trace:
         waiting: the call that is being waited for.
         finished: the call that is known to have been completed last.
         changes: grows with every call that is started, waited for or completed.
+        waited: seconds spent waiting for calls.
     """
 
     step: int = 0
     waiting: Call | None = None
     finished: Call | None = None
     changes: int = 0
+    waited: float = 0.0
     _enqueued: dict[str, _Enqueued] = field(default_factory=dict)
     _followed: dict[str, _Enqueued] = field(default_factory=dict)
 
@@ -63,7 +68,9 @@ class Trace:
         Without ``work`` (torch's) it is completed when ``action`` returns.
         """
         self.waiting = call
+        begin = time.perf_counter()
         action()
+        self.waited += time.perf_counter() - begin
         self.waiting = None
         if work is None or work.is_completed():
             self.finished = call

@@ -50,6 +50,9 @@ class RunSettings(Settings):
     loss, each by itself, in every layout. ``full``: besides, every transformer block as a whole (needs
     ``parallel.tensor: 1``). ``auto``: ``pointwise`` on GPUs, ``none`` on CPUs. ``true`` and ``false`` of
     earlier versions are ``full`` and ``none``."""
+    deterministic: bool = False
+    """Whether repeats in the same layout on the same GPUs agree bit for bit: only deterministic operators, an
+    error where one has no such implementation. Slower on a GPU; on a CPU repeats agree anyway."""
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -367,6 +370,15 @@ class FaultSettings(Settings):
     update beyond the step that failed last."""
 
 
+class ProfileSettings(Settings):
+    """Which steps are profiled."""
+
+    start: Positive = 10
+    """First step, counted from 1."""
+    steps: Positive = 3
+    """How many steps, one after another."""
+
+
 class LogSettings(Settings):
     """What is recorded."""
 
@@ -376,6 +388,9 @@ class LogSettings(Settings):
     """Write TensorBoard scalars to ``run.dir/tensorboard`` (``pip install hexad[tensorboard]``)."""
     wandb: str | None = None
     """Weights & Biases project to log to (``pip install hexad[wandb]``)."""
+    profile: ProfileSettings | None = None
+    """Steps of which every rank writes a trace of torch's profiler, and on a GPU a snapshot of its memory, to
+    ``run.dir/profile`` (``hexad show trace``); null for none."""
     check_replicas: Count = 100
     """Steps between comparisons of replicated weights over the ranks that hold them, by a hash; a difference
     stops the run, naming rank and tensor. 0 turns them off."""

@@ -82,7 +82,16 @@ class Rows(NamedTuple):
         """As :meth:`Dense.add_to`."""
         if fresh:
             total.zero_()
-        total.index_add_(0, self.rows, self.values.to(total.dtype))
+        add_rows_(total, self.rows, self.values)
+
+
+def add_rows_(total: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Add ``values[i]`` to row ``rows[i]``, in place. Where a row is named several times, ``index_add_`` on a
+    GPU adds in any order, by atomic operations; ``index_put_`` sorts the rows first."""
+    if torch.are_deterministic_algorithms_enabled():
+        total.index_put_((rows,), values.to(total.dtype), accumulate=True)
+    else:
+        total.index_add_(0, rows, values.to(total.dtype))
 
 
 Contribution = Dense | WeightGradient | Rows

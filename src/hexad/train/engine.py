@@ -83,6 +83,7 @@ class Engine:
         samples: sequences consumed so far.
         scaler: of the loss.
         guard: of the losses that count.
+        after_passes: called in :meth:`train_step` after the last backward pass has been started.
 
     Raises:
         ConfigError: settings that do not fit each other or the mesh.
@@ -119,6 +120,7 @@ class Engine:
             self.initialise()
         self.scaler = LossScaler(self.config.precision)
         self.guard = FaultGuard(self.config.faults)
+        self.after_passes: Callable[[], None] | None = None
         self._begun = 0
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
@@ -283,6 +285,8 @@ class Engine:
         tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
         divisor = language.divisor(targets)
         total = self.accumulate(tasks, 1.0 / divisor, record)
+        if self.after_passes is not None:
+            self.after_passes()
         total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         loss = all_reduce_async(total, language.axis)
         self.reduce()

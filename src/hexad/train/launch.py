@@ -18,9 +18,11 @@ from hexad.comm import CommError, Trace, agreed, first_difference
 from hexad.config import AgreedError, Config, ConfigError, HexadError
 from hexad.resolve import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
+from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from . import flight_recorder
+from .deterministic import deterministic
 from .environment import Environment, environment
 from .idle import dismiss
 from .rendezvous import meet
@@ -127,6 +129,12 @@ def launch(config: Config) -> Iterator[Run]:
     if here.rank >= layout.world:
         raise HexadError(f"rank {here.rank}: only the first {layout.world} of {here.world} ranks have work")
     device = pick_device(config.run.device, here)
+    with deterministic(config.run.deterministic, device):
+        yield from _joined(config, here, layout, device)
+
+
+def _joined(config: Config, here: Environment, layout: Layout, device: torch.device) -> Iterator[Run]:
+    """The world of this process, until the caller is done."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     threads = host_threads(os.environ, here.local_world, config.memory.offload == "optimizer")

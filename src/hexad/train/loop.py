@@ -29,11 +29,14 @@ from hexad.resolve import working_layout
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
+from .deterministic import naming_operators
 from .engine import Engine
 from .environment import environment
 from .faults import StepResult
 from .idle import wait_idle
 from .launch import Run, launch
+from .pace import Pace, collected_by_step
+from .profile import StepProfile
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
 from .stop import SAVE_FAILED, StopRequest
@@ -99,6 +102,10 @@ class Trainer:
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
         self._resume(run)
         run.agreed(self._prepare_data)
+        self.pace = Pace(mesh)
+        self.engine.after_passes = self.pace.computed
+        directory = Path(config.run.dir)
+        self.profile = StepProfile(config.log.profile, directory, mesh.rank, mesh.device, run.agreed)
         self._recovery: str | None = None
         run.agreed(lambda: self._write("config.yaml", dump_config(self.config)))
 
@@ -145,12 +152,15 @@ class Trainer:
                 config.lr_schedule.warmup,
                 config.run.steps,
             )
-        if config.log.timeline > config.run.steps:
-            log.info("log.timeline %d is after run.steps %d", config.log.timeline, config.run.steps)
+        profiled = config.log.profile.start if config.log.profile else 0
+        for name, step in (("timeline", config.log.timeline), ("profile.start", profiled)):
+            if step > config.run.steps:
+                log.info("log.%s %d is after run.steps %d", name, step, config.run.steps)
         if engine.step >= config.run.steps:
             log.info("nothing to do: run.steps is %d; set a larger number to continue", config.run.steps)
-        with recorder as sink, StopRequest(self.mesh) as stop:
+        with recorder as sink, StopRequest(self.mesh) as stop, collected_by_step() as collect:
             while engine.step < config.run.steps:
+                collect(engine.step)
                 asking = stop.ask(self.checkpointer.failed())
                 result, metrics = self._step()
                 action = self._action(result, metrics)
@@ -176,9 +186,11 @@ class Trainer:
                     last = bool(signal) or engine.step == config.run.steps
                     self.checkpointer.save(engine.chunks(), engine.progress(), reason, last)
                 if signal:
+                    self.profile.finish()
                     self.checkpointer.wait()
                     log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
                     return Outcome(engine.step, signal)
+            self.profile.finish()
             self.checkpointer.wait()  # a signal must not cut the last save short
         return Outcome(engine.step, None)
 
@@ -240,14 +252,19 @@ class Trainer:
         """One step and its metrics."""
         before = self.mesh.sent_bytes()
         record = self.engine.step + 1 == self.config.log.timeline
-        begin = time.perf_counter()
-        result = self.engine.train_step(self.loader.step(self.engine.samples), record)
-        seconds = time.perf_counter() - begin
+        with self.profile.step(self.engine.step + 1), naming_operators():
+            begin = time.perf_counter()
+            self.pace.begin()
+            result = self.engine.train_step(self.loader.step(self.engine.samples), record)
+            seconds = time.perf_counter() - begin
+            slowest = self.pace.slowest()  # of the step before, which is known by now
+            self.pace.end()
         sent = self.mesh.sent_bytes()
         if record:
             text = timeline_text(self.engine)
             self.run.agreed(lambda: self._write(TIMELINE, text))
-        return result, self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
+        metrics = self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
+        return result, {**metrics, "slowest": slowest}
 
     def _metrics(self, result: StepResult, seconds: float, sent: dict[str, int]) -> Metrics:
         batch, sequence = self.config.batch.global_, self.config.data.sequence

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_reduce, reduce_scatter
 
-from ..gradients import Rows, accumulator_of
+from ..gradients import Rows, accumulator_of, add_rows_
 from ..sharding import Shard, ShardedModule
 from .embedding_inventory import Embedding, Head
 from .linear import column_linear
@@ -44,7 +44,8 @@ class _Embed(torch.autograd.Function):
         if accumulator is not None:
             accumulator.contribute(ctx.weight, Rows(rows, gradient))
             return None, None, None
-        weight = torch.zeros_like(ctx.weight).index_add_(0, rows, gradient)
+        weight = torch.zeros_like(ctx.weight)
+        add_rows_(weight, rows, gradient)
         return None, weight, None
 
 

@@ -1,0 +1,94 @@
+"""How long each rank takes for a step, and garbage collection at fixed points of it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hexad.comm import Pending, all_reduce_async
+from hexad.topology.mesh import Mesh
+
+COLLECT_EVERY = 100
+"""Steps between collections of all generations."""
+_RANK_BITS = 20  # of a word that holds a duration in microseconds above a rank
+
+
+class Pace:
+    """Finds the slowest rank of each step, by the time that is its own: on a CPU without waiting for
+    collectives, on a GPU until the last backward pass is over.
+
+    Ranks wait for each other in every step, so that the duration of a whole step is the same on all of them.
+
+    Args:
+        mesh: of the run; on a CPU its trace says how long collectives were waited for.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._gpu = mesh.device.type == "cuda"
+        self._began: Any = None
+        self._computed: Any = None
+        self._pending: Pending | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._mark()
+
+    def computed(self) -> None:
+        """The step's forward and backward passes are over (on a GPU: started)."""
+        if self._gpu:
+            self._computed = self._mark()
+
+    def end(self) -> None:
+        """The step is over; the comparison with the other ranks is started."""
+        micros = int(1e6 * self._seconds())
+        word = (micros << _RANK_BITS) + self._mesh.rank
+        # The fastest rank's in the same reduction: the largest of the negatives.
+        both = torch.tensor([word, -micros], device=self._mesh.device)
+        self._pending = all_reduce_async(both, self._mesh.world, "max")
+
+    def slowest(self) -> dict[str, float] | None:
+        """``rank``, ``seconds`` and ``fastest_seconds`` (of the fastest rank) of the step that ended last."""
+        if self._pending is None:
+            return None
+        word, fastest = self._pending.wait().tolist()
+        rank = word & ((1 << _RANK_BITS) - 1)
+        return {"rank": rank, "seconds": (word >> _RANK_BITS) / 1e6, "fastest_seconds": -fastest / 1e6}
+
+    def _mark(self) -> Any:
+        if not self._gpu:
+            trace = self._mesh.trace
+            return time.perf_counter() - (trace.waited if trace is not None else 0.0)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self) -> float:
+        if not self._gpu:
+            return float(self._mark() - self._began)
+        return float(self._began.elapsed_time(self._computed)) / 1e3  # both are over: the loss has been read
+
+
+@contextmanager
+def collected_by_step() -> Iterator[Callable[[int], None]]:
+    """Without automatic garbage collection; yields what collects instead, given the number of a step, at the
+    same point on all ranks: a rank that collects in the middle of a step makes all others wait for it."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # what is there now stays: later collections need not visit it
+    gc.disable()
+    try:
+        yield _collect
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _collect(step: int) -> None:
+    gc.collect(2 if step % COLLECT_EVERY == 0 else 1)

@@ -1,0 +1,96 @@
+"""The slowest rank is named, and garbage is collected between steps only."""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from hexad.comm import Trace, all_reduce
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+from hexad.train.engine import Engine
+from hexad.train.pace import Pace
+
+from ..pool import Pool
+from .conftest import MakeRun
+
+
+def paced() -> dict[str, float] | None:
+    """A step in which the second rank works longer; the others wait for it in a collective."""
+    mesh = Mesh.create(Layout(data=3, world=3), torch.device("cpu"), trace=Trace())
+    pace = Pace(mesh)
+    all_reduce(torch.zeros(1), mesh.world)
+    pace.begin()
+    time.sleep(0.4 if mesh.rank == 1 else 0.02)
+    all_reduce(torch.zeros(1), mesh.world)
+    pace.computed()
+    pace.end()
+    return pace.slowest()
+
+
+def test_slowest_rank_is_named(pool: Pool) -> None:
+    found = pool.run(3, paced)
+    assert found == [found[0]] * 3
+    assert found[0]["rank"] == 1 and found[0]["seconds"] >= 0.4 and found[0]["fastest_seconds"] < 0.3
+
+
+def test_a_gpus_time_ends_with_the_last_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([3.0, 5.5])
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = next(now)
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1e3 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
+    pace = Pace(mesh)
+    pace._gpu = True
+    assert pace.slowest() is None
+    pace.begin()
+    pace.computed()
+    pace.end()
+    assert pace.slowest() == {"rank": 0, "seconds": 2.5, "fastest_seconds": 2.5}
+
+
+def test_garbage_is_collected_between_steps(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Automatic collection would come whenever enough has been allocated."""
+    collected: list[tuple[bool, int]] = []
+    inside = False
+    step = Engine.train_step
+
+    def watched(self: Engine, *arguments: Any) -> Any:
+        nonlocal inside
+        inside = True
+        keep = [[[]] for _ in range(5000)]  # enough for an automatic collection
+        try:
+            return step(self, *arguments)
+        finally:
+            inside = False
+            del keep
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collected.append((inside, info["generation"]))
+
+    monkeypatch.setattr(Engine, "train_step", watched)
+    monkeypatch.setattr("hexad.train.pace.COLLECT_EVERY", 5)
+    frozen = gc.get_freeze_count()
+    gc.callbacks.append(note)
+    try:
+        assert make_run().train().status == 0
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled() and gc.get_freeze_count() == 0 <= frozen
+    assert not any(during for during, _ in collected)
+    generations = "".join(str(generation) for _, generation in collected)
+    assert "211112111121" in generations  # twelve steps

@@ -7,6 +7,7 @@ import random
 import resource
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,10 +19,12 @@ from hypothesis import strategies as st
 
 from hexad.checkpoint import chunks, tensor_file
 from hexad.checkpoint.chunks import Chunk, to_write
+from hexad.checkpoint.index import Index
 from hexad.checkpoint.manifest import read_manifest
+from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.tensor_file import TensorFileWriter
-from hexad.checkpoint.writer import write_manifest, write_shard
+from hexad.checkpoint.writer import write_shard
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 
@@ -44,8 +47,9 @@ def write(directory: Path, ranks: list[list[Chunk]]) -> Path:
     directory.mkdir(exist_ok=True)
     shards = [write_shard(directory, rank, list(to_write(held))) for rank, held in enumerate(ranks)]
     progress = {"step": 1, "samples": 2}
+    index = reduce(Index.merge, [shard.index() for shard in shards if shard is not None], Index.empty({}))
     expected = {chunk.name: chunk.rectangle.shape for held in ranks for chunk in held}
-    write_manifest(directory, filter(None, shards), expected, load_config(), progress, {"world": len(ranks)})
+    write_manifest(directory, index, expected, load_config(), progress, {"world": len(ranks)})
     return directory
 
 

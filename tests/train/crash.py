@@ -15,7 +15,7 @@ from typing import Any
 
 import torch._dynamo  # the optimizer imports it on first use: once here instead of once per fork
 
-from hexad.checkpoint import checkpointer, writer
+from hexad.checkpoint import checkpointer, manifest_writer
 from hexad.checkpoint.tensor_file import TensorFileWriter
 from hexad.cli.main import run
 from hexad.train import loop
@@ -61,7 +61,8 @@ def _within() -> None:
 
 
 def _write(part: str) -> None:
-    writer.write_durably = _when(writer.write_durably, lambda path, *_: STEP in path and part in path)
+    write = manifest_writer.write_durably
+    manifest_writer.write_durably = _when(write, lambda path, *_: STEP in path and part in path)
 
 
 def _os(name: str, wanted: Callable[..., bool], after: bool = False) -> None:

@@ -9,23 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
-from operator import add
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hexad.comm import Trace, agreed, collected, from_first
+from hexad.comm import Trace, agreed, collected, from_first, handed_out
 from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.mesh import Mesh
 
 from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint, wait_until_visible
-from .manifest import Manifest, manifest_checksum
+from .index import Index, Need
+from .manifest import MANIFEST_FILE, Manifest, damaged, manifest_checksum
+from .manifest_writer import is_large, write_manifest
 from .reader import Checkpoint
-from .writer import ShardFile, write_manifest, write_shard
+from .separately import separately
+from .writer import write_shard
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
@@ -124,24 +127,40 @@ class Checkpointer:
 
     def load(self, path: Path, chunks: Sequence[Chunk]) -> Manifest:
         """Fill ``chunks`` from a checkpoint of this configuration's model, all ranks together; optimizer
-        state is unchanged if the checkpoint has weights only. Returns its manifest.
+        state is unchanged if the checkpoint has weights only. Returns its manifest: all of it on the first
+        rank, which reads it, on others the part for ``chunks``.
 
         Raises:
             AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, or of
                 another format.
         """
 
-        def fill() -> Manifest:
-            with Checkpoint(path, self.config.checkpoint.verify) as checkpoint:
-                manifest = checkpoint.manifest
-                check_same_model(path, manifest.config, self.config)
-                wanted = chunks
-                if manifest.weights_only:
-                    wanted = [chunk for chunk in chunks if chunk.name.startswith("model.")]
-                checkpoint.fill(wanted)
-                return manifest
+        whole: Manifest | None = None
+        index: Index | None = None
 
-        return agreed(fill, self._axis)
+        def read() -> tuple[Manifest, bool]:
+            nonlocal whole, index
+            with Checkpoint(path, self.config.checkpoint.verify) as checkpoint:
+                whole = checkpoint.manifest
+            check_same_model(path, whole.config, self.config)
+            try:
+                index = Index.of_manifest(whole)
+            except ValueError as error:
+                raise damaged(path, f"{MANIFEST_FILE}: {error}") from None
+            return replace(whole, tensors={}, files={}), whole.weights_only
+
+        head, weights_only = self._on_first(read)
+        wanted = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
+        need = Need.of(chunk.rectangle for chunk in wanted)
+        part = handed_out(index, self._axis, need, Need.merge, Index.select)
+        manifest = whole or replace(head, tensors=part.stored(), files=part.files)
+
+        def fill() -> None:
+            with Checkpoint(path, self.config.checkpoint.verify, manifest) as checkpoint:
+                checkpoint.fill(wanted)
+
+        agreed(fill, self._axis)
+        return manifest
 
     def set_aside(self, path: Path, damage: AgreedError) -> None:
         """Rename a damaged checkpoint of this run, so that the previous one is the newest; all ranks
@@ -230,32 +249,35 @@ class Checkpointer:
         ``held``: the shape of every tensor of which this rank has a part, written here or elsewhere.
         """
         step = progress["step"]
-        partial = self._on_first(lambda: self.directory.begin(step), step)
-        shard: ShardFile | Exception | None
+        directory = self._on_first(lambda: self.directory.begin(step), step)
+        mine = _Written(Index.empty({}), dict(held))
         try:
-            shard = write_shard(partial, self.mesh.rank, chunks)
+            shard = write_shard(directory, self.mesh.rank, chunks)
+            if shard is not None:
+                mine = _Written(shard.index(), dict(held))
+        except OSError as error:
+            mine = mine._replace(error=OSError(error.errno, f"rank {self.mesh.rank}: {error.strerror}"))
         except Exception as error:  # any error must reach every rank
-            shard = error
-        written = collected([(shard, held)], self._axis, add)
+            mine = mine._replace(error=error)
+        written = collected(mine, self._axis, _Written.merge)
 
         def commit() -> None:
             assert written is not None
             try:
-                shards: list[ShardFile] = []
-                for rank, (found, _) in enumerate(written):
-                    if isinstance(found, OSError):
-                        raise OSError(found.errno, f"rank {rank}: {found.strerror}")
-                    if isinstance(found, Exception):
-                        raise found
-                    shards += [found] if found is not None else []
-                expected = {name: shape for _, held in written for name, shape in held.items()}
-                write_manifest(partial, shards, expected, self.config, progress, self._origin(reason))
-                self.directory.commit(partial, step)
+                if written.error is not None:
+                    raise written.error
+                origin = self._origin(reason)
+                write_manifest(directory, written.files, written.held, self.config, progress, origin)
+                self.directory.commit(directory, step)
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)  # it must not fill the disk
+                shutil.rmtree(directory, ignore_errors=True)  # it must not fill the disk
                 raise
+            tidy = partial(self.directory.tidy, self.config.checkpoint.keep)  # which reads manifests
             try:
-                self.directory.tidy(self.config.checkpoint.keep)
+                if is_large(written.files):
+                    separately(tidy)
+                else:
+                    tidy()
             except OSError as error:
                 log.warning("checkpoint of step %d: saved, but older ones cannot be removed: %s", step, error)
 
@@ -291,6 +313,18 @@ class Checkpointer:
             raise
         except HexadError as error:
             raise AgreedError(str(error), type(error)) from None
+
+
+class _Written(NamedTuple):
+    """What ranks have written: their files, the shapes of the tensors that they hold, the first error."""
+
+    files: Index
+    held: dict[str, tuple[int, ...]]
+    error: Exception | None = None
+
+    def merge(self, other: _Written) -> _Written:
+        """That of more ranks."""
+        return _Written(self.files.merge(other.files), self.held | other.held, self.error or other.error)
 
 
 class _Copies:

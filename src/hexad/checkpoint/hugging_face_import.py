@@ -22,8 +22,9 @@ from .directory import sync_directory
 from .hugging_face import HuggingFaceModel, row_slices
 from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
 from .manifest import STEP_NAME, FileRecord, file_checksum
+from .manifest_writer import write_manifest
 from .tensor_file import dtype_name
-from .writer import Part, ShardFile, open_shard, shard_name, write_manifest
+from .writer import Part, ShardFile, open_shard, shard_name
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
 
@@ -76,7 +77,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         }
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
-        write_manifest(partial, [shard], expected, config, progress, origin, others)
+        write_manifest(partial, shard.index(), expected, config, progress, origin, others)
     parameters = sum(math.prod(place.shape) for place in model.tensors.values())
     return Imported(config, parameters, has_tokenizer(source))
 

@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -107,38 +107,40 @@ class StoredTensor:
     Attributes:
         dtype: in torch's word (``float32``).
         shape: global.
-        packed: the rectangles that cover it exactly once, as :meth:`pack` encodes them: a large run has
-            millions, of which a rank needs those of few tensors.
+        source: the rectangles that cover it exactly once, as rows of int64 (file, block, begin, offset,
+            sizes), or as a manifest has them: compressed, in base64. As JSON numbers the millions of
+            rectangles of a large run would take minutes to decode and tens of gigabytes of objects.
         files: of the manifest.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    packed: str
+    source: str | NDArray[np.int64]
     files: FileTable
 
-    @staticmethod
-    def pack(parts: Iterable[Stored], names: Sequence[str]) -> str:
-        """Rectangles as rows of int64 (file, block, begin, offset, sizes), compressed, in base64.
+    @property
+    def packed(self) -> str:
+        """The rectangles as a manifest has them."""
+        if isinstance(self.source, str):
+            return self.source
+        return b64encode(zlib.compress(self.source.astype("<i8").tobytes(), 1)).decode()
 
-        As JSON numbers the 0.6 million rectangles of a large run would take seconds to decode and gigabytes
-        of objects; packed they take 0.3 s, and only the tensors that a rank asks for are unpacked.
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The rectangles as rows.
+
+        Raises:
+            ValueError: they are not of :attr:`packed`'s form, or name a file or block that does not exist.
         """
-        number = {name: index for index, name in enumerate(names)}
-        rows = [
-            (number[part.file], part.block, part.begin, *part.rectangle.offset, *part.rectangle.sizes)
-            for part in parts
-        ]
-        return b64encode(zlib.compress(np.array(rows, dtype="<i8").tobytes(), 1)).decode()
-
-    def _rows(self) -> NDArray[np.int64]:
+        if not isinstance(self.source, str):
+            return self.source
         width, blocks = 3 + 2 * len(self.shape), self.files.blocks
         # A rectangle has at least one block, whose checksum the manifest holds uncompressed. This bounds the
         # memory that a few compressed bytes can ask for.
         limit = 8 * width * int(blocks.sum())
         unpacking = zlib.decompressobj()
         try:
-            raw = unpacking.decompress(b64decode(self.packed), limit + 1)
+            raw = unpacking.decompress(b64decode(self.source), limit + 1)
         except zlib.error as error:
             raise ValueError(f"rectangles cannot be decompressed ({error})") from None
         if len(raw) > limit or not unpacking.eof or len(raw) % (8 * width):
@@ -154,7 +156,7 @@ class StoredTensor:
         """The rectangles, without names.
 
         Raises:
-            ValueError: they were not encoded by :meth:`pack`.
+            ValueError: as for :attr:`rows`.
         """
         dims, names = len(self.shape), self.files.names
         return tuple(
@@ -164,16 +166,16 @@ class StoredTensor:
                 begin,
                 block,
             )
-            for file, block, begin, *places in self._rows().tolist()
+            for file, block, begin, *places in self.rows.tolist()
         )
 
     def gap(self) -> str | None:
         """Why the rectangles do not cover the tensor exactly once, or None if they do.
 
         Raises:
-            ValueError: they were not encoded by :meth:`pack`.
+            ValueError: as for :attr:`rows`.
         """
-        dims, rows = len(self.shape), self._rows()
+        dims, rows = len(self.shape), self.rows
         offsets, sizes = rows[:, 3 : 3 + dims], rows[:, 3 + dims :]
         found, wanted = int(sizes.prod(1).sum()), math.prod(self.shape)
         if found != wanted:

@@ -64,6 +64,7 @@ class Checkpoint:
     Args:
         path: of the checkpoint.
         verify: check the values' checksums while reading; the sizes of files that are read always are.
+        manifest: the part of it that is needed, if it was read and verified elsewhere.
 
     Attributes:
         manifest: what it holds.
@@ -72,14 +73,15 @@ class Checkpoint:
         DamagedCheckpoint: its manifest or its configuration is damaged.
     """
 
-    def __init__(self, path: Path, verify: bool = True) -> None:
+    def __init__(self, path: Path, verify: bool = True, manifest: Manifest | None = None) -> None:
         self.path = path
         self.verify = verify
-        self.manifest: Manifest = read_manifest(path)
+        self.manifest = manifest or read_manifest(path)
         # Tensor files are opened when they are needed: there may be thousands of them.
-        others = (name for name, record in self.manifest.files.items() if not record.header)
-        for name in others if verify else ():
-            check_file(path, name, self.manifest.files[name])
+        if manifest is None and verify:
+            for name, record in self.manifest.files.items():
+                if not record.header:
+                    check_file(path, name, record)
         self._files: dict[str, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
 

@@ -1,6 +1,6 @@
 """Collectives and point-to-point messages over axes: all of training's go through here."""
 
-from .agreement import agreed, collected, first_difference, from_first, merged, merging
+from .agreement import agreed, collected, first_difference, from_first, handed_out, merged, merging
 from .collectives import (
     CommError,
     Pending,
@@ -38,6 +38,7 @@ __all__ = [
     "first_difference",
     "from_first",
     "gather_objects",
+    "handed_out",
     "merged",
     "merging",
     "receive_async",

@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import reduce
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from hexad.topology.tree import Level, Tree
 from .collectives import wait_for
 
 T = TypeVar("T")
+V = TypeVar("V")
+N = TypeVar("N")
 
 _MESSAGE = 512
 """Bytes of a message; a longer object is sent in two."""
@@ -93,6 +96,47 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
     if found is not None:
         raise found
     return result  # type: ignore[return-value]
+
+
+def handed_out(
+    value: V | None, axis: Axis, need: N, merge: Callable[[N, N], N], select: Callable[[V, N], V]
+) -> V:
+    """What this rank needs of a value of the first rank: ``select(value, need)``.
+
+    No rank but the first has all of it: a rank receives what those below it in the tree need.
+
+    Args:
+        value: on the first rank; others pass None.
+        axis: of all ranks of the mesh.
+        need: this rank's, picklable as the value is.
+        merge: two needs into one. Neither it nor ``select`` must raise.
+        select: the part of a value that is needed, or of a part that contains it.
+    """
+    if axis.size == 1:
+        return select(value, need)  # type: ignore[arg-type]
+    tree = _tree(axis)
+    return wait_for(axis, lambda: _handed_out(tree, value, need, merge, select))
+
+
+def _handed_out(
+    tree: Tree, value: V | None, need: N, merge: Callable[[N, N], N], select: Callable[[V, N], V]
+) -> V:
+    below: list[tuple[N, list[N]]] = []  # by level: what is needed up to the level below, and by the others
+    for level in tree.levels:
+        if level.place:
+            _send(tree, level, [0], pickle.dumps(need))
+            break
+        others = [pickle.loads(each) for each in _receive(tree, level, range(1, len(level.ranks)))]
+        below.append((need, others))
+        need = reduce(merge, others, need)
+    part: Any = value
+    if tree.levels[-1].place:
+        part = pickle.loads(_receive(tree, tree.levels[-1], [0])[0])
+    for level, (own, others) in reversed(list(zip(tree.levels, below))):
+        for place, other in enumerate(others, 1):
+            _send(tree, level, [place], pickle.dumps(select(part, other)))
+        part = select(part, own)
+    return part
 
 
 def agreed(action: Callable[[], T], axis: Axis) -> T:

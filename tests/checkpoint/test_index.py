@@ -1,0 +1,225 @@
+"""Where values lie, merged in a tree on saving and selected on loading: against flat lists of rectangles."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hexad.checkpoint import checkpointer, manifest_writer, reader
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.checkpoint.chunks import Chunk
+from hexad.checkpoint.index import Index, Need
+from hexad.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from hexad.checkpoint.manifest_writer import write_manifest
+from hexad.config import AgreedError
+from hexad.model.configuration import load_config
+from hexad.parallel.rectangle import Rectangle
+from hexad.topology import mesh as mesh_module
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+
+from ..pool import Pool
+
+SHAPES = {"vector": (40,), "matrix": (24, 10), "cube": (6, 4, 8)}
+
+
+def shares(world: int, draw: random.Random) -> list[list[Rectangle]]:
+    """What each rank holds: a run of the elements of every tensor, cut anywhere, or columns of it."""
+    held: list[list[Rectangle]] = [[] for _ in range(world)]
+    for name, shape in SHAPES.items():
+        whole = Rectangle.whole(name, shape)
+        cuts = sorted(draw.choices(range(whole.numel + 1), k=world - 1))
+        columns = len(shape) > 1 and draw.random() < 0.5
+        for rank, (low, high) in enumerate(zip([0, *cuts], [*cuts, whole.numel])):
+            if columns:
+                low, high = low * shape[1] // whole.numel, high * shape[1] // whole.numel
+                sizes = (shape[0], high - low, *shape[2:])
+                held[rank] += [Rectangle(name, shape, (0, low, *[0] * (len(shape) - 2)), sizes)]
+            else:
+                held[rank] += [part for _, part in whole.flat_range(low, high)]
+    return [[each for each in rectangles if each.numel] for rectangles in held]
+
+
+def index_of(number: int, rectangles: list[Rectangle]) -> Index:
+    record = FileRecord(0, "", 8, bytes(8 * (1 + len(rectangles))))
+    return Index.of_file(
+        f"rank-{number}",
+        record,
+        [(each, "float32", 1 + place, place) for place, each in enumerate(rectangles)],
+    )
+
+
+def flat(index: Index) -> set[tuple[Any, ...]]:
+    """(tensor, file, rectangle, block, begin) of everything."""
+    return {
+        (name, part.file, part.rectangle.offset, part.rectangle.sizes, part.block, part.begin)
+        for name, tensor in index.stored().items()
+        for part in tensor.stored
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_merging_in_any_tree_keeps_every_rectangle(seed: int) -> None:
+    draw = random.Random(seed)
+    held = shares(7, draw)
+    parts = [index_of(rank, rectangles) for rank, rectangles in enumerate(held)]
+    one = reduce(Index.merge, parts)
+    two = reduce(Index.merge, parts[:2]).merge(
+        reduce(Index.merge, parts[2:5]).merge(parts[5]).merge(parts[6])
+    )
+    assert flat(one) == flat(two) == set().union(*map(flat, parts))
+    assert list(one.files) == list(two.files) == [f"rank-{rank}" for rank in range(7)]
+    assert all(tensor.gap() is None for tensor in two.stored().values())
+    manifest = Manifest({}, {}, one.stored(), one.files)
+    assert flat(Index.of_manifest(Manifest.decode(manifest.encode()))) == flat(one)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_rank_is_given_every_rectangle_that_it_needs(seed: int) -> None:
+    """And of those that it does not need few: it holds the same layout here, or another."""
+    draw = random.Random(seed)
+    whole = reduce(Index.merge, [index_of(rank, held) for rank, held in enumerate(shares(6, draw))])
+    wanted = shares(5, draw)
+    needs = [Need.of(rectangles) for rectangles in wanted]
+    above = reduce(Need.merge, needs[:3])
+    part = whole.select(reduce(Need.merge, needs)).select(above)
+    for rectangles, need in zip(wanted[:3], needs):
+        found = flat(part.select(need))
+        assert found <= flat(whole)
+        for name, file, offset, sizes, *rest in flat(whole):
+            stored = Rectangle(name, SHAPES[name], offset, sizes)
+            if any(each.name == name and each.intersection(stored) for each in rectangles):
+                assert (name, file, offset, sizes, *rest) in found
+        boxes = [tuple(box) for box in need.boxes.tolist()]
+        assert len(boxes) == len(need.names) == len({each.name for each in rectangles})
+    assert set(part.files) == {file for _, file, *_ in flat(part)}
+
+
+def test_neighbours_need_one_box_together() -> None:
+    """So that what is passed up the tree does not grow with the ranks."""
+    rows = [Need.of([Rectangle("matrix", (64, 10), (4 * rank, 0), (4, 10))]) for rank in range(16)]
+    assert reduce(Need.merge, rows).boxes.tolist() == [[0, 0, 0, 64, 10]]
+    halves = [
+        Need.of([Rectangle("matrix", (64, 10), (4 * (rank // 2), 5 * (rank % 2)), (4, 5))])
+        for rank in range(32)
+    ]
+    assert len(reduce(Need.merge, halves).boxes) == 2
+
+
+@contextmanager
+def small_groups() -> Iterator[None]:
+    mesh_module.FAN_OUT, before = 2, mesh_module.FAN_OUT
+    try:
+        yield
+    finally:
+        mesh_module.FAN_OUT = before
+
+
+def _saved_and_loaded(directory: str, separate: bool) -> tuple[int, int, int, int]:
+    """How often this rank merges, reads the manifest and encodes it, and rectangles that it was given."""
+    counts = {"merge": 0, "read": 0, "encode": 0}
+    with small_groups():
+        mesh = Mesh.create(Layout(world=4), torch.device("cpu"))
+    rank, shape = mesh.rank, (64, 8)
+    values = torch.arange(512.0).view(shape)
+    chunks = [
+        Chunk(
+            Rectangle(f"model.{name}", shape, (16 * rank, 0), (16, 8)),
+            values[16 * rank : 16 * rank + 16].clone(),
+        )
+        for name in "abc"
+    ]
+    merge, read, encode = Index.merge, read_manifest, Manifest.encode
+    if separate:
+        manifest_writer._LARGE, before = 1, manifest_writer._LARGE
+
+    def counted(name: str, call: Any) -> Any:
+        def wrapped(*arguments: Any) -> Any:
+            counts[name] += 1
+            return call(*arguments)
+
+        return wrapped
+
+    Index.merge = counted("merge", merge)  # type: ignore[method-assign]
+    reader.read_manifest = counted("read", read)
+    Manifest.encode = counted("encode", encode)  # type: ignore[method-assign]
+    try:
+        saved = Checkpointer(load_config({"run": {"dir": directory}}), mesh)
+        saved.save(chunks, {"step": 1, "samples": 1})
+        saved.wait()
+        for chunk in chunks:
+            chunk.tensor.zero_()
+        manifest = saved.load(Path(directory) / "checkpoints/step-00000001", chunks)
+        saved.close()
+    finally:
+        Index.merge, reader.read_manifest, Manifest.encode = merge, read, encode  # type: ignore[method-assign]
+        if separate:
+            manifest_writer._LARGE = before
+    assert all(torch.equal(chunk.tensor, values[16 * rank : 16 * rank + 16]) for chunk in chunks)
+    assert manifest.step == 1 and manifest.config["run"]["dir"] == directory
+    given = sum(len(tensor.rows) for tensor in manifest.tensors.values())
+    return counts["merge"], counts["read"], counts["encode"], given
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_manifest_is_gathered_in_a_tree_and_sent_in_parts(
+    pool: Pool, tmp_path: Path, separate: bool
+) -> None:
+    found = pool.run(4, _saved_and_loaded, str(tmp_path), separate)
+    merges, reads, encoded, given = zip(*found)
+    assert merges == (2 if separate else 3, 0, 1, 0)  # rank 2 merges what rank 3 has written
+    assert reads == (1, 0, 0, 0)
+    assert encoded == (0 if separate else 1, 0, 0, 0)  # not by the trainer's interpreter
+    assert given == (12, 3, 3, 3)
+
+
+def test_the_separate_process_passes_its_error_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_writer, "_LARGE", 0)
+    index = index_of(0, [Rectangle("matrix", (24, 10), (0, 0), (4, 10))])
+    for directory, error, text in (
+        (tmp_path, ValueError, "tensor matrix: found 40 values, expected 240"),
+        (tmp_path / "gone", FileNotFoundError, "No such file"),
+    ):
+        with pytest.raises(error, match=text):
+            write_manifest(directory, index, {}, load_config(), {"step": 1, "samples": 1}, {})
+
+
+def test_a_manifest_is_written_without_torch() -> None:
+    code = "import sys, hexad.checkpoint.manifest_writer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0
+
+
+def _refused(directory: str) -> str:
+    mesh = Mesh.create(Layout(world=2), torch.device("cpu"))
+    saved = Checkpointer(load_config({"run": {"dir": directory}}), mesh)
+    chunk = Chunk(Rectangle("model.w", (4,), (2 * mesh.rank,), (2,)), torch.zeros(2))
+    real, checkpointer.write_shard = checkpointer.write_shard, _full  # type: ignore[assignment]
+    try:
+        saved.save([chunk], {"step": 1, "samples": 1})
+        saved.wait()
+    except AgreedError as error:
+        return str(error)
+    finally:
+        checkpointer.write_shard = real
+        saved.close()
+    return ""
+
+
+def _full(directory: Path, rank: int, chunks: Any) -> None:
+    if rank == 1:
+        raise OSError(28, "No space left on device")
+
+
+def test_an_error_of_any_rank_goes_up_the_tree(pool: Pool, tmp_path: Path) -> None:
+    one, two = pool.run(2, _refused, str(tmp_path))
+    assert one == two and "rank 1: No space left on device; earlier checkpoints are intact" in one

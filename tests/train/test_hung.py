@@ -26,7 +26,7 @@ class Work:  # NCCL's, of a peer that hangs
 def abort(trace):  # as torch's watchdog does
     from hexad.comm.trace import Call
     work = Work()
-    trace.wait(Call("all_reduce over axis tensor (ranks 0,1)", 8, time.time(), "tensor"), work.wait, work)
+    trace.wait(Call("all_reduce over axis tensor (ranks 0,1)", 8, time.time(), "", "tensor"), work.wait, work)
     while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"]):
         time.sleep(0.01)
     os.abort()

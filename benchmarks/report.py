@@ -35,9 +35,27 @@ def section(name: str) -> str:
     if not path.exists():
         return "\nNot measured yet.\n\n"
     results = json.loads(path.read_text(encoding="utf-8"))
-    kinds = {"stages": overlap, "bandwidth_over_raw": checkpoint_io}
+    kinds = {"stages": overlap, "bandwidth_over_raw": checkpoint_io, "bounds": roofline}
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
+
+
+def roofline(results: dict[str, Any]) -> Iterator[str]:
+    """A row per model and tensor degree; before and after."""
+    columns = ("launches per layer", "ms per layer", "ms of the head", "MFU at most", "with collectives")
+    yield f"| model | tensor | {' | '.join(columns)} |"
+    yield "|---|---|---|---|---|---|---|"
+    pairs = zip(results["bounds"][::2], results["bounds"][1::2])
+    for before, after in pairs:
+        figures = (
+            ("block_launches", "d"),
+            ("block_ms", ".2f"),
+            ("head_ms", ".2f"),
+            ("mfu_bound", ".2f"),
+            ("mfu_bound_collectives_exposed", ".2f"),
+        )
+        cells = " | ".join(f"{before[name]:{kind}} → {after[name]:{kind}}" for name, kind in figures)
+        yield f"| {after['model']} | {after['tensor']} | {cells} |"
 
 
 def origin(results: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,290 @@
+"""What a layer and the output head cost on a GPU at best: operators, bytes, launches, a bound on MFU.
+
+    python benchmarks/roofline.py [--models llama3.2-1b llama3-8b] [--tensor 1 8] [--operators] [--json FILE]
+
+The model's own code runs forward and backward on ``meta`` tensors, in bf16, through the branch that a GPU
+takes. Every operator counts its matrix FLOPs and the bytes of its inputs and outputs; a function that is
+compiled (``run.compile: pointwise``) counts its inputs and outputs once, those with sums over tokens twice;
+so do PyTorch's fused norms, and attention counts as FlashAttention does. An operator takes the longest of
+FLOPs over the peak, bytes over the bandwidth, and the time of a launch: an H100 SXM's 989 TFLOP/s and 3.35
+TB/s, and 4 us. ``before`` is the same without compiled functions, with weight gradients through a 16-bit
+temporary and 1,024 rows per slice of the loss. Collectives are listed apart, at 450 GB/s.
+
+MFU counts the model's FLOPs as :func:`hexad.model.counts.flops_per_token`; the embedding and the optimizer
+are left out, as is everything that a real GPU does less well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hexad import load_config
+from hexad.comm import collectives
+from hexad.model import attention_kernels, ops, residual
+from hexad.model.counts import flops_per_token
+from hexad.model.transformer import Transformer, build_stages
+from hexad.parallel import gradients, pointwise
+from hexad.parallel.sharding import Shard, declared_parameters
+from hexad.parallel.tensor import cross_entropy, loss
+from hexad.topology.mesh import Axis
+
+FLOPS, BANDWIDTH, LINK, LAUNCH = 989e12, 3.35e12, 450e9, 4e-6
+_TWICE = {ops.rms_backward, residual._add_norm_backward, cross_entropy._statistics}
+"""Compiled functions that read their inputs in two kernels: sums over tokens or columns beside others."""
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_FREE = {"empty", "empty_like", "new_empty", "detach"}
+
+
+@dataclass
+class Cost:
+    """Of a run, by operator.
+
+    Attributes:
+        seconds, flops, nbytes, launches: by operator.
+        sent: seconds of collectives, at the link's rate.
+    """
+
+    seconds: Counter[str] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    nbytes: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    sent: float = 0.0
+
+    def add(self, name: str, flops: float, nbytes: float, launches: int = 1) -> None:
+        """An operator."""
+        self.seconds[name] += max(flops / FLOPS, nbytes / BANDWIDTH, launches * LAUNCH)
+        self.flops[name] += flops
+        self.nbytes[name] += nbytes
+        self.launches[name] += launches
+
+    def minus(self, other: Cost) -> Cost:
+        """What this run did more."""
+        found = Cost(*map(Counter, self._counts), sent=self.sent - other.sent)
+        for mine, theirs in zip(found._counts, other._counts):
+            mine.subtract(theirs)
+        return found
+
+    @property
+    def _counts(self) -> tuple[Counter[str], ...]:
+        return self.seconds, self.flops, self.nbytes, self.launches
+
+    @property
+    def total(self) -> float:
+        """Seconds, collectives left out."""
+        return sum(self.seconds.values())
+
+
+def _size(*values: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+
+
+class Counting(TorchDispatchMode):
+    """Counts every operator that is not inside a group; a group counts as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cost = Cost()
+        self._inside = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if (
+            not self._inside
+            and not function.is_view
+            and not name.startswith(("empty", "detach", "new_empty"))
+        ):
+            flops = 0.0
+            if name in _PRODUCTS:
+                left, right = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+                flops = 2.0 * left.numel() * right.shape[-1]
+            self.cost.add(name, flops, _size(args, kwargs, result) - _out(kwargs))
+        return result
+
+    def group(self, name: str, function: Callable[..., Any], passes: int = 1) -> Callable[..., Any]:
+        """The function, counted as that many kernels that each read its inputs."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._inside += 1
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            if not self._inside:
+                nbytes = passes * _size(args, kwargs) + _size(args[0] if result is None else result)
+                self.cost.add(name, 0.0, nbytes, passes)
+            return result
+
+        return call
+
+
+def _out(kwargs: dict[str, Any] | None) -> int:
+    """Bytes of what is written to, which is counted as the result."""
+    return _size((kwargs or {}).get("out"))
+
+
+def _attention(counting: Counting) -> type[torch.autograd.Function]:
+    """FlashAttention-2's cost: two products of half the scores forward, five backward."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Any) -> torch.Tensor:
+            ctx.save_for_backward(q, k, v)
+            ctx.flops = 2.0 * q.numel() * spans.longest  # two products, each over half of the pairs
+            counting.cost.add("attention forward", ctx.flops, _size(q, k, v, q))
+            return q.new_empty(q.shape).flatten(1)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            q, k, v = ctx.saved_tensors
+            nbytes = _size(q, k, v, q, gradient) + _size(q, k, v)
+            counting.cost.add("attention backward", ctx.flops * 2.5, nbytes, 3)
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+
+    return Attention
+
+
+class _Accumulator:
+    """Float32 gradients that have been contributed to before."""
+
+    deferring = False
+
+    def contribute(self, parameter: torch.Tensor, contribution: Any, last: bool = True) -> None:
+        contribution.add_to(torch.empty(parameter.shape, dtype=torch.float32, device="meta"), False)
+
+
+@contextmanager
+def counted(after: bool) -> Iterator[Counting]:
+    """Everything inside is counted, as it is now or as it was before."""
+    gradients.widening_products(torch.device("meta"))  # which is tried once
+    counting = Counting()
+    attention = _attention(counting)
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        return counting.group(function.__name__.strip("_"), function, 2 if function in _TWICE else 1)
+
+    def start(operation: str, axis: Axis, nbytes: int, result: torch.Tensor, *_: Any, **__: Any) -> Any:
+        ways = 2 if operation == "all_reduce" else 1
+        counting.cost.sent += ways * nbytes * (axis.size - 1) / axis.size / LINK
+        return collectives.Pending(result)
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (pointwise, "_compiled", compiled),
+            (collectives, "_start", start),
+            (
+                attention_kernels.AttentionKernel,
+                "__call__",
+                lambda _, *arguments: attention.apply(*arguments),
+            ),
+            (F, "rms_norm", lambda x, _, weight, eps: ops._RmsNorm.apply(x, weight, eps, True)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        if not after:
+            stack.enter_context(mock.patch.object(gradients, "widening_products", lambda device: False))
+            stack.enter_context(mock.patch.object(loss, "loss_rows", lambda tokens, *_: min(tokens, 1024)))
+        with counting:
+            yield counting
+
+
+def run(preset: str, layers: int, tokens: int, tensor: int, after: bool) -> Cost:
+    """Forward and backward of a model of so many layers."""
+    model = load_config({"model": {"preset": preset, "layers": layers}, "data": {"sequence": tokens}}).model
+    axis = Axis("tensor", tuple(range(tensor)), 0)
+    meta = torch.device("meta")
+    shard = Shard({"tensor": axis}, tensor > 1, torch.bfloat16, meta, compiled=after)
+    (stage,) = build_stages(model, shard, [range(layers)], [0], 0).values()
+    for each in declared_parameters(stage):
+        gradients.attach(each.parameter, _Accumulator())
+    ids = torch.empty((1, tokens), dtype=torch.int64, device=meta)
+    with counted(after) as counting:
+        _forward_and_backward(stage, ids)
+    return counting.cost
+
+
+def _forward_and_backward(stage: Transformer, ids: torch.Tensor) -> None:
+    stage.loss_sum(ids, ids, scale=1e-5).backward()
+
+
+def bound(preset: str, tokens: int, tensor: int, after: bool) -> dict[str, Any]:
+    """The bound of the whole model, from a layer and from what is left of a model of one layer."""
+    one, two = (run(preset, layers, tokens, tensor, after) for layers in (1, 2))
+    block = two.minus(one)
+    head = one.minus(block)
+    model = load_config({"model": {"preset": preset}}).model
+    seconds = model.layers * block.total + head.total
+    sent = model.layers * block.sent + head.sent
+    flops = flops_per_token(model, tokens) * tokens / tensor
+    return {
+        "model": preset,
+        "tensor": tensor,
+        "which": "after" if after else "before",
+        "block_launches": sum(block.launches.values()),
+        "block_ms": block.total * 1e3,
+        "head_ms": head.total * 1e3,
+        "mfu_bound": flops / seconds / FLOPS,
+        "mfu_bound_collectives_exposed": flops / (seconds + sent) / FLOPS,
+        "block_operators": {
+            name: {
+                "launches": block.launches[name],
+                "gflop": block.flops[name] / 1e9,
+                "mb": block.nbytes[name] / 1e6,
+                "us": block.seconds[name] * 1e6,
+            }
+            for name, count in sorted(block.launches.items(), key=lambda item: -block.seconds[item[0]])
+            if count
+        },
+    }
+
+
+def main() -> None:
+    """Print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["llama3.2-1b", "llama3-8b"], help="presets")
+    parser.add_argument(
+        "--tensor", nargs="+", type=int, default=[1, 8], help="degrees; with sequence above 1"
+    )
+    parser.add_argument("--tokens", type=int, default=8192, help="of one sequence")
+    parser.add_argument("--operators", action="store_true", help="list the operators of a layer")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    found = []
+    print(f"{'model':14s}{'tensor':>7s}{'':>8s}{'launches':>10s}{'layer ms':>10s}{'head ms':>9s}", end="")
+    print(f"{'MFU at most':>13s}{'and collectives exposed':>26s}")
+    for preset in options.models:
+        for tensor in options.tensor:
+            for after in (False, True):
+                each = bound(preset, options.tokens, tensor, after)
+                found.append(each)
+                print(
+                    f"{preset:14s}{tensor:7d}{each['which']:>8s}{each['block_launches']:10d}"
+                    f"{each['block_ms']:10.3f}{each['head_ms']:9.3f}{each['mfu_bound']:13.3f}"
+                    f"{each['mfu_bound_collectives_exposed']:26.3f}"
+                )
+                for name, row in each["block_operators"].items() if options.operators else ():
+                    print(
+                        f"    {name:28s}{row['launches']:4d} launches{row['gflop']:10.1f} GFLOP"
+                        f"{row['mb']:9.1f} MB{row['us']:9.1f} us"
+                    )
+    if options.json:
+        machine = "Counted on meta tensors; 989 TFLOP/s, 3.35 TB/s, 450 GB/s, 4 us a launch"
+        document = {"machine": machine, "tokens": options.tokens, "dtype": "bf16"}
+        document |= {"torch": torch.__version__, "bounds": found}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

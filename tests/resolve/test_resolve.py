@@ -48,7 +48,13 @@ def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
     assert "model.vocab" in autos(config.model_dump(by_alias=True))
     resolved = resolve(config, TWO)
     # Policies, the place to compute on (which only the process knows), and limits of searches remain.
-    policies = {"run.device", "checkpoint.resume", "parallel.schedule", "parallel.schedule_memory"}
+    policies = {
+        "run.device",
+        "checkpoint.resume",
+        "parallel.schedule",
+        "parallel.schedule_memory",
+        "data.bos",
+    }
     unused = {"parallel.schedule_group"} if schedule != "interleaved" else set()
     assert set(autos(resolved.config.model_dump(by_alias=True))) <= policies | unused
     assert resolved.config.model.vocab == 257

@@ -61,10 +61,10 @@ def _local_norm(mesh: Mesh) -> Patches:
 
 
 def _local_mean_loss(mesh: Mesh) -> Patches:
-    def targets(self: Any, counts: torch.Tensor) -> int:
-        return int(counts[0]) // self.mesh.data.size + 1
+    def totals(self: Any, counts: torch.Tensor) -> tuple[int, int]:
+        return int(counts[0]) // self.mesh.data.size + 1, int(counts[3])
 
-    return [mock.patch.object(language.LanguageModel, "targets", targets)]
+    return [mock.patch.object(language.LanguageModel, "totals", totals)]
 
 
 def _keep_partial_gradients(mesh: Mesh) -> Patches:

@@ -22,7 +22,7 @@ import torch
 from .rectangle import Rectangle
 
 _PAIRS_PER_THREAD = 1 << 16
-_PAIRS_ON_GPU = 1 << 22
+_PAIRS_ON_GPU = 1 << 20
 """Pairs drawn at a time, with 32 bytes of temporaries each."""
 
 # SplitMix64's constants, as signed numbers.

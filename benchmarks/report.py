@@ -35,7 +35,12 @@ def section(name: str) -> str:
     if not path.exists():
         return "\nNot measured yet.\n\n"
     results = json.loads(path.read_text(encoding="utf-8"))
-    kinds = {"stages": overlap, "bandwidth_over_raw": checkpoint_io, "bounds": roofline}
+    kinds = {
+        "stages": overlap,
+        "bandwidth_over_raw": checkpoint_io,
+        "bounds": roofline,
+        "first_rank": cost_of_start,
+    }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
 
@@ -128,6 +133,32 @@ def checkpoint_io(results: dict[str, Any]) -> Iterator[str]:
     pause = f"{seconds['pause']:.2f} s, {results['pause_over_synchronous']:.0%} of a synchronous one"
     memory = f"{results['transient_over_share']['hexad_load']:.1%} of the rank's shard"
     yield f"An asynchronous save pauses training for {pause}. Loading needs {memory} as additional memory."
+
+
+def cost_of_start(results: dict[str, Any]) -> Iterator[str]:
+    """A row per part of the first rank's work, and what it costs beside that."""
+    layout, found, store = results["layout"], results["first_rank"], results["store"]
+    degrees = ", ".join(f"{axis} {layout[axis]}" for axis in ("tensor", "pipeline", "data"))
+    yield f"{layout['world']} ranks ({degrees}), {results['parameters'] / 1e9:.0f}e9 parameters:"
+    yield ""
+    yield "| the first rank's work | s | most memory so far, MB |"
+    yield "|---|---|---|"
+    for title, part in found["parts"].items():
+        yield f"| {title} | {part['seconds']:.2f} | {part['peak_mb']:.0f} |"
+    yield ""
+    most, median = (results["connections_per_rank"][which] for which in ("most", "median"))
+    sent, own = found["bytes_sent_on_loading"] / 1e6, found["rectangles_of_the_first_rank"]
+    calls, traffic, seconds = store["calls"], store["bytes"] / 1e6, store["seconds_of_one_server"]
+    size = found["manifest_bytes"] / 1e6
+    yield " ".join(
+        [
+            f"{found['rectangles']:,} rectangles in {found['tensor_files']:,} files, manifest {size:.0f} MB.",
+            f"Loading sends {sent:.0f} MB from the first rank, which itself needs {own} rectangles.",
+            f"Connections for agreements: {most} on the rank that has most, {median} on most ranks.",
+            f"Connecting them takes {calls:,} calls of the store, {traffic:.0f} MB,",
+            f"{seconds:.0f} s at the rate at which it answers one client here.",
+        ]
+    )
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ _LARGE = 20_000
 
 
 def is_large(index: Index) -> bool:
-    """Whether work on the manifest of these rectangles belongs into another process."""
+    """Whether work on the manifest of these rectangles belongs in another process."""
     return len(index.rows) >= _LARGE
 
 

@@ -1,0 +1,28 @@
+"""The benchmark of starts at a size that takes a second: it simulates what the ranks really do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hexad.topology.layout import Layout
+
+LAYOUT = Layout(world=48, tensor=4, pipeline=2)
+
+
+def test_the_first_rank_s_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import cost_of_start
+
+    monkeypatch.setattr(cost_of_start, "LAYERS", 4)
+    saved, loaded = cost_of_start.messages(LAYOUT, tmp_path)
+    found = cost_of_start.first_rank(tmp_path, LAYOUT.world)
+    assert found["tensor_files"] == LAYOUT.world and saved > loaded > 0
+    # The manifest was accepted: the shards cover every tensor exactly once.
+    assert 0 < found["rectangles_of_the_first_rank"] < found["rectangles"] / LAYOUT.world * 3
+    assert found["largest_message_on_loading"] < found["bytes_sent_on_loading"]
+    store = cost_of_start.through_the_store(LAYOUT.world)
+    assert store["calls"] > LAYOUT.world and store["bytes"] > store["calls"]
+    sys.modules.pop("cost_of_start")

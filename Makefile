@@ -26,8 +26,8 @@ test: setup  ## the default tests (about 7 minutes on two cores)
 test-slow: setup  ## the long sweeps (hours)
 	$(BIN)/python -m pytest -m 'slow and not gpu'
 
-test-gpu: setup  ## the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu
+test-gpu: setup  ## tests and speed on this machine's GPUs, in one report
+	$(BIN)/python benchmarks/gpu_report.py
 
 check: setup  ## lint, format, types, import rules
 	$(BIN)/ruff check .

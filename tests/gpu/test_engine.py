@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad.model import attention_kernels
+from hexad.parallel.gradients import WeightGradient, widening_products
 from hexad.parallel.tensor import fp8
 from hexad.topology.cluster import has_fp8
 
@@ -18,13 +21,20 @@ pytestmark = [
 
 
 def _losses(
-    device: str, dtype: str, family: str, compiled: str = "none", dropout: float = 0.0, **groups: Any
+    device: str,
+    dtype: str,
+    family: str,
+    compiled: str = "none",
+    dropout: float = 0.0,
+    window: int | None = None,
+    after_first: Callable[[], None] = lambda: None,
+    **groups: Any,
 ) -> list[float]:
     model = {"family": family, "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300}
     config = load_config(
         {
             "run": {"compile": compiled},
-            "model": {**model, "dropout": dropout, "attention_dropout": dropout},
+            "model": {**model, "dropout": dropout, "attention_dropout": dropout, "sliding_window": window},
             "data": {"sequence": 64},
             "batch": {"micro": 2, "global": 4},
             "precision": {"dtype": dtype},
@@ -39,6 +49,8 @@ def _losses(
         bounds = (0, 20 + step, 64, 128) if step % 2 else None
         batch = Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), bounds)
         losses.append(engine.train_step([batch, batch]).loss)
+        if step == 1:  # both kinds of batches have been seen
+            after_first()
     return losses
 
 
@@ -106,3 +118,79 @@ def test_the_host_makes_the_update(dtype: str, zero: int) -> None:
     """Copies to and from pinned memory arrive before they are used."""
     found = _losses("cuda", dtype, "llama", memory={"offload": "optimizer"}, parallel={"zero": zero})
     assert found == pytest.approx(_losses("cuda", dtype, "llama"), rel=1e-5)
+
+
+@pytest.mark.parametrize("compiled", ["none", "pointwise"])
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_documents_and_windows(dtype: str, window: int | None, compiled: str) -> None:
+    """In 16 bits by one call of varlen where the GPU has it; every second batch has documents."""
+    found = _losses("cuda", dtype, "mistral", compiled, window=window)
+    tolerance = 1e-4 if dtype == "fp32" else 2e-2
+    assert found == pytest.approx(_losses("cpu", dtype, "mistral", window=window), rel=tolerance)
+
+
+def test_the_varlen_kernel_computes_what_separate_calls_do() -> None:
+    gpu = torch.device("cuda", 0)
+    kernel = attention_kernels.choose(gpu, torch.bfloat16, 4, 2, 64, 0.125, 24)
+    if kernel.varlen is None:
+        pytest.skip("this GPU, or this version of PyTorch, has no varlen kernel with windows")
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn((160, heads, 64), generator=generator).to(gpu, torch.bfloat16).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    spans = attention_kernels.Spans(160, 2, (0, 3, 80, 150, 160))
+    plain = attention_kernels.AttentionKernel(kernel.scale, kernel.window)
+    outputs = [each(q, k, v, spans) for each in (kernel, plain)]
+    gradients = [torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in outputs]
+    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-2)
+
+
+def test_weight_gradients_are_added_in_one_product() -> None:
+    gpu = torch.device("cuda", 0)
+    assert widening_products(gpu)
+    generator = torch.Generator().manual_seed(1)
+    gradient, inputs = (torch.randn(64, n, generator=generator).to(gpu, torch.bfloat16) for n in (48, 32))
+    total = torch.full((48, 32), 3.0, device=gpu)
+    for fresh, before in ((False, 3.0), (True, 0.0)):
+        WeightGradient(gradient, inputs).add_to(total, fresh)
+        wanted = gradient.float().t() @ inputs.float() + before
+        torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-3)
+        total.fill_(3.0)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_level_of_zero_on_one_rank(dtype: str, zero: int) -> None:
+    found = _losses("cuda", dtype, "llama", "pointwise", parallel={"zero": zero})
+    assert found == pytest.approx(_losses("cuda", dtype, "llama", "pointwise"), rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_compiled_functions_with_recompute(recompute: str) -> None:
+    found = _losses("cuda", "bf16", "llama", "pointwise", memory={"recompute": recompute})
+    assert found == pytest.approx(_losses("cuda", "bf16", "llama", "pointwise"), rel=1e-2)
+
+
+def test_the_host_waits_once_per_step() -> None:
+    """PyTorch raises where the host waits for the device; the one read of the step is let through."""
+    read = torch.Tensor.tolist
+
+    def tolist(tensor: torch.Tensor) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return read(tensor)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def refuse_waits() -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        try:
+            _losses("cuda", "bf16", "llama", "pointwise", after_first=refuse_waits)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

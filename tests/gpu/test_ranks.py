@@ -1,0 +1,84 @@
+"""Two ranks on GPUs give one rank's losses; skipped without a GPU.
+
+With two GPUs every layout, over NCCL. With one GPU both ranks share it, over gloo, which knows all-reduces of
+GPU tensors but not much else: layouts that need nothing else.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hexad import Engine, Layout, Mesh, Microbatch, load_config
+
+from ..pool import TIMEOUT, Pool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is visible"),
+]
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"data": 2},
+    "tensor": {"tensor": 2, "sequence": False},
+    "sequence": {"tensor": 2},
+    "zero 1": {"data": 2, "zero": 1},
+    "zero 2": {"data": 2, "zero": 2},
+    "zero 3": {"data": 2, "zero": 3},
+    "pipeline 1f1b": {"pipeline": 2},
+    "pipeline zb_h1": {"pipeline": 2, "schedule": "zb_h1"},
+    "pipeline zb_v": {"pipeline": 2, "schedule": "zb_v", "virtual_stages": 2},
+}
+_ONE_GPU = ("data", "tensor")
+
+
+def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[float]:
+    """Of a few steps on this rank; the pool's own group is replaced by NCCL's where each rank has a GPU."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if world > 1 else 0
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    if world > 1 and gpus > 1:
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "nccl",
+            store=dist.FileStore(store, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=TIMEOUT),
+            device_id=device,
+        )
+    config = load_config(
+        {
+            "run": {"compile": "pointwise"},
+            "model": {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 4, "vocab": 300},
+            "data": {"sequence": 64},
+            "batch": {"micro": 1, "global": 8},
+            "parallel": {"bucket_mb": 0.2, **parallel},
+            "precision": {"dtype": dtype},
+            "lr_schedule": {"warmup": 1},
+        }
+    )
+    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), device))
+    found = []
+    for step in range(4):
+        tokens = torch.randint(300, (8, 65), generator=torch.Generator().manual_seed(step))
+        rows = tokens[engine.mesh.data.rank :: engine.mesh.data.size]
+        batch = [Microbatch(row[None, :-1].contiguous(), row[None, 1:].contiguous()) for row in rows]
+        found.append(engine.train_step(batch).loss)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks(layout: str, dtype: str, pool: Pool, tmp_path: Any) -> None:
+    gpus = min(2, torch.cuda.device_count())
+    if gpus == 1 and layout not in _ONE_GPU:
+        pytest.skip("needs two GPUs")
+    (wanted,) = pool.run(1, losses, {}, dtype, gpus, "")
+    for found in pool.run(2, losses, LAYOUTS[layout], dtype, gpus, str(tmp_path / "store")):
+        assert found == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)

@@ -14,7 +14,7 @@ from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.config import ConfigError
 from hexad.model import dropout, ops, residual
 from hexad.parallel import pointwise
-from hexad.parallel.tensor import cross_entropy
+from hexad.parallel.tensor import cross_entropy, fp8
 
 needs_compiler = pytest.mark.skipif(
     pointwise.missing_compiler(torch.device("cpu")) is not None, reason="no C++ compiler is installed"
@@ -76,6 +76,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     logits, labels = random(tokens, 257), torch.arange(tokens) * 5
     highest, sums = torch.rand(tokens) + 3, torch.rand(tokens) + 1
     return {
+        "narrowed": (fp8._narrowed, (x, torch.float8_e4m3fn)),
         "rms_forward": (ops.rms_forward, (x, weight, 1e-5)),
         "swiglu_forward": (ops._swiglu_forward, (inner,)),
         "swiglu_backward": (ops._swiglu_backward, (gradient, inner)),
@@ -90,8 +91,9 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
-# Sums over tokens are kernels of their own; so is the gathering of the targets' logits.
-_KERNELS = {"rms_backward": 2, "statistics": 2}
+# Sums over tokens are kernels of their own; so is the gathering of the targets' logits, and in 8 bits a maximum,
+# and its reciprocal.
+_KERNELS = {"narrowed": 3, "rms_backward": 2, "statistics": 2}
 
 
 @needs_compiler

@@ -61,10 +61,13 @@ def _local_norm(mesh: Mesh) -> Patches:
 
 
 def _local_mean_loss(mesh: Mesh) -> Patches:
-    def totals(self: Any, counts: torch.Tensor) -> tuple[int, int]:
-        return int(counts[0]) // self.mesh.data.size + 1, int(counts[3])
+    original = language.LanguageModel.counted
 
-    return [mock.patch.object(language.LanguageModel, "totals", totals)]
+    def counted(self: Any, counting: Any) -> language.Counts:
+        counts = original(self, counting)
+        return counts._replace(targets=counts.targets // self.mesh.data.size + 1)
+
+    return [mock.patch.object(language.LanguageModel, "counted", counted)]
 
 
 def _keep_partial_gradients(mesh: Mesh) -> Patches:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ..pointwise import half
+
 _SMALLEST = 2.0**-100  # maxima below it are scaled like it, so that scales and their reciprocals are finite
 _EXPONENT = 0x7F800000  # of a float32
 
@@ -38,13 +40,17 @@ def _scales(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, to
     return first, second
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, compiled: bool = False
+) -> torch.Tensor:
     """``x W^T + b`` of ``[tokens, in]`` and ``[out, in]``; every size a multiple of 16.
 
-    Partial sums may be kept with fewer bits ("fast accumulation"), as forward passes tolerate.
+    Partial sums may be kept with fewer bits ("fast accumulation"), as forward passes tolerate. ``compiled``:
+    operands are scaled and rounded in one pass, after one for their maximum.
     """
-    narrow, undo = _narrowed(x, torch.float8_e4m3fn)
-    narrow_weight, undo_weight = _narrowed(weight, torch.float8_e4m3fn)
+    narrowed = half(_narrowed, compiled)
+    narrow, undo = narrowed(x, torch.float8_e4m3fn)
+    narrow_weight, undo_weight = narrowed(weight.detach(), torch.float8_e4m3fn)
     scale, scale_weight = _scales(undo, undo_weight)
     return torch._scaled_mm(
         narrow,
@@ -57,10 +63,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     )
 
 
-def input_gradient(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, compiled: bool = False) -> torch.Tensor:
     """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
-    narrow, undo = _narrowed(gradient, torch.float8_e5m2)
-    narrow_weight, undo_weight = _narrowed(weight, torch.float8_e4m3fn)
+    narrowed = half(_narrowed, compiled)
+    narrow, undo = narrowed(gradient, torch.float8_e5m2)
+    narrow_weight, undo_weight = narrowed(weight.detach(), torch.float8_e4m3fn)
     # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.
     turned = narrow_weight.t().contiguous().t()
     scale, scale_weight = _scales(undo, undo_weight)

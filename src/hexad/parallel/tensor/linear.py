@@ -30,12 +30,12 @@ from .linear_inventory import Linear
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shard: Shard) -> torch.Tensor:
     """``x W^T + b`` on this rank, in the layer's format for products."""
-    return fp8.product(x, weight, bias) if shard.fp8 else F.linear(x, weight, bias)
+    return fp8.product(x, weight, bias, shard.compiled) if shard.fp8 else F.linear(x, weight, bias)
 
 
 def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, shard: Shard) -> torch.Tensor:
     """``gradient W`` on this rank, in the layer's format for products."""
-    return fp8.input_gradient(gradient, weight) if shard.fp8 else gradient @ weight
+    return fp8.input_gradient(gradient, weight, shard.compiled) if shard.fp8 else gradient @ weight
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -91,8 +91,8 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
-# Sums over tokens are kernels of their own; so is the gathering of the targets' logits, and in 8 bits a maximum,
-# and its reciprocal.
+# Sums over tokens are kernels of their own; so is the gathering of targets, and in 8 bits a maximum
+# and the scale.
 _KERNELS = {"narrowed": 3, "rms_backward": 2, "statistics": 2}
 
 

@@ -33,6 +33,7 @@ from hexad.resolve import PipelinePlan, Resolved, plan_of_modules, resolve, trai
 from hexad.topology.mesh import Axis, Mesh
 
 from .faults import Fault, FaultGuard, StepResult
+from .heap import give_back
 from .language import LanguageModel, Task, compute, training_shard
 from .modules import Modules, checked
 
@@ -257,6 +258,8 @@ class Engine:
         self.scaler.update(not math.isfinite(norm))
         self.step += 1
         self.updates += updated
+        if self.mesh.device.type == "cpu":
+            give_back()
         return norm, updated, numbers
 
     def train_step(self, microbatches: Sequence[Microbatch], record: bool = False) -> StepResult:

@@ -1,0 +1,35 @@
+"""Resident memory does not grow with what a step has freed."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hexad.train import heap
+
+
+def _resident() -> int:
+    """Bytes."""
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    found = re.search(r"VmRSS:\s+(\d+) kB", text)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.skipif(heap._malloc_trim() is None, reason="the C library has no malloc_trim")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_what_is_free_between_blocks_in_use_is_given_back() -> None:
+    size, count = 96 * 1024, 3000  # below the size from which glibc maps blocks one by one
+    blocks = [torch.ones(size // 4) for _ in range(count)]
+    before = _resident()
+    kept = blocks[::10]
+    del blocks
+    gc.collect()
+    heap.give_back()
+    assert before - _resident() > 0.8 * size * count * 0.9
+    assert all(bool((each == 1).all()) for each in kept)

@@ -30,7 +30,7 @@ def shard_of(
 
 def whole_model(model: ModelSettings, shard: Shard, recompute: Recompute = Recompute()) -> Transformer:  # noqa: B008
     """All of a model in one stage."""
-    stage = ModelInventory(model, shard.sequence).stage(range(model.layers))
+    stage = ModelInventory(model, shard.sequence, shard.tensor.size).stage(range(model.layers))
     return Transformer(stage, shard, recompute)
 
 

@@ -59,6 +59,7 @@ LAYOUTS = {
     "data 2, tensor 2, zb_h1, zero 3": replace(_BASE, data=2, tensor=2, pipeline=2, schedule="zb_h1", zero=3),
     "tensor 2, dualpipe_v": replace(_BASE, tensor=2, pipeline=2, schedule="dualpipe_v", virtual=2),
     "pipeline 3, zb_h2": replace(_BASE, pipeline=3, schedule="zb_h2"),
+    "tensor 4, each KV head on two ranks": replace(_BASE, tensor=4),
 }
 NAMES = tuple(LAYOUTS)
 Saved = dict[str, tuple[Path, dict[str, Any]]]
@@ -167,6 +168,20 @@ def test_other_layouts_into_this_one(saved: Saved, uninterrupted: list[float], p
 @pytest.mark.parametrize("into", NAMES)
 def test_every_layout_into_this_one(saved: Saved, uninterrupted: list[float], pool: Pool, into: str) -> None:
     check(saved, uninterrupted, pool, [name for name in NAMES if name not in _nearby(into)], into)
+
+
+@pytest.mark.parametrize(
+    ("origins", "into"),
+    [
+        (["one rank", "tensor 2 without sequence"], NAMES[-1]),
+        ([NAMES[-1]], "one rank"),
+        ([NAMES[-1]], "tensor 2 without sequence"),
+    ],
+)
+def test_copied_kv_heads(
+    saved: Saved, uninterrupted: list[float], pool: Pool, origins: list[str], into: str
+) -> None:
+    check(saved, uninterrupted, pool, origins, into)
 
 
 def test_the_layouts_cover_every_axis_stage_and_schedule() -> None:

@@ -143,12 +143,18 @@ def generated_by(rank: int, world: int, request: dict[str, object], port: int) -
 
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [(2, ("parallel.pipeline=2",)), (4, ("parallel.pipeline=2",)), (3, ("parallel.pipeline=3",))],
+    [
+        (2, ("parallel.pipeline=2",)),
+        (4, ("parallel.pipeline=2",)),
+        (3, ("parallel.pipeline=3",)),
+        (4, ("parallel.tensor=4",)),
+    ],
 )
-def test_pipeline_ranks_generate_the_same(
+def test_other_layouts_generate_the_same(
     trained: RunFile, pool: Pool, world: int, overrides: tuple[str, ...]
 ) -> None:
-    """The model has one layer: three stages are embedding, layer and head."""
+    """The model has one layer, three stages are embedding, layer and head; and two KV heads, which on four
+    tensor ranks have a cache on two each."""
     sampling = {"temperature": 1.5, "top_k": 0, "top_p": 0.95, "seed": 3, "as_json": False}
     text = {"prompt": "the q", "tokens": 12, "checkpoint": str(trained.newest)}
     alone = generated(trained, "--temperature", "1.5", "--top-p", "0.95", "--seed", "3")

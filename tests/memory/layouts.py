@@ -19,6 +19,10 @@ _TABLE = """
 2 1 1 |                 | full              | bf16 reduce accumulate | tied
 2 1 1 |                 | none              | fp32        | qwen3
 2 1 1 | seq             | full              | fp16        | gpt2
+4 1 1 | seq             | none              | fp32        | two kv heads
+4 1 1 |                 | selective         | bf16        | two kv heads
+2 1 2 | z3 seq          | selective         | fp32        | one kv head
+2 2 1 | seq zb_h1       | none              | fp32        | one kv head
 1 1 2 | z0              | selective         | fp32        | llama
 1 1 2 | z1              | none              | bf16        | tied
 1 1 2 | z1              | full              | fp32        | gpt2
@@ -65,12 +69,15 @@ _MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "kv_heads": 8},
     "qwen3": {"family": "qwen3"},
     "tied": {"tied_embeddings": True},
+    "two kv heads": {"kv_heads": 2},
+    "one kv head": {"kv_heads": 1},
     "window": {"family": "mistral", "sliding_window": 100},
 }
 
 
 def _parsed(line: str) -> tuple[int, Groups]:
-    degrees, parallel, memory, precision, model = (part.split() for part in line.split("|"))
+    *settings_of, model = line.split("|")
+    degrees, parallel, memory, precision = (part.split() for part in settings_of)
     tensor, pipeline, data = map(int, degrees)
     settings: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "data": data, "sequence": False}
     for word in parallel:
@@ -87,7 +94,7 @@ def _parsed(line: str) -> tuple[int, Groups]:
         "parallel": settings,
         "memory": {"recompute": memory[0], "offload": "optimizer" if len(memory) > 1 else "none"},
         "precision": formats,
-        "model": _MODELS[model[0]],
+        "model": _MODELS[model.strip()],
     }
     if precision[0] != "fp32":  # which a CPU multiplies many times faster
         groups["batch"] = {"micro": 2, "global": (8 if pipeline > 1 else 4) * data}

@@ -90,6 +90,8 @@ def test_a_layer_keeps_what_the_closed_form_says(
         ({}, {"data": 2}),
         ({"tied_embeddings": True}, {"tensor": 2, "data": 3}),
         (GPT2, {"tensor": 2, "sequence": False, "pipeline": 2, "data": 2}),
+        ({"kv_heads": 2}, {"tensor": 4}),
+        ({"kv_heads": 1, "family": "qwen2"}, {"tensor": 4, "data": 2, "zero": 3}),
         (GPT2, {"pipeline": 2, "schedule": "zb_v", "tensor": 2}),
         ({"family": "qwen3"}, {"pipeline": 3, "data": 4}),
         ({"family": "qwen2", "layers": 7}, {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}),
@@ -103,7 +105,9 @@ def test_the_plan_has_the_parameters_of_the_modules(model: Any, parallel: Any) -
         world *= parallel.get(axis, 1)
     layout = Layout.from_settings(config.parallel, world)
     resolved = resolve(config, layout)
-    axes = {"tensor": Axis("tensor", tuple(range(layout.tensor)))}
+    copies = max(1, layout.tensor // int(config.model.kv_heads))
+    parts = Axis("kv", tuple(range(layout.tensor // copies))), Axis("kv_copies", tuple(range(copies)))
+    axes = {"tensor": Axis("tensor", tuple(range(layout.tensor)), parts=parts)}
     sequence = config.parallel.sequence and layout.tensor > 1
     shard = Shard(axes, sequence, torch.float32, torch.device("meta"))
     plan = resolved.plan
@@ -139,6 +143,7 @@ FEW = [
     _case(1, model=GPT2, memory={"recompute": "full"}),
     _case(2, parallel={"tensor": 2}, memory={"recompute": "selective"}),
     _case(2, parallel={"pipeline": 2, "schedule": "zb_h1"}),
+    _case(2, model={"kv_heads": 1}, parallel={"tensor": 2}),
     _case(2, parallel={"data": 2, "zero": 2}, precision=BF16),
     _case(2, parallel={"data": 2, "zero": 3}, precision=BF16),
     _case(1, precision=FP8, **LARGE_WEIGHTS),
@@ -158,7 +163,7 @@ def _check(world: int, groups: Groups, pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("world", "groups"),
     # A CPU is slow in bf16; many more such layouts are in the slow sweep.
-    [pytest.param(*case, marks=pytest.mark.slow) if case in (FEW[0], FEW[5]) else case for case in FEW],
+    [pytest.param(*case, marks=pytest.mark.slow) if case in (FEW[0], FEW[6]) else case for case in FEW],
     ids=str,
 )
 def test_the_peak_is_predicted(world: int, groups: Groups, pool: Pool) -> None:

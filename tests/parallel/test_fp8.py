@@ -322,6 +322,12 @@ def test_only_fp8_runs_place_layers_so() -> None:
             1,
             "model.kv_heads: found 1 (2 x it x model.head_dim 4 = 8)",
         ),
+        (
+            {"model": {"heads": 8, "head_dim": 4, "kv_heads": 1}},
+            2,
+            "model.head_dim: found 4 (2 x it = 8), but precision.dtype fp8 multiplies multiples of 16; "
+            "change it, or use bf16",
+        ),
         ({"model": {"ffn_hidden": 48}}, 2, "model.ffn_hidden: found 48 (it / parallel.tensor 2 = 24)"),
         ({"data": {"sequence": 12}}, 1, "batch.micro: found 2 (it x data.sequence 12 = 24)"),
     ],

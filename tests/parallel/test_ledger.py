@@ -25,10 +25,17 @@ _STEPS = 2
 
 
 def _config(
-    family: str, data: int, tensor: int, sequence: bool, dtype: str, tied: bool = False, **pipeline: Any
+    family: str,
+    data: int,
+    tensor: int,
+    sequence: bool,
+    dtype: str,
+    tied: bool = False,
+    kv_heads: int = 4,
+    **pipeline: Any,
 ) -> Config:
     # Sizes whose shares are multiples of the alignment, so that no rounding hides in the formula.
-    model = {"family": family, "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn_hidden": 128}
+    model = {"family": family, "layers": 4, "hidden": 64, "heads": 4, "kv_heads": kv_heads, "ffn_hidden": 128}
     return build_config(
         {
             "run": {"steps": 10},
@@ -81,20 +88,23 @@ def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) 
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "sequence", "schedule", "recompute"),
+    ("family", "tensor", "sequence", "schedule", "recompute", "kv_heads"),
     [
-        ("llama", 2, True, "zb_h1", "full"),
-        ("qwen3", 2, False, "1f1b", "full"),
-        ("gpt2", 4, True, "1f1b", "selective"),
-        ("granite", 4, False, "zb_h1", "none"),
+        ("llama", 2, True, "zb_h1", "full", 4),
+        ("qwen3", 2, False, "1f1b", "full", 4),
+        ("gpt2", 4, True, "1f1b", "selective", 4),
+        ("granite", 4, False, "zb_h1", "none", 4),
+        ("qwen2", 4, True, "zb_h1", "full", 2),
+        ("qwen3", 2, False, "1f1b", "none", 1),
     ],
 )
 def test_the_inventory_states_what_layers_send(
-    pool: Pool, family: str, tensor: int, sequence: bool, schedule: str, recompute: str
+    pool: Pool, family: str, tensor: int, sequence: bool, schedule: str, recompute: str, kv_heads: int
 ) -> None:
-    """For 2 of 4 layers that recompute; with weight gradients in actions of their own, or not."""
+    """For 2 of 4 layers that recompute; with weight gradients in actions of their own, or not. Gradients of
+    KV heads that several ranks hold are summed over these."""
     memory = {"recompute": recompute, **({} if recompute == "none" else {"recompute_layers": 2})}
-    config = _config(family, 1, tensor, sequence, "fp32", schedule=schedule)
+    config = _config(family, 1, tensor, sequence, "fp32", kv_heads=kv_heads, schedule=schedule)
     config = build_config({**config.model_dump(by_alias=True), "memory": memory})
     layout = Layout.from_settings(config.parallel, tensor)
     stages = rank_stages(resolve(config, layout), 0)
@@ -102,8 +112,9 @@ def test_the_inventory_states_what_layers_send(
     collectives = stages[0].sent(execution(config, layout), kind, 2, schedule == "zb_h1")
     per_microbatch = sum(each.times * sent_bytes(each.operation, tensor, each.nbytes) for each in collectives)
     buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
-    partial = [4 * bucket.size for bucket in buckets if bucket.traits.partial]
-    once = sum(sent_bytes("all_reduce", tensor, nbytes) for nbytes in (*partial, 4))  # 4: the norm
+    ranks = {"tensor": tensor, "kv_copies": max(1, tensor // kv_heads)}
+    partial = [(ranks[axis], 4 * bucket.size) for bucket in buckets for axis in bucket.traits.partial]
+    once = sum(sent_bytes("all_reduce", *each) for each in (*partial, (tensor, 4)))  # the last is the norm's
     once += sent_bytes("broadcast", tensor, 4)
     for found in pool.run(tensor, _measure, config, tensor):
         assert found["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)

@@ -75,6 +75,8 @@ GPT2 = {"family": "gpt2", "kv_heads": 4, "max_positions": 8}
         ({"data": 4, "zero": 3, "replicas": 2}, {}, 3, "layers.1.attention.k.weight", 1),
         ({"tensor": 2}, {}, 1, "layers.0.attention_norm.weight", 0),
         ({"tensor": 2, "data": 2}, {}, 3, "layers.1.attention.q.weight", 1),
+        ({"tensor": 4}, {}, 3, "layers.1.attention.k.weight", 2),
+        ({"tensor": 2, "data": 2, "zero": 1}, {"kv_heads": 1}, 1, "layers.0.attention.v.weight", 0),
         ({"pipeline": 2, "data": 2}, {**GPT2, "tied_embeddings": True}, 3, "embedding.weight", 0),
     ],
 )

@@ -350,6 +350,37 @@ EVERY_COMPILED = tuple(
 )
 
 
+def fewer(variant: Variant, kv_heads: int) -> Variant:
+    """The variant with this many KV heads."""
+    model = {**variant.model, "kv_heads": kv_heads}
+    return replace(variant, name=f"{variant.name}, kv_heads {kv_heads}", model=model)
+
+
+# Tensor degrees above the number of KV heads, which several ranks then hold.
+_LLAMA, _QWEN2, _QWEN3 = VARIANTS[0], VARIANTS[4], VARIANTS[5]
+COPIED_GRID = (
+    Case(fewer(_LLAMA, 2), tensor=4),
+    Case(fewer(_QWEN3, 1), tensor=4, sequence=False, recompute="selective"),
+    Case(deep(fewer(_QWEN2, 1), 3), data=2, tensor=2, pipeline=2, schedule="zb_h1", zero=2),
+    Case(fewer(_DROPPED_LLAMA, 2), data=2, tensor=4, zero=3, recompute="full"),
+)
+EVERY_COPIED = (
+    *(
+        Case(fewer(variant, kv_heads), 1, tensor, sequence)
+        for variant in (_LLAMA, _QWEN2, _QWEN3)
+        for kv_heads, tensor in ((1, 2), (1, 4), (2, 4))
+        for sequence in (True, False)
+    ),
+    *(
+        Case(fewer(variant, 2), 2, 4, True, zero=zero, recompute=recompute)
+        for variant, zero, recompute in zip(VARIANTS[5:], (1, 2, 3), ("selective", "none", "full"))
+    ),
+    Case(deep(fewer(_LLAMA, 2), 5), 1, 4, True, 2, "zb_v", 2, compile="pointwise"),
+    Case(deep(fewer(_QWEN3, 1), 5), 1, 4, False, 2, "zb_h1", zero=0, recompute="selective"),
+    Case(deep(fewer(_QWEN2, 1), 5), 2, 2, True, 2, "dualpipe_v", 2, zero=3),
+)
+
+
 @dataclass(frozen=True)
 class Trace:
     """What a run of a few steps did, as global tensors.

@@ -15,13 +15,14 @@ from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import Transformer
 from hexad.optim.adamw import BucketAdamW
 from hexad.parallel.data import buckets, gradients, rounds
+from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.inventory import Parameter
 from hexad.parallel.pipeline import executor
 from hexad.parallel.tensor import cross_entropy, embedding, linear, loss
 from hexad.topology.mesh import Mesh
 from hexad.train import language
 
-from .harness import VARIANTS, Case, deep
+from .harness import VARIANTS, Case, deep, fewer
 from .mutation import Mutation, Patches, same, same_async
 from .state_mutations import STATE_MUTATIONS
 
@@ -72,6 +73,22 @@ def _local_mean_loss(mesh: Mesh) -> Patches:
 
 def _keep_partial_gradients(mesh: Mesh) -> Patches:
     return [mock.patch.object(gradients, "all_reduce", same)]
+
+
+def _keep_own_heads_gradients(mesh: Mesh) -> Patches:
+    def reduce(tensor: torch.Tensor, axis: Any) -> torch.Tensor:
+        return tensor if axis.name == "kv_copies" else comm.all_reduce(tensor, axis)
+
+    return [mock.patch.object(gradients, "all_reduce", reduce)]
+
+
+def _count_copied_heads(mesh: Mesh) -> Patches:
+    original = StateSharding.copies
+
+    def copies(self: StateSharding, traits: Any) -> Any:
+        return [axis for axis in original(self, traits) if axis.name not in traits.partial]
+
+    return [mock.patch.object(StateSharding, "copies", copies)]
 
 
 def _drop_column_backward(mesh: Mesh) -> Patches:
@@ -237,6 +254,12 @@ MUTATIONS = {
     "leave norm gradients partial in sequence parallel": Mutation(_keep_partial_gradients, _in(tensor=2)),
     "leave QK-norm gradients partial": Mutation(
         _keep_partial_gradients, _in(tensor=2, sequence=False, variant=5)
+    ),
+    "leave gradients of copied KV heads partial": Mutation(
+        _keep_own_heads_gradients, Case(fewer(VARIANTS[0], 2), tensor=4, sequence=False)
+    ),
+    "count copied KV heads once per rank in the norm": Mutation(
+        _count_copied_heads, Case(fewer(VARIANTS[0], 2), tensor=4, sequence=False)
     ),
     "drop the column-parallel backward reduction": Mutation(
         _drop_column_backward, _in(tensor=2, sequence=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 from ..pool import Pool
 from .harness import (
     COMPILED_GRID,
+    COPIED_GRID,
     EVERY_STATE,
     GRID,
     LAYOUTS,
@@ -24,7 +25,8 @@ from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
-_OTHERS = len(PIPELINE_GRID) + len(STATE_GRID) + len(COMPILED_GRID)
+_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID)
+_OTHERS = len(PIPELINE_GRID) + len(_LATER)
 _HEAD = f"""\
 <!-- Written by 'python -m tests.parity.table'. Do not edit. -->
 
@@ -56,8 +58,9 @@ _STATES = f"""
 
 ZeRO levels 0 to 3 with replicas, recompute and pipelines, all with dropout in embeddings, residual branches
 and attention. Of the {len(EVERY_STATE)} combinations of up to 8 ranks these {len(STATE_GRID)} contain every
-pair of settings; `pytest -m slow` runs all, and every test run adds a random sample. In the last rows
-pointwise functions are compiled (`run.compile: pointwise`), against one process in which they are not.
+pair of settings; `pytest -m slow` runs all, and every test run adds a random sample. In the rows with
+`compile pointwise` pointwise functions are compiled (`run.compile: pointwise`), against one process in which
+they are not. In the last {len(COPIED_GRID)} rows several tensor ranks hold the same KV heads.
 
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""
@@ -82,7 +85,7 @@ def pipeline_rows() -> list[list[str]]:
 
 def state_rows() -> list[list[str]]:
     """The first columns of the table of sharded state."""
-    return [[case.state, case.layout, case.stages, case.work] for case in (*STATE_GRID, *COMPILED_GRID)]
+    return [[case.state, case.layout, case.stages, case.work] for case in _LATER]
 
 
 def cell(found: dict[str, float]) -> str:
@@ -103,7 +106,7 @@ def page(pool: Pool) -> str:
     for row, case in zip(pipeline_rows(), PIPELINE_GRID):
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_STATES)
-    for row, case in zip(state_rows(), (*STATE_GRID, *COMPILED_GRID)):
+    for row, case in zip(state_rows(), _LATER):
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_MUTATIONS)
     for name, mutation in MUTATIONS.items():

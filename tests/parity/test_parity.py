@@ -13,7 +13,9 @@ import pytest
 from ..pool import Pool
 from .harness import (
     COMPILED_GRID,
+    COPIED_GRID,
     EVERY_COMPILED,
+    EVERY_COPIED,
     EVERY_LAYOUT,
     EVERY_PIPELINE,
     EVERY_STATE,
@@ -44,7 +46,9 @@ def name_of(case: Case) -> str:
     return f"{around} / {case.stages} / {case.work}" if case.pipeline > 1 else around
 
 
-@pytest.mark.parametrize("case", (*GRID, *PIPELINE_GRID, *STATE_GRID, *COMPILED_GRID), ids=name_of)
+@pytest.mark.parametrize(
+    "case", (*GRID, *PIPELINE_GRID, *STATE_GRID, *COMPILED_GRID, *COPIED_GRID), ids=name_of
+)
 def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:
     found = errors(run(pool, case), references.of(case))
     assert max(found.values()) < TOLERANCE, found
@@ -74,7 +78,9 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", (*EVERY_LAYOUT, *EVERY_PIPELINE, *EVERY_STATE, *EVERY_COMPILED), ids=name_of)
+@pytest.mark.parametrize(
+    "case", (*EVERY_LAYOUT, *EVERY_PIPELINE, *EVERY_STATE, *EVERY_COMPILED, *EVERY_COPIED), ids=name_of
+)
 def test_every_layout(case: Case, pool: Pool, references: References) -> None:
     found = errors(run(pool, case), references.of(case))
     assert max(found.values()) < TOLERANCE, found

@@ -14,7 +14,11 @@ from .conftest import MakeRun
 # overrides or options -> how the line begins, and what it must say as well
 MISTAKES = [
     (["parallel.tensor=3"], "parallel.tensor: found 3", "use 1, 2 or 4"),
-    (["parallel.tensor=4"], "parallel.tensor: found 4, which does not divide model.kv_heads 2", "use 1 or 2"),
+    (
+        ["parallel.tensor=4", "model.heads=12", "model.kv_heads=6", "model.head_dim=4"],
+        "parallel.tensor: found 4, expected a divisor or a multiple of model.kv_heads 6",
+        "use 1, 2, 3, 6 or 12",
+    ),
     (["parallel.data=3"], "batch.global: found 4", "nearest are 3 or 6"),
     (["batch.micro=3"], "batch.global: found 4", "nearest are 3 or 6"),
     (["parallel.tensor=2", "data.sequence=15"], "parallel.sequence: ", "15 tokens"),

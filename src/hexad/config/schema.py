@@ -204,7 +204,9 @@ class ParallelSettings(Settings):
     """The layout: how the work is divided among ranks."""
 
     tensor: Positive = 1
-    """Tensor-parallel degree: every layer's matrices are sharded over this many ranks."""
+    """Tensor-parallel degree: every layer's matrices are sharded over this many ranks. It divides
+    ``model.heads``, and divides ``model.kv_heads`` or is a multiple of it: several ranks then hold each KV
+    head."""
     sequence: bool = True
     """Sequence parallel: activations outside attention and feed-forward are sharded over the tensor ranks
     too. Effective where ``tensor > 1``."""

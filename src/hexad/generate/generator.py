@@ -11,7 +11,7 @@ from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.reader import Checkpoint
 from hexad.comm import agreed, all_gather, broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
-from hexad.model.transformer import DTYPES, Transformer, build_stages
+from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.topology.mesh import Axis, Mesh
 
@@ -53,7 +53,8 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh, layers: Sequence[ra
     """
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
-    shard = Shard({"tensor": mesh.tensor}, False, stored, mesh.device)
+    tensor = factored_mesh(config.model, mesh).tensor
+    shard = Shard({"tensor": tensor}, False, stored, mesh.device)
     rank = mesh.pipeline.rank
     model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
     chunks = []

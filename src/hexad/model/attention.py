@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES, shard.device, shard.compiled)
         ranks = shard.tensor.size
         self.width = inventory.width
-        self.heads, self.kv_heads = inventory.heads // ranks, inventory.kv_heads // ranks
+        self.heads, self.kv_heads = inventory.heads // ranks, inventory.kv_heads * inventory.copies // ranks
         sizes = self.heads, self.kv_heads, self.width
         self.kernel = choose(shard.device, shard.dtype, *sizes, inventory.scale, inventory.window)
         self.qkv = ColumnParallelLinear(inventory.qkv, shard)

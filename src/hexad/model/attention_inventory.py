@@ -28,6 +28,8 @@ class Attention:
         dropout: probability with which attention probabilities are dropped.
         sequence: activations outside are divided over tokens.
         std, out_std: standard deviations of the initial weights.
+        copies: tensor ranks that hold the same key/value heads; each computes the part of their gradient that
+            its own query heads make.
     """
 
     name: str
@@ -46,14 +48,25 @@ class Attention:
     sequence: bool
     std: float
     out_std: float
+    copies: int = 1
 
     @property
     def qkv(self) -> Linear:
         """The fused projections of queries, keys and values."""
         queries, keys = self.heads * self.width, self.kv_heads * self.width
         outputs = {f"{self.name}.q": queries, f"{self.name}.k": keys, f"{self.name}.v": keys}
-        name = f"{self.name}.qkv"
-        return Linear(name, self.hidden, outputs, False, self.sequence, self.qkv_bias, self.std, self.unit)
+        return Linear(
+            f"{self.name}.qkv",
+            self.hidden,
+            outputs,
+            row=False,
+            sequence=self.sequence,
+            bias=self.qkv_bias,
+            std=self.std,
+            unit=self.unit,
+            copied=frozenset([*outputs][1:] if self.copies > 1 else ()),
+            copies=self.copies,
+        )
 
     @property
     def out(self) -> Linear:
@@ -116,7 +129,7 @@ class Attention:
                 middle = run.length // self.window * self.window - self.window
                 kept += q + (q + 4 * k) * middle // run.length
         if self.norm_eps is not None:
-            kept += statistic * (self.heads + self.kv_heads)
+            kept += statistic * (self.heads + self.kv_heads * self.copies)
         return kept + (q + k if self._computed and not selective else 0)
 
     def operands(self, run: Execution) -> int:
@@ -130,7 +143,7 @@ class Attention:
         rotated = q + k if self._computed else 0
         product = 0 if split else self.out.weight_product(run)
         out = gathered + max(self.out.eight_bits(run), q + product)
-        moments = [Moment(out, gathered + q, self.out.parameters[:1])]
+        moments = [Moment(out, gathered + q, self.out.matrices)]
         # Recomputed queries and keys; the gradients of all three.
         live = q + (gathered if split else 0) + (rotated if selective else 0)
         core = live + (q + 2 * k)
@@ -154,5 +167,5 @@ class Attention:
     def _sizes(self, run: Execution) -> tuple[int, int, int]:
         """Bytes of this rank's queries, of its keys, and of one statistic per token and global head."""
         q = run.whole(self.heads // run.tensor * self.width)
-        k = run.whole(self.kv_heads // run.tensor * self.width)
+        k = run.whole(self.kv_heads * self.copies // run.tensor * self.width)
         return q, k, run.tokens * run.wide // run.tensor

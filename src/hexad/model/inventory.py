@@ -96,7 +96,7 @@ class Block:
         for linear in reversed((*self.attention.linears, *self.ffn.linears)):
             gathered = run.gathered(self.attention.hidden)
             product = linear.weight_product(run)
-            moments.append(Moment(gathered + product - released, gathered - released, linear.parameters[:1]))
+            moments.append(Moment(gathered + product - released, gathered - released, linear.matrices))
             released += linear.operands(run)
         return moments
 
@@ -220,15 +220,22 @@ class ModelInventory:
     Attributes:
         settings: resolved; ``vocab`` and ``max_positions`` are numbers.
         sequence: sequence parallel is in force.
+        tensor: tensor degree.
     """
 
     settings: ModelSettings
     sequence: bool = False
+    tensor: int = 1
 
     @property
     def rotary(self) -> bool:
         """Whether layers rotate queries and keys."""
         return family(self.settings.family).rotary
+
+    @property
+    def kv_copies(self) -> int:
+        """How many tensor ranks hold the same key/value heads."""
+        return max(1, self.tensor // int(self.settings.kv_heads))
 
     def block(self, number: int) -> Block:
         """Layer ``number``, with complete names."""
@@ -262,6 +269,7 @@ class ModelInventory:
             sequence=self.sequence,
             std=model.init_std,
             out_std=out_std,
+            copies=self.kv_copies,
         )
         ffn = FeedForward(
             name=f"{prefix}ffn",

@@ -9,8 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexad.config.schema import ModelSettings
+from hexad.parallel.inventory import KV_AXES
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor.embedding import VocabParallelEmbedding, VocabParallelHead
+from hexad.topology.mesh import Mesh
 
 from . import inventory
 from .attention import Attention, KeyValueStore
@@ -212,6 +214,13 @@ class Transformer(nn.Module):
         return rows, queries
 
 
+def factored_mesh(model: ModelSettings, mesh: Mesh) -> Mesh:
+    """The mesh with the axes that the model's weights are divided over; every rank of the default process
+    group calls this together."""
+    copies = ModelInventory(model, tensor=mesh.tensor.size).kv_copies
+    return mesh if copies == 1 else mesh.factored("tensor", KV_AXES, copies)
+
+
 def build_stages(
     model: ModelSettings,
     shard: Shard,
@@ -231,7 +240,7 @@ def build_stages(
         recompute: what each stage's layers recompute.
     """
     stages: dict[int, Transformer] = {}
-    whole = ModelInventory(model, shard.sequence)
+    whole = ModelInventory(model, shard.sequence, shard.tensor.size)
     for number, stage in whole.stages(layers, placement, rank).items():
         first = stages.get(0)
         embedding = None if first is None else first.embedding

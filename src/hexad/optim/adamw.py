@@ -90,8 +90,7 @@ class BucketAdamW:
         for bucket in self.buckets:
             traits = bucket.traits
             if traits.grid == grid and not traits.copy:
-                axes = self.sharding[grid].model
-                copies = prod(axis.size for axis in axes if axis.name not in traits.divided)
+                copies = prod(axis.size for axis in self.sharding[grid].copies(traits))
                 norm = torch.linalg.vector_norm(bucket.gradient, dtype=self._wide)
                 found[copies] = found.get(copies, torch.zeros_like(norm)) + norm.square()
         return found

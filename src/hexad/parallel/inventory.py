@@ -33,6 +33,17 @@ class Position(NamedTuple):
 Positions = Mapping[str, Position]
 """A rank's place along every axis, by name; an axis that is missing has size 1."""
 
+KV_AXES = ("kv", "kv_copies")
+"""The tensor axis as a product, where it has more ranks than attention has key/value heads: ``kv`` numbers
+the heads, and the ranks along ``kv_copies``, which are neighbours, hold the same one."""
+
+
+def tensor_positions(place: Position, copies: int) -> Positions:
+    """A rank's place along the tensor axis and along :data:`KV_AXES`, given the size of ``kv_copies``."""
+    run, copy = divmod(place.rank, copies)
+    parts = Position(run, place.size // copies), Position(copy, copies)
+    return {"tensor": place, **dict(zip(KV_AXES, parts))}
+
 
 @dataclass(frozen=True)
 class Weight:

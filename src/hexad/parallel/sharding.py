@@ -51,7 +51,8 @@ class Shard:
     @property
     def positions(self) -> Positions:
         """This rank's place along every axis."""
-        return {name: Position(axis.rank, axis.size) for name, axis in self.axes.items()}
+        parts = {part.name: part for axis in self.axes.values() for part in axis.parts}
+        return {name: Position(axis.rank, axis.size) for name, axis in {**self.axes, **parts}.items()}
 
     def parameter(self, shape: tuple[int, ...]) -> nn.Parameter:
         """An uninitialised parameter."""

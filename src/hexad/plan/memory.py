@@ -11,7 +11,7 @@ from hexad.config import Config
 from hexad.model.inventory import ModelInventory, Stage
 from hexad.optim.adamw_inventory import MOMENTS
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
-from hexad.parallel.inventory import Execution, Position, Positions
+from hexad.parallel.inventory import Execution, Position, tensor_positions
 from hexad.parallel.pipeline.transfers import Transfer, transfers
 from hexad.resolve import Resolved
 from hexad.topology.layout import Layout
@@ -160,13 +160,15 @@ def execution(config: Config, layout: Layout) -> Execution:
 def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, Stage]:
     """The stages of a pipeline rank, by number, ascending."""
     config, plan = resolved.config, resolved.plan
-    whole = ModelInventory(config.model, config.parallel.sequence_parallel)
+    tensor, sequence = resolved.layout.tensor, config.parallel.sequence_parallel
+    whole = ModelInventory(config.model, sequence, tensor)
     return whole.stages(plan.layers, plan.schedule.placement, pipeline)
 
 
 def rank_parameters(stages: dict[int, Stage], layout: Layout) -> list[Held]:
     """The parameters of a pipeline rank, in the order of the model; any rank along the other axes."""
-    positions: Positions = {"tensor": Position(0, layout.tensor)}
+    copies = next(iter(stages.values())).model.kv_copies
+    positions = tensor_positions(Position(0, layout.tensor), copies)
     tied = any(stage.head is not None and stage.head.tied == "here" for stage in stages.values())
     return [
         Held.of(number, parameter, positions, 2 if tied and parameter.unit == "embedding" else 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from hexad.config import Config, ConfigError
@@ -124,7 +124,7 @@ def _model(config: Config) -> Iterator[ConfigError]:
 
 def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
     model = config.model
-    for name, why in (("heads", "each rank takes whole heads"), ("kv_heads", "each rank takes whole heads"),
+    for name, why in (("heads", "each rank takes whole heads"),
                       ("ffn_hidden", "each rank takes an equal shard")):  # fmt: skip
         size = int(getattr(model, name))
         if size % tensor:
@@ -132,6 +132,13 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
                 "parallel.tensor",
                 f"found {tensor}, which does not divide model.{name} {size} ({why}); use {_divisors(size)}",
             )
+    kv_heads = int(model.kv_heads)
+    if kv_heads % tensor and tensor % kv_heads:
+        yield ConfigError(
+            "parallel.tensor",
+            f"found {tensor}, expected a divisor or a multiple of model.kv_heads {kv_heads} (each rank takes "
+            f"whole heads, or several ranks the same one); use {_head_degrees(model.heads, kv_heads)}",
+        )
     tokens = config.batch.micro * config.data.sequence
     if config.parallel.sequence and tokens % tensor:
         yield ConfigError(
@@ -291,7 +298,9 @@ def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
             kv_heads,
             f"2 x it x model.head_dim {width}{share}",
             2 * kv_heads * width // tensor,
-        ),
+        )
+        if kv_heads >= tensor
+        else ("model.head_dim", width, "2 x it", 2 * width),  # of one key and one value head
         ("model.ffn_hidden", ffn, f"it{share}", ffn // tensor),
         ("batch.micro", config.batch.micro, f"it x data.sequence {config.data.sequence}", tokens),
     )
@@ -307,7 +316,17 @@ def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
 
 def _divisors(number: int) -> str:
     """``1, 2 or 4``: the divisors of ``number`` up to 64."""
-    found = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
+    return _choices([n for n in range(1, min(number, 64) + 1) if number % n == 0])
+
+
+def _head_degrees(heads: int, kv_heads: int) -> str:
+    """The tensor degrees up to 64 that divide the heads, and divide the key/value heads or are a multiple."""
+    divisors = [n for n in range(1, min(heads, 64) + 1) if heads % n == 0]
+    return _choices([n for n in divisors if kv_heads % n == 0 or n % kv_heads == 0])
+
+
+def _choices(numbers: Sequence[int]) -> str:
+    found = [str(n) for n in numbers]
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 

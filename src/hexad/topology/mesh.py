@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ class Axis:
             :mod:`hexad.comm.agreement`; None of others, and in a world of one.
         trace: what this rank's collectives are doing, if something watches: a
             :class:`hexad.comm.trace.Trace`, of all axes of a mesh.
+        parts: the axes that this one is the product of, slowest first, where weights may be divided over one
+            of them alone, see :meth:`Mesh.factored`.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Axis:
     calls: Counter[str] = field(default_factory=Counter)
     trace: Any = None
     tree: Tree | None = None
+    parts: tuple[Axis, ...] = ()
 
     @property
     def size(self) -> int:
@@ -154,12 +157,29 @@ class Mesh:
             self._part(axis, axis.ranks[place::size]),
         )
 
+    def factored(self, name: str, parts: tuple[str, str], size: int) -> Mesh:
+        """The same mesh, one axis of which is also known as the product of two: of the runs of ``size``
+        neighbouring places, and of the places of a run.
+
+        Their traffic counts as the whole axis's. Nothing is sent from run to run, so that the first part has
+        no process group. Every rank of the default process group calls this together.
+        """
+        whole = self.axes[name]
+        run, place = divmod(whole.rank, size)
+        inside = whole
+        if size < whole.size:
+            inside = self._part(whole, whole.ranks[run * size : (run + 1) * size])
+        known = (Axis(parts[0], whole.ranks[place::size], run), replace(inside, name=parts[1]))
+        axes = {**self.axes, name: replace(whole, parts=known), **dict(zip(parts, known))}
+        return Mesh(self.layout, self.rank, self.device, axes, self.timeout)
+
     def _part(self, axis: Axis, members: tuple[int, ...]) -> Axis:
         group = dist.new_group(
             list(members),
             timeout=self.timeout,
             use_local_synchronization=True,
             group_desc=f"part of {axis.name}",
+            pg_options=_urgent(axis.name, self.device),
         )
         return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls, axis.trace)
 

@@ -17,7 +17,7 @@ from hexad.config import Config, HexadError
 from hexad.config.schema import PrecisionSettings
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.recompute import Recompute
-from hexad.model.transformer import DTYPES, build_stages
+from hexad.model.transformer import DTYPES, build_stages, factored_mesh
 from hexad.optim.adamw import BucketAdamW
 from hexad.optim.learning_rate import learning_rate
 from hexad.optim.scaling import LossScaler
@@ -134,6 +134,7 @@ class Engine:
     def _build(self, resolved: Resolved) -> None:
         """The language model's stages."""
         self.config, self.plan = resolved.config, resolved.plan
+        self.mesh = factored_mesh(self.config.model, self.mesh)
         self.language = LanguageModel(self.config, self.mesh)
         self._compute, self._boundary = compute, self.language.boundary
         stages = build_stages(
@@ -376,9 +377,8 @@ class Engine:
             return None  # the stage with the embedding writes it
         sharding = self.sharding[bucket.traits.grid]
         number, holders = sharding.replicas.rank, sharding.replicas.size
-        for axis in sharding.model:
-            if axis.name not in bucket.traits.divided:
-                number, holders = number * axis.size + axis.rank, holders * axis.size
+        for axis in sharding.copies(bucket.traits):
+            number, holders = number * axis.size + axis.rank, holders * axis.size
         return number, holders
 
     def progress(self) -> dict[str, Any]:

@@ -107,13 +107,15 @@ class Gradients:
     def compute(self, products: Deferred) -> None:
         """Compute deferred products, first come first served, and give up their operands one by one.
 
-        Divided inputs are gathered one product ahead, while the one before is computed.
+        Divided inputs are gathered one product ahead, while the one before is computed, and once for all
+        products of the same ones.
         """
         gathering = _gather(products[0][1]) if products else None
         while products:
             parameter, product = products.popleft()
             inputs = product.inputs if gathering is None else gathering.wait()
-            gathering = _gather(products[0][1]) if products else None
+            if not products or products[0][1].inputs.data_ptr() != product.inputs.data_ptr():
+                gathering = _gather(products[0][1]) if products else None
             self.contribute(parameter, WeightGradient(product.output_gradient, inputs))
 
     # For the step

@@ -79,7 +79,7 @@ class Replicas:
             traits, sharding = bucket.traits, self.sharding[bucket.traits.grid]
             tied = traits.tied or traits.copy
             axes = [sharding.replicas, *([sharding.shards] if bucket.plan.resident else [])]
-            axes += [axis for axis in sharding.model if axis.name not in traits.divided]
+            axes += sharding.copies(traits)
             axes += [self.tied] if tied else []
             axes = [axis for axis in axes if axis.size > 1]
             key = (traits.grid, bucket.plan.resident, *sorted(traits.divided), tied)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hexad.topology.mesh import Axis, Mesh
 
-from ..inventory import Grid
+from ..inventory import Grid, Traits
 from .bucket_plan import state_shards
 
 
@@ -28,6 +28,16 @@ class StateSharding:
     shards: Axis
     replicas: Axis
     model: tuple[Axis, ...]
+
+    def copies(self, traits: Traits) -> list[Axis]:
+        """The axes of ``model`` along which ranks hold the same shards of weights with these traits. Weights
+        that are divided over one part of an axis are copied along its other parts."""
+        found: list[Axis] = []
+        for axis in self.model:
+            if axis.name not in traits.divided:
+                parts = [part for part in axis.parts if part.name not in traits.divided]
+                found += parts if len(parts) < len(axis.parts) else [axis]
+        return found
 
     @classmethod
     def create(cls, zero: int, replicas: int, mesh: Mesh, grid: Grid = "dense") -> StateSharding:

@@ -7,6 +7,7 @@ scatters act on dim 0 and move contiguous memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ from ..sharding import Shard, ShardedModule
 from . import fp8
 from .linear_inventory import Linear
 
+Fused = tuple[torch.Tensor, torch.Tensor | None]
+"""A weight and its bias."""
+
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shard: Shard) -> torch.Tensor:
     """``x W^T + b`` on this rank, in the layer's format for products."""
@@ -38,8 +42,37 @@ def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, shard: Shard) 
     return fp8.input_gradient(gradient, weight, shard.compiled) if shard.fp8 else gradient @ weight
 
 
+def _products(x: torch.Tensor, layers: Sequence[Fused], shard: Shard) -> torch.Tensor:
+    """The products of all layers, side by side."""
+    if len(layers) == 1:
+        return _product(x, *layers[0], shard)
+    widths = [len(weight) for weight, _ in layers]
+    y = x.new_empty((len(x), sum(widths)))
+    for part, (weight, bias) in zip(y.split(widths, dim=1), layers):
+        if shard.fp8:
+            part.copy_(fp8.product(x, weight, bias))
+        elif bias is None:
+            torch.mm(x, weight.t(), out=part)
+        else:
+            torch.addmm(bias, x, weight.t(), out=part)
+    return y
+
+
+def _input_gradients(
+    gradients: Sequence[torch.Tensor], layers: Sequence[Fused], shard: Shard
+) -> torch.Tensor:
+    """The sum of all layers' gradients of their input."""
+    total = _input_gradient(gradients[0], layers[0][0], shard)
+    for gradient, (weight, _) in zip(gradients[1:], layers[1:]):
+        if shard.fp8:
+            total += fp8.input_gradient(gradient, weight)
+        else:
+            total.addmm_(gradient, weight)
+    return total
+
+
 class _ColumnLinear(torch.autograd.Function):
-    """``y = x W^T + b`` with W's rows divided over the axis.
+    """``y = x W^T + b`` with W's rows divided over the axis; several layers' outputs side by side.
 
     Backward: the input gradient's reduction runs while the weight gradient is computed, and in sequence
     parallel the input is gathered again (it is not kept) while the input gradient is computed. Where the
@@ -47,31 +80,31 @@ class _ColumnLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shard: Shard
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, shard: Shard, *fused: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.shard = weight, bias, shard
-        return _product(all_gather(x, shard.tensor) if shard.sequence else x, weight, bias, shard)
+        ctx.layers, ctx.shard = list(zip(fused[::2], fused[1::2])), shard
+        return _products(all_gather(x, shard.tensor) if shard.sequence else x, ctx.layers, shard)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         gradient = gradient.contiguous()
         axis, sequence = ctx.shard.tensor, ctx.shard.sequence
-        later = deferred(ctx.weight)
+        gradients = gradient.split([len(weight) for weight, _ in ctx.layers], dim=1)
+        later = deferred(ctx.layers[0][0])
         gathering = all_gather_async(x, axis) if sequence and not later else None
         reducing = None
         if ctx.needs_input_grad[0]:
-            partial = _input_gradient(gradient, ctx.weight, ctx.shard)
+            partial = _input_gradients(gradients, ctx.layers, ctx.shard)
             reduce = reduce_scatter_async if sequence else all_reduce_async
             reducing = reduce(partial, axis)
         if gathering is not None:
             x = gathering.wait()
-        grad_weight = weight_gradient(ctx.weight, gradient, x, gather=axis if sequence and later else None)
-        grad_bias = bias_gradient(ctx.bias, gradient)
-        grad_x = None if reducing is None else reducing.wait()
-        return grad_x, grad_weight, grad_bias, None
+        gather = axis if sequence and later else None
+        found: list[torch.Tensor | None] = []
+        for part, (weight, bias) in zip(gradients, ctx.layers):
+            found += [weight_gradient(weight, part, x, gather), bias_gradient(bias, part)]
+        return (None if reducing is None else reducing.wait()), None, *found
 
 
 class _RowLinear(torch.autograd.Function):
@@ -116,12 +149,13 @@ def column_linear(
     """``x W^T + b`` for this rank's rows of W; see :class:`ColumnParallelLinear`."""
     if _plain(shard):
         return _plain_linear(x, weight, bias, shard)
-    return _ColumnLinear.apply(x, weight, bias, shard)
+    return _ColumnLinear.apply(x, shard, weight, bias)
 
 
 class ColumnParallelLinear(ShardedModule):
     """Linear layers that share an input, fused into one multiplication, with the outputs divided over the
     tensor axis: each by itself, so that this rank's output is ``[first's shard | second's shard | ...]``.
+    Outputs that are copied come last, and are a second multiplication.
 
     Args:
         inventory: what it holds.
@@ -133,16 +167,22 @@ class ColumnParallelLinear(ShardedModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    copied_weight: nn.Parameter
+    copied_bias: nn.Parameter | None
 
     def __init__(self, inventory: Linear, shard: Shard) -> None:
         super().__init__(shard)
+        self.copied = bool(inventory.copied)
         self.declare(*inventory.parameters)
         if not inventory.bias:
-            self.bias = None
+            self.bias = self.copied_bias = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``."""
-        return column_linear(x, self.weight, self.bias, self.shard)
+        if not self.copied:
+            return column_linear(x, self.weight, self.bias, self.shard)
+        fused = self.weight, self.bias, self.copied_weight, self.copied_bias
+        return _ColumnLinear.apply(x, self.shard, *fused)
 
 
 class RowParallelLinear(ShardedModule):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
-from ..inventory import Collective, Execution, Moment, Parameter, Product, Weight
+from ..inventory import KV_AXES, Collective, Execution, Moment, Parameter, Product, Weight
 
 
 @dataclass(frozen=True)
 class Linear:
-    """Linear layers that share an input, fused into one product, divided over the tensor axis.
+    """Linear layers that share an input, fused into one product, divided over the tensor axis; where several
+    ranks hold the same shards of some of them, these are fused into a second one.
 
     Attributes:
         name: of the module, from the stage's root.
@@ -23,6 +23,8 @@ class Linear:
         bias: whether there is one; a row-parallel layer's is added after the sum.
         std: standard deviation of the initial weights.
         unit: see :class:`Weight`.
+        copied: the outputs whose shards are held by ``copies`` ranks each, see :data:`KV_AXES`.
+        copies: divides the tensor degree.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Linear:
     bias: bool
     std: float
     unit: str
+    copied: frozenset[str] = frozenset()
+    copies: int = 1
 
     @property
     def features(self) -> int:
@@ -41,35 +45,65 @@ class Linear:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The fused weight, and the fused bias."""
-        divided = {"tensor": 1 if self.row else 0}
-        weights = tuple(
-            Weight(f"{name}.weight", (size, self.inputs), divided, decay=True, std=self.std, unit=self.unit)
-            for name, size in self.outputs.items()
-        )
-        found = (Parameter(f"{self.name}.weight", weights),)
+        """The fused weight, and the fused bias; then those of copied outputs."""
+        own, copied = self._own_and_copied
+        divided = Weight("", (), {"tensor": 1 if self.row else 0}, unit=self.unit)
+        # A row-parallel layer's bias is whole on every rank, which in sequence parallel sees its own tokens.
+        whole = Weight("", (), partial=frozenset({"tensor"} if self.sequence else ()), unit=self.unit)
+        found = self._fused("", own, divided, whole if self.row else divided)
+        if not copied:
+            return found
+        over, copies = KV_AXES
+        kind = Weight("", (), {over: 0}, frozenset({copies}), unit=self.unit)
+        return (*found, *self._fused("copied_", copied, kind, kind))
+
+    def _fused(
+        self, prefix: str, outputs: Mapping[str, int], weight: Weight, bias: Weight
+    ) -> tuple[Parameter, ...]:
+        """Some outputs' weights, and their biases, divided like ``weight`` and ``bias``."""
+        matrix, inputs = replace(weight, decay=True, std=self.std), self.inputs
+        weights = [replace(matrix, name=f"{n}.weight", shape=(size, inputs)) for n, size in outputs.items()]
+        found = (Parameter(f"{self.name}.{prefix}weight", tuple(weights)),)
         if not self.bias:
             return found
-        # A row-parallel layer's bias is whole on every rank, which in sequence parallel sees its own tokens.
-        whole = Weight("", (0,), partial=frozenset({"tensor"} if self.sequence else ()), unit=self.unit)
-        kind = whole if self.row else Weight("", (0,), {"tensor": 0}, unit=self.unit)
-        biases = tuple(replace(kind, name=f"{n}.bias", shape=(size,)) for n, size in self.outputs.items())
-        return (*found, Parameter(f"{self.name}.bias", biases))
+        biases = [replace(bias, name=f"{n}.bias", shape=(size,)) for n, size in outputs.items()]
+        return (*found, Parameter(f"{self.name}.{prefix}bias", tuple(biases)))
+
+    @property
+    def _own_and_copied(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """The outputs of which every rank has a shard of its own, and the others."""
+        own = {name: size for name, size in self.outputs.items() if name not in self.copied}
+        return own, {name: size for name, size in self.outputs.items() if name in self.copied}
+
+    @property
+    def matrices(self) -> tuple[Parameter, ...]:
+        """The fused weights, without biases."""
+        return tuple(parameter for parameter in self.parameters if parameter.matrix)
 
     def local(self, run: Execution) -> tuple[int, int]:
         """(input, output) features on a rank."""
         if self.row:
             return self.inputs // run.tensor, self.features
-        return self.inputs, self.features // run.tensor
+        return self.inputs, sum(self._widths(run))
+
+    def _widths(self, run: Execution) -> tuple[int, ...]:
+        """Output features on a rank of each of :attr:`matrices`."""
+        if self.row:
+            return (self.features,)
+        own, copied = (sum(outputs.values()) for outputs in self._own_and_copied)
+        return (own // run.tensor, *([copied * self.copies // run.tensor] if copied else []))
 
     def products(self, run: Execution) -> list[Product]:
-        """One in each action."""
-        inputs, outputs = self.local(run)
-        return [
-            Product("F", run.tokens, outputs, inputs),
-            Product("B", run.tokens, inputs, outputs),
-            Product("W", outputs, inputs, run.tokens),
-        ]
+        """One of each matrix in each action."""
+        inputs, _ = self.local(run)
+        found = []
+        for outputs in self._widths(run):
+            found += [
+                Product("F", run.tokens, outputs, inputs),
+                Product("B", run.tokens, inputs, outputs),
+                Product("W", outputs, inputs, run.tokens),
+            ]
+        return found
 
     def sent(self, run: Execution, split: bool = False) -> list[Collective]:
         """What moves over the tensor axis; with ``split`` weight gradients are actions of their own."""
@@ -90,17 +124,20 @@ class Linear:
         return kept + run.whole(outputs)
 
     def weight_product(self, run: Execution) -> int:
-        """Bytes of the weight's gradient before it is added in another format."""
-        return run.weight_product(prod(self.local(run)))
+        """Bytes of the largest weight's gradient before it is added in another format."""
+        return run.weight_product(self.local(run)[0] * max(self._widths(run)))
 
     def eight_bits(self, run: Execution) -> int:
         """Bytes that the product for the input's gradient needs in 8 bits, its result included: copies of the
         output's gradient and of the weight, first scaled in 16 bits, then transposed."""
         if not run.fp8:
             return 0
-        inputs, outputs = self.local(run)
-        weight = inputs * outputs
-        return run.whole(outputs) // 2 + max(3 * weight, 2 * weight + run.whole(inputs))
+        inputs, most, before = self.local(run)[0], 0, 0
+        for outputs in self._widths(run):
+            weight = inputs * outputs
+            needed = run.whole(outputs) // 2 + max(3 * weight, 2 * weight + run.whole(inputs))
+            most, before = max(most, before + needed), run.whole(inputs)  # to which the next one's is added
+        return most
 
     def backward(self, run: Execution, selective: bool, split: bool) -> Moment:
         """Memory of a column-parallel layer's backward: its input, recomputed (selective) or gathered, and
@@ -110,7 +147,7 @@ class Linear:
         summed = stream if gathered else 0
         product = max(0 if split else self.weight_product(run), summed)
         needed = before + max(self.eight_bits(run), whole + gathered + product)
-        return Moment(needed, before + whole + gathered, self.parameters[:1])
+        return Moment(needed, before + whole + gathered, self.matrices)
 
 
 def _gather(action: str, nbytes: int) -> Collective:

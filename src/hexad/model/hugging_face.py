@@ -190,10 +190,15 @@ def architecture(model: ModelSettings) -> Family:
             return kind
     heads = f"model.heads {model.heads}, kv_heads {model.kv_heads}, head_dim {model.head_dim}"
     classes = ", ".join(family(name).classes[0] for name in families())
+    plain = ModelSettings()
+    others = [
+        f"{name} {getattr(model, name)}" for name in OPTIONS if getattr(model, name) != getattr(plain, name)
+    ]
+    found = ", ".join([f"hidden {model.hidden}", heads, *others])
     raise ConfigError(
         "model.family",
-        f"found {model.family} with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, "
-        f"hidden {model.hidden}, {heads}: none of {classes} is so",
+        f"found {model.family} with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, {found}: none of "
+        f"{classes} is so",
     )
 
 

@@ -7,6 +7,7 @@ buckets and call collectives. So compiled functions work in every layout, and ke
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -31,7 +32,7 @@ def _compiled(function: Half) -> Half:
 def missing_compiler(device: torch.device) -> str | None:
     """What ``torch.compile`` lacks on this machine to generate code for the device; None if nothing."""
     if device.type == "cpu":
-        found = any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+        found = any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"))
         return None if found else "a C++ compiler (g++ or clang++)"
     if device.type == "cuda":
         from torch.utils._triton import has_triton

@@ -26,7 +26,7 @@ from ..pool import Pool
 from ..train.command import RunFile, call, free_port, write_run
 from ..train.command import _rank as train_rank
 from . import hugging_face as theirs
-from .test_hugging_face import convert
+from .test_hugging_face import convert, small_run
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "tensor 2": {"tensor": 2},
@@ -91,9 +91,9 @@ def loaded(load: str, parallel: dict[str, int]) -> tuple[Pieces, list[float]]:
     return pieces, losses
 
 
-def check(directory: Path, layout: str, pool: Pool) -> None:
+def check(directory: Path, parallel: dict[str, int], pool: Pool) -> None:
     """The files' values on every rank to the last bit, all of them on some rank; one process's losses."""
-    load, parallel = f"hf:{directory}", LAYOUTS[layout]
+    load = f"hf:{directory}"
     content = theirs.tensors(directory)
     wanted = {
         f"model.{ours}": place.read(content).double().numpy()
@@ -116,13 +116,20 @@ def check(directory: Path, layout: str, pool: Pool) -> None:
 
 @pytest.mark.parametrize(("layout", "name"), COVERING)
 def test_every_rank_reads_its_share(layout: str, name: str, tmp_path: Path, pool: Pool) -> None:
-    check(theirs.save(name, tmp_path / "hf", torch.bfloat16), layout, pool)
+    check(theirs.save(name, tmp_path / "hf", torch.bfloat16), LAYOUTS[layout], pool)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "name"), [case for case in GRID if case not in COVERING])
 def test_every_rank_of_any_layout(layout: str, name: str, tmp_path: Path, pool: Pool) -> None:
-    check(theirs.save(name, tmp_path / "hf", torch.float32), layout, pool)
+    check(theirs.save(name, tmp_path / "hf", torch.float32), LAYOUTS[layout], pool)
+
+
+def test_kv_heads_on_several_ranks_are_exported_and_loaded(tmp_path: Path, pool: Pool) -> None:
+    run = small_run(tmp_path, "qwen2", vocab=theirs.VOCAB)
+    assert run.world(pool, 4, "parallel.tensor=4") == [(0, "")] * 4
+    convert("export", run.directory, tmp_path / "hf")
+    check(tmp_path / "hf", {"tensor": 4}, pool)
 
 
 def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:

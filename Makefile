@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train a small model on real text, on this machine
 	$(BIN)/hexad demo
 
-test: setup  ## the default tests (about 7 minutes on two cores)
+test: setup  ## the default tests (about 10 minutes on two cores)
 	$(BIN)/python -m pytest
 
 test-slow: setup  ## the long sweeps (hours)

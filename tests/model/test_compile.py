@@ -96,8 +96,17 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 _KERNELS = {"narrowed": 3, "rms_backward": 2, "statistics": 2}
 
 
+_QUICK = ("add_rms", "turn", "swiglu_backward", "gradient")
+
+
 @needs_compiler
-@pytest.mark.parametrize("name", _arguments(torch.float32))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow)
+        for name in _arguments(torch.float32)
+    ],
+)
 def test_a_pointwise_function_is_one_kernel(name: str) -> None:
     """Counted in what is generated for a CPU; eager, the same values."""
     torch._dynamo.reset()

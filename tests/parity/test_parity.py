@@ -108,7 +108,7 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
     assert max(found.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {found}"
 
 
-@pytest.mark.parametrize("turn", [0, 1, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (2, 3, 4))])
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2, 3, 4))])
 @pytest.mark.parametrize("index", range(len(VARIANTS)))
 def test_bf16_stays_near_float64(index: int, turn: int, pool: Pool, references: References) -> None:
     """A bf16 number is off by 2^-9 of itself at most; losses are means over many such numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,21 @@ def test_kernels_of_a_gpu() -> None:
     assert found.idle == pytest.approx(475e-6)
 
 
-def test_a_run_writes_traces_of_its_ranks(tmp_path: Path, pool: Pool) -> None:
+@pytest.fixture
+def own_pool() -> Iterator[Pool]:
+    """Processes of its own: a profiler's threads stay until the process ends."""
+    own = Pool()
+    yield own
+    own.close()
+
+
+def test_a_run_writes_traces_of_its_ranks(tmp_path: Path, own_pool: Pool) -> None:
     with IndexedWriter(tmp_path / "data", np.uint16) as writer:
         writer.add_document(np.arange(900) % 250)
     run = write_run(
         tmp_path, str(tmp_path / "data"), run={"steps": 4}, log={"profile": {"start": 2, "steps": 2}}
     )
-    assert [status for status, _ in run.world(pool, 2, "parallel.data=2")] == [0, 0]
+    assert [status for status, _ in run.world(own_pool, 2, "parallel.data=2")] == [0, 0]
     assert len(list((run.directory / "profile").iterdir())) == 2
     result = call("show", "trace", str(run.directory), "--json")
     assert result.status == 0, result.err

@@ -50,7 +50,7 @@ def _products(x: torch.Tensor, layers: Sequence[Fused], shard: Shard) -> torch.T
     y = x.new_empty((len(x), sum(widths)))
     for part, (weight, bias) in zip(y.split(widths, dim=1), layers):
         if shard.fp8:
-            part.copy_(fp8.product(x, weight, bias))
+            part.copy_(_product(x, weight, bias, shard))
         elif bias is None:
             torch.mm(x, weight.t(), out=part)
         else:
@@ -65,7 +65,7 @@ def _input_gradients(
     total = _input_gradient(gradients[0], layers[0][0], shard)
     for gradient, (weight, _) in zip(gradients[1:], layers[1:]):
         if shard.fp8:
-            total += fp8.input_gradient(gradient, weight)
+            total += _input_gradient(gradient, weight, shard)
         else:
             total.addmm_(gradient, weight)
     return total

@@ -21,7 +21,7 @@ from hexad.model.configuration import load_config
 from hexad.topology import mesh as mesh_module
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.topology.tree import FAN_OUT, tree_groups
+from hexad.topology.tree import CHANNELS, FAN_OUT, tree_groups
 from hexad.train import launch
 from hexad.train.environment import Environment
 from hexad.train.stop import SAVE_FAILED, StopRequest
@@ -113,7 +113,7 @@ def _at_once(fan_out: int) -> list[list[int]]:
     found: dict[int, list[int]] = {}
 
     def work(channel: int) -> None:
-        axis = mesh.background("test", channel)
+        axis = mesh.background(CHANNELS[channel])
         found[channel] = [comm.merged(channel * 100 + turn, axis, max) for turn in range(30)]
 
     threads = [threading.Thread(target=work, args=(channel,)) for channel in range(3)]

@@ -33,9 +33,6 @@ from .writer import write_shard
 log = logging.getLogger("hexad")
 T = TypeVar("T")
 
-_CHANNEL = 1
-"""Of the tree over which all ranks agree; see :mod:`hexad.train.stop`."""
-
 _ALIGNMENT = 64
 """Bytes: every copy is aligned for any format."""
 
@@ -64,7 +61,7 @@ class Checkpointer:
         # The watch reports what training waits for; background saves must not appear there.
         trace = Trace() if config.checkpoint.asynchronous else mesh.trace
         timeout = timedelta(seconds=max(config.run.timeout, _LONGEST_SAVE))
-        self._axis = mesh.background("checkpoint", _CHANNEL, timeout, trace)
+        self._axis = mesh.background("checkpoint", timeout, trace)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-checkpoint")
         self._saving: Future[None] | None = None
         self._last = False

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hexad.parallel.pointwise import half
+from hexad.parallel.pointwise import maybe_compiled
 
 _HALF = 1 << 31
 _BLOCK = 1 << 20  # elements hashed at a time: what the temporaries of one pass hold
@@ -121,7 +121,7 @@ class Dropper:
             columns: their number.
             dtype: of the result.
         """
-        return half(_factors, self.compiled)(keys, first, columns, dtype, self.rate)
+        return maybe_compiled(_factors, self.compiled)(keys, first, columns, dtype, self.rate)
 
     def __call__(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``x [rows, width]`` with elements dropped; ``rows`` from :func:`row_keys`."""
@@ -165,11 +165,12 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, dropper: Dropper) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.dropper = dropper
-        result: torch.Tensor = half(dropped, dropper.compiled)(x, rows, dropper.words, dropper.rate)
+        result: torch.Tensor = maybe_compiled(dropped, dropper.compiled)(x, rows, dropper.words, dropper.rate)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (rows,) = ctx.saved_tensors
         dropper = ctx.dropper
-        return half(dropped, dropper.compiled)(gradient, rows, dropper.words, dropper.rate), None, None
+        backward = maybe_compiled(dropped, dropper.compiled)
+        return backward(gradient, rows, dropper.words, dropper.rate), None, None

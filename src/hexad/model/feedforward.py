@@ -17,11 +17,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, inventory: feedforward_inventory.FeedForward, shard: Shard) -> None:
         super().__init__()
-        self.activation = swiglu if inventory.gated else gelu
+        self.gated = inventory.gated
         self.compiled = shard.compiled
         self.inner = ColumnParallelLinear(inventory.inner, shard)
         self.down = RowParallelLinear(inventory.down, shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
-        return self.down(self.activation(self.inner(x), self.compiled))
+        inner = self.inner(x)
+        return self.down(swiglu(inner, self.compiled) if self.gated else gelu(inner))

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from hexad.parallel.gradients import own_gradient
-from hexad.parallel.pointwise import half
+from hexad.parallel.pointwise import maybe_compiled
 
 from .recompute import recomputable
 
@@ -62,7 +62,7 @@ def rms_backward(
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, compiled: bool) -> torch.Tensor:
-        y, scale = half(rms_forward, compiled)(x, weight.detach(), eps)
+        y, scale = maybe_compiled(rms_forward, compiled)(x, weight.detach(), eps)
         ctx.save_for_backward(x, scale)
         ctx.weight, ctx.compiled = weight, compiled
         return y
@@ -70,7 +70,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, scale = ctx.saved_tensors
-        backward = half(rms_backward, ctx.compiled)
+        backward = maybe_compiled(rms_backward, ctx.compiled)
         grad_x, grad_weight = backward(gradient, x, scale, ctx.weight.detach())
         return grad_x, own_gradient(ctx.weight, grad_weight), None, None
 
@@ -140,13 +140,13 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate_up: torch.Tensor, compiled: bool) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
         ctx.compiled = compiled
-        result: torch.Tensor = half(_swiglu_forward, compiled)(gate_up)
+        result: torch.Tensor = maybe_compiled(_swiglu_forward, compiled)(gate_up)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gate_up,) = ctx.saved_tensors
-        return half(_swiglu_backward, ctx.compiled)(gradient, gate_up), None
+        return maybe_compiled(_swiglu_backward, ctx.compiled)(gradient, gate_up), None
 
 
 @recomputable
@@ -159,7 +159,7 @@ def swiglu(gate_up: torch.Tensor, compiled: bool = False) -> torch.Tensor:
 
 
 @recomputable
-def gelu(x: torch.Tensor, compiled: bool = False) -> torch.Tensor:
+def gelu(x: torch.Tensor) -> torch.Tensor:
     """GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415), one kernel on every device."""
     return F.gelu(x, approximate="tanh")
 
@@ -194,13 +194,13 @@ class _Rotate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.compiled = compiled
-        result: torch.Tensor = half(_turn, compiled)(x, cos, sin, 1.0)
+        result: torch.Tensor = maybe_compiled(_turn, compiled)(x, cos, sin, 1.0)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return half(_turn, ctx.compiled)(gradient, cos, sin, -1.0), None, None, None
+        return maybe_compiled(_turn, ctx.compiled)(gradient, cos, sin, -1.0), None, None, None
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, compiled: bool = False) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hexad.parallel.gradients import own_gradient
-from hexad.parallel.pointwise import half
+from hexad.parallel.pointwise import maybe_compiled
 
 from . import ops
 from .dropout import Dropper, dropped
@@ -79,13 +79,13 @@ class _Add(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.residual = residual
-        result: torch.Tensor = half(_add, residual.compiled)(x, branch, rows, *residual.constants)
+        result: torch.Tensor = maybe_compiled(_add, residual.compiled)(x, branch, rows, *residual.constants)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        backward = half(_scaled, ctx.residual.compiled)
+        backward = maybe_compiled(_scaled, ctx.residual.compiled)
         return gradient, backward(gradient, rows, *ctx.residual.constants), None, None
 
 
@@ -134,7 +134,7 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         *vectors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        forward = half(_add_norm, residual.compiled)
+        forward = maybe_compiled(_add_norm, residual.compiled)
         plain = [vector.detach() for vector in vectors]
         total, normed, *statistics = forward(
             len(vectors) == 2, x, branch, rows, residual.constants, plain, eps
@@ -149,7 +149,7 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         rows, total, *statistics = ctx.saved_tensors
         residual, vectors = ctx.residual, ctx.vectors
-        backward = half(_add_norm_backward, residual.compiled)
+        backward = maybe_compiled(_add_norm_backward, residual.compiled)
         plain = [vector.detach() for vector in vectors]
         grad_x, *rest = backward(
             len(vectors) == 2, grad_total, gradient, rows, residual.constants, total, statistics, plain

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
-Half = Callable[..., Any]
+Function = Callable[..., Any]
 
 
-def half(function: Half, compiled: bool) -> Half:
+def maybe_compiled(function: Function, compiled: bool) -> Function:
     """``function``, or what it is compiled to."""
     return _compiled(function) if compiled else function
 
 
 @cache
-def _compiled(function: Half) -> Half:
-    compiled: Half = torch.compile(function)
+def _compiled(function: Function) -> Function:
+    compiled: Function = torch.compile(function)
     return compiled
 
 

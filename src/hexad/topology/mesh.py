@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .tree import FAN_OUT, Level, Tree, tree_groups
+from .tree import CHANNELS, FAN_OUT, Level, Tree, tree_groups
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -210,12 +210,10 @@ class Mesh:
             axes[name] = Axis(name, ranks, ranks.index(rank), group, trace=trace)
         return cls(layout, rank, device, axes, limit)
 
-    def background(
-        self, name: str, channel: int, timeout: timedelta | None = None, trace: Any = None
-    ) -> Axis:
-        """All ranks, for agreements that are made beside others: each use has a channel of its own."""
+    def background(self, name: str, timeout: timedelta | None = None, trace: Any = None) -> Axis:
+        """All ranks, for agreements that are made beside others: each of :data:`CHANNELS` by its name."""
         world = self.world
-        tree = None if world.tree is None else world.tree.on(channel, timeout)
+        tree = None if world.tree is None else world.tree.on(CHANNELS.index(name), timeout)
         return Axis(name, world.ranks, world.rank, trace=trace, tree=tree)
 
     @property

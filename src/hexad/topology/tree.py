@@ -13,6 +13,8 @@ from typing import Any
 
 FAN_OUT = 16
 """Ranks of a group. Those of a host are neighbours, so that the lowest level covers one or two hosts."""
+CHANNELS = ("main", "checkpoint", "signals", "counts")
+"""What agreements may be made at a time; messages of each have its place here as a tag."""
 
 
 def tree_groups(rank: int, world: int, fan_out: int) -> Iterator[tuple[int, ...]]:

@@ -34,7 +34,7 @@ from hexad.topology.mesh import Axis, Mesh
 
 from .faults import Fault, FaultGuard, StepResult
 from .heap import give_back
-from .language import LanguageModel, Task, compute, training_shard
+from .language import Counts, LanguageModel, Task, compute, training_shard
 from .modules import Modules, checked
 
 Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
@@ -279,14 +279,7 @@ class Engine:
         language = self._language()
         if self.mesh.trace is not None:
             self.mesh.trace.step = self.step + 1
-        counting = language.count(microbatches)
-        placed = [language.placed(microbatch) for microbatch in microbatches]
-        self.begin(len(placed))
-        # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
-        targets, pairs, *_ = language.counted(counting)
-        if targets == 0:
-            raise HexadError("no position of the global batch has a target: all labels are -100")
-        tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
+        tasks, (targets, pairs, *_) = self._tasks(language, microbatches)
         divisor = language.divisor(targets)
         total = self.accumulate(tasks, 1.0 / divisor, record)
         if self.after_passes is not None:
@@ -301,13 +294,27 @@ class Engine:
         veto = None if limit is None else self._veto(loss, limit * targets)
         loss_scale = self.scaler.scale
         norm, updated, (loss_sum,) = self._update(lr, veto, targets / divisor, loss.wait())
-        self.samples += sum(each.tokens.shape[0] for each in placed) * self.mesh.data.size
+        self.samples += sum(len(each.tokens) for each in microbatches) * self.mesh.data.size
         mean, finite = loss_sum / targets, math.isfinite(norm)
         fault: Fault | None = "spike" if finite and not updated else None
         if not finite and self.scaler.exhausted:
             fault = "not_finite"
         self.guard.record(self.step, mean, updated, fault)
         return StepResult(self.step, mean, norm, lr, targets, pairs, not updated, loss_scale, fault, limit)
+
+    def _tasks(
+        self, language: LanguageModel, microbatches: Sequence[Microbatch]
+    ) -> tuple[list[Task], Counts]:
+        """Begin a step: its microbatches on the device, and what all ranks have of them."""
+        counting = language.count(microbatches)
+        placed = [language.placed(microbatch) for microbatch in microbatches]
+        self.begin(len(placed))
+        # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
+        counts = language.counted(counting)
+        if counts.targets == 0:
+            raise HexadError("no position of the global batch has a target: all labels are -100")
+        tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
+        return tasks, counts
 
     def _veto(self, loss: Pending, limit: float) -> Pending:
         """Start asking whether any rank finds the sum of the losses above a limit: over one axis after the
@@ -372,14 +379,9 @@ class Engine:
         self.replicas.check()
 
     def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
-        """This rank's number among those that hold the same rectangles of a bucket, and how many they are."""
-        if bucket.traits.copy:
-            return None  # the stage with the embedding writes it
-        sharding = self.sharding[bucket.traits.grid]
-        number, holders = sharding.replicas.rank, sharding.replicas.size
-        for axis in sharding.copies(bucket.traits):
-            number, holders = number * axis.size + axis.rank, holders * axis.size
-        return number, holders
+        traits = bucket.traits
+        # A copy of the embedding's weight is written by the stage with the embedding.
+        return None if traits.copy else self.sharding[traits.grid].holder(traits)
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps beside :meth:`chunks`, in JSON's types."""

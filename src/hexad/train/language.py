@@ -23,8 +23,6 @@ from hexad.parallel.pointwise import missing_compiler
 from hexad.parallel.sharding import Shard
 from hexad.topology.mesh import Mesh
 
-_CHANNEL = 3  # of the tree, see train/stop.py
-
 
 @dataclass(frozen=True)
 class Task:
@@ -104,7 +102,7 @@ class LanguageModel:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.axis = mesh.gradient_axis()  # ranks that have other tokens
-        self._counting = mesh.background("counts", _CHANNEL)
+        self._counting = mesh.background("counts")
         self.vocab = int(config.model.vocab)
 
     def boundary(self, task: Task) -> torch.Tensor:

@@ -16,7 +16,6 @@ from .environment import HELD_BACK
 SAVE_FAILED = "save failed"
 _SAVE_FAILED_NUMBER = 255  # above every signal's
 _ONE_REQUEST = 0.5  # seconds
-_CHANNEL = 2  # of the tree; 0 is for agreements of the main thread, 1 for checkpoints
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is the signal with which SLURM and others announce pre-emption."""
 
@@ -31,7 +30,7 @@ class StopRequest:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._axis = mesh.background("signals", _CHANNEL)
+        self._axis = mesh.background("signals")
         self._received = 0
         self._at = 0.0
         self._previous: dict[int, object] = {}

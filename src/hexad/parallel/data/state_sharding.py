@@ -39,6 +39,13 @@ class StateSharding:
                 found += parts if len(parts) < len(axis.parts) else [axis]
         return found
 
+    def holder(self, traits: Traits) -> tuple[int, int]:
+        """This rank's number among those that hold the same shards, and how many they are."""
+        number, holders = self.replicas.rank, self.replicas.size
+        for axis in self.copies(traits):
+            number, holders = number * axis.size + axis.rank, holders * axis.size
+        return number, holders
+
     @classmethod
     def create(cls, zero: int, replicas: int, mesh: Mesh, grid: Grid = "dense") -> StateSharding:
         """Split the axis over which the grid's gradients are reduced; every rank calls this together.

@@ -11,7 +11,7 @@ import torch
 from hexad.comm import all_reduce
 from hexad.topology.mesh import Axis
 
-from ..pointwise import half
+from ..pointwise import maybe_compiled
 
 IGNORED = -100
 """Label of a position that has no target (the convention of torch and Hugging Face)."""
@@ -81,16 +81,16 @@ def compiled_cross_entropy_sum_(
     overwrites them with the gradient. Nothing else of their size is made."""
     first = axis.rank * logits.shape[1]
     real = min(max(vocab - first, 0), logits.shape[1])
-    highest, sums, targets = half(_statistics, True)(logits, labels, first, real)
+    highest, sums, targets = maybe_compiled(_statistics, True)(logits, labels, first, real)
     if axis.size > 1:
         local = highest
         highest = all_reduce(local.clone(), axis, "max")
-        sums, targets = all_reduce(half(_relative, True)(sums, targets, local, highest), axis)
+        sums, targets = all_reduce(maybe_compiled(_relative, True)(sums, targets, local, highest), axis)
     if scale is not None:
         # A tensor, because a new number would be compiled anew.
         factor = torch.full((), scale, dtype=sums.dtype, device=sums.device)
-        half(_gradient_, True)(logits, labels, first, real, highest, sums, factor)
-    loss: torch.Tensor = half(_loss, True)(labels, highest, sums, targets)
+        maybe_compiled(_gradient_, True)(logits, labels, first, real, highest, sums, factor)
+    loss: torch.Tensor = maybe_compiled(_loss, True)(labels, highest, sums, targets)
     return loss
 
 

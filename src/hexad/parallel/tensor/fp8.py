@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..pointwise import half
+from ..pointwise import maybe_compiled
 
 _SMALLEST = 2.0**-100  # maxima below it are scaled like it, so that scales and their reciprocals are finite
 _EXPONENT = 0x7F800000  # of a float32
@@ -48,7 +48,7 @@ def product(
     Partial sums may be kept with fewer bits ("fast accumulation"), as forward passes tolerate. ``compiled``:
     operands are scaled and rounded in one pass, after one for their maximum.
     """
-    narrowed = half(_narrowed, compiled)
+    narrowed = maybe_compiled(_narrowed, compiled)
     narrow, undo = narrowed(x, torch.float8_e4m3fn)
     narrow_weight, undo_weight = narrowed(weight.detach(), torch.float8_e4m3fn)
     scale, scale_weight = _scales(undo, undo_weight)
@@ -65,7 +65,7 @@ def product(
 
 def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, compiled: bool = False) -> torch.Tensor:
     """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
-    narrowed = half(_narrowed, compiled)
+    narrowed = maybe_compiled(_narrowed, compiled)
     narrow, undo = narrowed(gradient, torch.float8_e5m2)
     narrow_weight, undo_weight = narrowed(weight.detach(), torch.float8_e4m3fn)
     # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.

@@ -127,7 +127,8 @@ class Step:
     """Walks a rank's actions.
 
     The steady part of a schedule is counted once: of every stage's actions of one kind the first few and the
-    last are walked in detail, with gradients and gathers; what they needed at the most holds for the others.
+    last are walked in detail, with gradients and gathers; what the first needed at the most holds for those
+    between.
 
     Args:
         schedule: of the step.
@@ -219,9 +220,11 @@ class Step:
         key = action[:2]
         if detailed or key not in self._most:
             walk = self._forward if kind == "F" else self._backward
-            most = walk(action, stage, detailed)
-            self._most[key] = max(most, self._most.get(key, most))
-        self._level(action, self._most[key])
+            transient = walk(action, stage, detailed)
+            self._most[key] = max(transient, self._most.get(key, transient))
+        else:
+            transient = self._most[key]
+        self._level(action, transient)
         if kind == "W":
             self._hold(self._operands, action.stage, -stage.operand_bytes)
         elif kind != "F":

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -43,6 +43,7 @@ from hexad.checkpoint.manifest import FileRecord, manifest_checksum, read_manife
 from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.separately import separately
 from hexad.checkpoint.tensor_file import block_count
+from hexad.checkpoint.writer import Part, TensorFile
 from hexad.comm.agreement import _lowest
 from hexad.model.configuration import load_config
 from hexad.parallel.rectangle import Rectangle
@@ -50,6 +51,8 @@ from hexad.topology.layout import Layout
 from hexad.topology.tree import FAN_OUT, tree_groups
 
 LAYERS, HIDDEN, FFN, KEYS, VOCAB = 80, 8192, 28672, 1024, 128256
+HOST = 8
+"""Ranks of a host."""
 KINDS = ("model", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 # Name, shape, and the dim that the tensor axis divides.
 LAYER = [
@@ -97,22 +100,24 @@ def held(layout: Layout, rank: int) -> list[Rectangle]:
     return found
 
 
-def written(layout: Layout, rank: int, rectangles: list[Rectangle]) -> list[Rectangle]:
-    """Those that a rank writes: of what the tensor ranks hold alike, the first does."""
+@lru_cache(2 * HOST)
+def written(layout: Layout, rank: int) -> list[Part]:
+    """What a rank writes, in float32: of what the tensor ranks hold alike, the first writes all."""
     first = layout.group(rank, "tensor")[0] == rank
-    return [each for each in rectangles if first or not each.name.endswith("norm.weight")]
+    rectangles = held(layout, rank)
+    rectangles = [each for each in rectangles if first or not each.name.endswith("norm.weight")]
+    return [Part(each.named(f"{kind}.{each.name}"), "float32") for kind in KINDS for each in rectangles]
 
 
-def index_of(rank: int, rectangles: list[Rectangle]) -> Index:
-    """The file that a rank writes: float32 weights and moments."""
-    begin, block, parts = 1 << 16, 1, []
-    for kind in KINDS:
-        for each in rectangles:
-            parts.append((each.named(f"{kind}.{each.name}"), "float32", block, begin))
-            begin += 4 * each.numel
-            block += block_count(each.sizes, 4)
-    record = FileRecord(begin, "0" * 32, 1 << 16, os.urandom(8 * block))
-    return Index.of_file(f"rank-{rank:05d}.safetensors", record, parts)
+def index_of(layout: Layout, rank: int) -> Index:
+    """The section that a rank writes of its host's file."""
+    begin = rank - rank % HOST
+    near = range(begin, min(begin + HOST, layout.world))
+    own = written(layout, rank)
+    values = sum(4 * part.rectangle.numel for part in own)
+    blocks = (rank == begin) + sum(block_count(part.rectangle.sizes, 4) for part in own)
+    record = FileRecord(((values, "0" * 32),), 1 << 16, os.urandom(8 * blocks))
+    return TensorFile.of_host(rank, {each: written(layout, each) for each in near}).index(record)
 
 
 def need_of(rectangles: list[Rectangle]) -> Need:
@@ -128,8 +133,7 @@ def messages(layout: Layout, directory: Path) -> tuple[int, int]:
     def subtree(rank: int, levels: int) -> tuple[Index, Need]:
         """What a rank passes on: of the ranks below it in so many levels."""
         rectangles = held(layout, rank)
-        index = index_of(rank, written(layout, rank, rectangles))
-        need = need_of(rectangles)
+        index, need = index_of(layout, rank), need_of(rectangles)
         for level, group in enumerate(list(tree_groups(rank, layout.world, FAN_OUT))[:levels]):
             for other in group[1:]:
                 below = sum(1 for each in tree_groups(other, layout.world, FAN_OUT) if each[0] == other)
@@ -145,7 +149,7 @@ def messages(layout: Layout, directory: Path) -> tuple[int, int]:
     groups = list(tree_groups(0, layout.world, FAN_OUT))
     subtree(0, len(groups))
     rectangles = held(layout, 0)
-    own = index_of(0, written(layout, 0, rectangles)), need_of(rectangles)
+    own = index_of(layout, 0), need_of(rectangles)
     (directory / "own").write_bytes(pickle.dumps(own))
     return sent["save"], sent["load"]
 

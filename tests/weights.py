@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
 
 import torch
 
-from hexad.checkpoint.chunks import Chunk
+from hexad.checkpoint.chunks import Chunk, to_write
+from hexad.checkpoint.index import Index
+from hexad.checkpoint.writer import Part, TensorFile, write_shard
 from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 
@@ -37,3 +41,16 @@ def chunk(
 ) -> Chunk:
     """The rectangle that begins at ``offset``."""
     return Chunk(Rectangle(name, shape, offset, tuple(tensor.shape)), tensor, holder)
+
+
+def written(directory: Path, held: Sequence[Sequence[Chunk]], hosts: Sequence[int] | None = None) -> Index:
+    """Write what ranks hold, as they would; ``hosts``: of each rank, by default all have their own."""
+    mine = [list(to_write(chunks)) for chunks in held]
+    hosts = range(len(held)) if hosts is None else hosts
+    found = {}
+    # The last rank is the first to write: none waits for another.
+    for rank in reversed(range(len(held))):
+        near = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        parts = {other: [Part.of(chunk) for chunk in mine[other]] for other in near}
+        found[rank] = write_shard(directory, TensorFile.of_host(rank, parts), mine[rank])
+    return reduce(Index.merge, [found[rank] for rank in sorted(found)], Index.empty({}))

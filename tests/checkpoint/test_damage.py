@@ -156,13 +156,13 @@ def test_verify_names_the_file(
     path = Path(shutil.copytree(two[0], tmp_path / "checkpoints" / two[0].name))
     assert command(["checkpoint", "verify", str(path)]) == 0
     assert "intact: " in capsys.readouterr().out
-    file = path / "rank-00001.safetensors"
+    file = path / "rank-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 4
     file.write_bytes(content)
     assert command(["checkpoint", "verify", str(tmp_path)]) == 2  # a run: all its checkpoints
     out, err = capsys.readouterr()
-    assert "rank-00001.safetensors: its checksum does not match its content" in out
+    assert "rank-00000.safetensors: its checksum does not match its content" in out
     assert err.startswith("hexad: error: checkpoint verify: damaged: ") and str(path) in err
 
 

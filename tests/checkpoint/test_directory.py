@@ -10,19 +10,18 @@ import torch
 from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
 from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.manifest_writer import write_manifest
-from hexad.checkpoint.writer import write_shard
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 
 from ..weights import chunk as chunk_of
+from ..weights import written
 
 
 def save(run: CheckpointDirectory, step: int, value: float = 0.0) -> Path:
     partial = run.begin(step)
-    shard = write_shard(partial, 0, [chunk_of("model.w", (3,), (0,), torch.full((3,), value))])
-    assert shard is not None
+    index = written(partial, [[chunk_of("model.w", (3,), (0,), torch.full((3,), value))]])
     progress = {"step": step, "samples": step}
-    write_manifest(partial, shard.index(), {"model.w": (3,)}, load_config(), progress, {})
+    write_manifest(partial, index, {"model.w": (3,)}, load_config(), progress, {})
     found = run.commit(partial, step)
     run.tidy(100)
     return found

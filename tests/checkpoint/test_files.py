@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import random
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,16 +18,15 @@ from hypothesis import strategies as st
 
 from hexad.checkpoint import chunks, tensor_file
 from hexad.checkpoint.chunks import Chunk, to_write
-from hexad.checkpoint.index import Index
-from hexad.checkpoint.manifest import read_manifest
+from hexad.checkpoint.manifest import read_manifest, verify_files
 from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.tensor_file import TensorFileWriter
-from hexad.checkpoint.writer import write_shard
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 
 from ..weights import chunk as chunk_of
+from ..weights import written
 
 SHAPES = st.lists(st.integers(1, 11), min_size=1, max_size=3).map(tuple)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
@@ -42,12 +40,11 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-def write(directory: Path, ranks: list[list[Chunk]]) -> Path:
+def write(directory: Path, ranks: list[list[Chunk]], hosts: Sequence[int] | None = None) -> Path:
     """A checkpoint of what each rank holds."""
     directory.mkdir(exist_ok=True)
-    shards = [write_shard(directory, rank, list(to_write(held))) for rank, held in enumerate(ranks)]
     progress = {"step": 1, "samples": 2}
-    index = reduce(Index.merge, [shard.index() for shard in shards if shard is not None], Index.empty({}))
+    index = written(directory, ranks, hosts)
     expected = {chunk.name: chunk.rectangle.shape for held in ranks for chunk in held}
     write_manifest(directory, index, expected, load_config(), progress, {"world": len(ranks)})
     return directory
@@ -75,7 +72,8 @@ def test_any_rectangle_of_any_division(
         for place, rank in enumerate(holders):
             held[rank].append(replace(chunk, holder=(place, len(holders))))
     with TemporaryDirectory() as scratch:
-        path = write(Path(scratch) / "checkpoint", held)
+        path = write(Path(scratch) / "checkpoint", held, [draw.randrange(ranks) for _ in held])
+        assert verify_files(path, read_manifest(path)) == []
         with Checkpoint(path) as checkpoint:
             assert torch.equal(checkpoint.read("weight"), whole)
             for _ in range(5):
@@ -158,9 +156,9 @@ def test_a_save_that_does_not_cover_a_tensor_is_refused(tmp_path: Path) -> None:
 
 def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("hexad.checkpoint.manifest.FORMAT", 99)
+        patch.setattr("hexad.checkpoint.manifest.FORMATS", (99,))
         path = write(tmp_path / "c", [[chunk_of("w", (1,), (0,), torch.randn(1))]])
-    with pytest.raises(HexadError, match="format 99, this version of Hexad reads format 2") as caught:
+    with pytest.raises(HexadError, match="format 99, this version of Hexad reads formats 2 and 3") as caught:
         read_manifest(path)
     assert caught.type is HexadError  # whole, and not to be set aside by an older version
 

@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from hexad.checkpoint import checkpointer, manifest_writer, reader
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.index import Index, Need
-from hexad.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from hexad.checkpoint.manifest import FileRecord, Manifest, read_manifest, verify_files
 from hexad.checkpoint.manifest_writer import write_manifest
+from hexad.checkpoint.writer import TensorFile
 from hexad.config import AgreedError
 from hexad.model.configuration import load_config
 from hexad.parallel.rectangle import Rectangle
@@ -51,7 +53,7 @@ def shares(world: int, draw: random.Random) -> list[list[Rectangle]]:
 
 
 def index_of(number: int, rectangles: list[Rectangle]) -> Index:
-    record = FileRecord(0, "", 8, bytes(8 * (1 + len(rectangles))))
+    record = FileRecord(((0, ""),), 8, bytes(8 * (1 + len(rectangles))))
     return Index.of_file(
         f"rank-{number}",
         record,
@@ -117,8 +119,8 @@ def test_neighbours_need_one_box_together() -> None:
 
 
 @contextmanager
-def small_groups() -> Iterator[None]:
-    mesh_module.FAN_OUT, before = 2, mesh_module.FAN_OUT
+def small_groups(ranks: int = 2) -> Iterator[None]:
+    mesh_module.FAN_OUT, before = ranks, mesh_module.FAN_OUT
     try:
         yield
     finally:
@@ -171,6 +173,67 @@ def _saved_and_loaded(directory: str, separate: bool) -> tuple[int, int, int, in
     return counts["merge"], counts["read"], counts["encode"], given
 
 
+def _of_hosts(directory: str, hosts: str) -> None:
+    """Save and load where rank i is on host hosts[i]; ranks hold different numbers of rows."""
+    with small_groups(4):
+        mesh = Mesh.create(Layout(world=5), torch.device("cpu"))
+    rank = mesh.rank
+    values = torch.arange(120.0).view(15, 8)[rank * (rank + 1) // 2 :][: rank + 1]
+    rectangle = Rectangle("model.a", (15, 8), (rank * (rank + 1) // 2, 0), (rank + 1, 8))
+    # The first rank leaves its row to the second: another one writes its host's header.
+    chunks = [Chunk(rectangle, values.clone(), (0, 1) if rank else None)]
+    if rank == 1:
+        row = Rectangle("model.a", (15, 8), (0, 0), (1, 8))
+        chunks.append(Chunk(row, torch.arange(8.0).view(1, 8)))
+    real, checkpointer.host_identity = checkpointer.host_identity, lambda: hosts[rank]
+    try:
+        saved = Checkpointer(load_config({"run": {"dir": directory}}), mesh)
+        saved.save(chunks, {"step": 1, "samples": 1})
+        saved.wait()
+        wanted = [chunk.tensor.clone() for chunk in chunks]
+        for chunk in chunks:
+            chunk.tensor.zero_()
+        saved.load(Path(directory) / "checkpoints/step-00000001", chunks)
+        saved.close()
+    finally:
+        checkpointer.host_identity = real
+    assert all(torch.equal(chunk.tensor, values) for chunk, values in zip(chunks, wanted))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "firsts", "sections"),
+    [
+        ("aabbb", (0, 2, 4), (1, 2, 1)),  # the last rank is alone in its group of the tree
+        ("aaaaa", (0, 4), (3, 1)),
+        ("ababa", (0, 1, 4), (1, 2, 1)),
+        ("abcde", (1, 2, 3, 4), (1, 1, 1, 1)),
+    ],
+)
+def test_the_ranks_of_a_host_write_one_file(
+    pool: Pool, tmp_path: Path, hosts: str, firsts: tuple[int, ...], sections: tuple[int, ...]
+) -> None:
+    """Each a section of it, but for the first rank, which has nothing to write."""
+    pool.run(5, _of_hosts, str(tmp_path), hosts)
+    path = tmp_path / "checkpoints/step-00000001"
+    names = [f"rank-{rank:05d}.safetensors" for rank in firsts]
+    assert sorted(file.name for file in path.glob("*.safetensors")) == names
+    manifest = read_manifest(path)
+    assert tuple(len(manifest.files[name].sections) for name in names) == sections
+    assert verify_files(path, manifest) == []
+    for name in names:
+        with safe_open(path / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                first = int(key.partition("[")[2].partition(":")[0])
+                assert file.get_tensor(key)[0, 0] == 8 * first
+        content = bytearray((path / name).read_bytes())
+        content[-1] ^= 1
+        (path / name).write_bytes(content)
+    problems = verify_files(path, manifest)
+    assert len(problems) == len(names)
+    for name in names:
+        assert any(f"{name}: its checksum does not match its content" in each for each in problems)
+
+
 @pytest.mark.parametrize("separate", [False, True])
 def test_the_manifest_is_gathered_in_a_tree_and_sent_in_parts(
     pool: Pool, tmp_path: Path, separate: bool
@@ -215,9 +278,10 @@ def _refused(directory: str) -> str:
     return ""
 
 
-def _full(directory: Path, rank: int, chunks: Any) -> None:
-    if rank == 1:
+def _full(directory: Path, file: TensorFile, chunks: Any) -> Index:
+    if file.own.start:
         raise OSError(28, "No space left on device")
+    return Index.empty({})
 
 
 def test_an_error_of_any_rank_goes_up_the_tree(pool: Pool, tmp_path: Path) -> None:

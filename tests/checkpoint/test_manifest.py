@@ -17,11 +17,11 @@ import torch
 from hexad.checkpoint.manifest import _END, _PREFIX, MANIFEST_FILE, DamagedCheckpoint, _guarded
 from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.reader import Checkpoint
-from hexad.checkpoint.writer import write_shard
 from hexad.cli.main import run as command
 from hexad.model.configuration import load_config
 
 from ..weights import chunk as chunk_of
+from ..weights import written
 
 NAME = "model.w"
 
@@ -30,10 +30,9 @@ def checkpoint(directory: Path) -> Path:
     """One tensor in one file."""
     path = directory / "step-00000001"
     path.mkdir()
-    shard = write_shard(path, 0, [chunk_of(NAME, (3, 2), (0, 0), torch.arange(6.0).view(3, 2))])
-    assert shard is not None
+    index = written(path, [[chunk_of(NAME, (3, 2), (0, 0), torch.arange(6.0).view(3, 2))]])
     origin = {"world": 1, "layout": {}, "reason": "test", "saved_at": 0.0, "hexad": "", "torch": ""}
-    write_manifest(path, shard.index(), {NAME: (3, 2)}, load_config(), {"step": 1, "samples": 1}, origin)
+    write_manifest(path, index, {NAME: (3, 2)}, load_config(), {"step": 1, "samples": 1}, origin)
     return path
 
 

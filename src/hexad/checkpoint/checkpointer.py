@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hexad.comm import Trace, agreed, collected, from_first, handed_out
+from hexad.comm import Trace, agreed, among_neighbours, collected, from_first, handed_out
 from hexad.config import AgreedError, Config, HexadError, blaming
+from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
 
 from .chunks import Chunk, to_write
@@ -28,7 +29,7 @@ from .manifest import MANIFEST_FILE, Manifest, damaged, manifest_checksum
 from .manifest_writer import is_large, write_manifest
 from .reader import Checkpoint
 from .separately import separately
-from .writer import write_shard
+from .writer import Part, TensorFile, write_shard
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
@@ -247,11 +248,10 @@ class Checkpointer:
         """
         step = progress["step"]
         directory = self._on_first(lambda: self.directory.begin(step), step)
+        file = self._file(chunks)
         mine = _Written(Index.empty({}), dict(held))
         try:
-            shard = write_shard(directory, self.mesh.rank, chunks)
-            if shard is not None:
-                mine = _Written(shard.index(), dict(held))
+            mine = mine._replace(files=write_shard(directory, file, chunks))
         except OSError as error:
             mine = mine._replace(error=OSError(error.errno, f"rank {self.mesh.rank}: {error.strerror}"))
         except Exception as error:  # any error must reach every rank
@@ -279,6 +279,15 @@ class Checkpointer:
                 log.warning("checkpoint of step %d: saved, but older ones cannot be removed: %s", step, error)
 
         self._on_first(commit, step)
+
+    def _file(self, chunks: Sequence[Chunk]) -> TensorFile:
+        """The one that the ranks of this host write together: not those of several hosts, as clients of a
+        network file system may undo each other's changes to one file."""
+        rank = self.mesh.rank
+        near = among_neighbours((host_identity(), [Part.of(chunk) for chunk in chunks]), self._axis)
+        return TensorFile.of_host(
+            rank, {r: parts for r, (host, parts) in near.items() if host == near[rank][0]}
+        )
 
     def _origin(self, reason: str) -> dict[str, Any]:
         layout, parallel = self.mesh.layout, self.config.parallel

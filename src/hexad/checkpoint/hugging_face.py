@@ -224,7 +224,7 @@ def open_weights(config: Config) -> Iterator[tuple[WeightSource, str]]:
     with Checkpoint(path, config.checkpoint.verify) as checkpoint:
         check_same_model(path, checkpoint.manifest.config, config)
         files = sorted(checkpoint.manifest.files.items())
-        yield checkpoint, _identity([(name, record.checksum) for name, record in files])
+        yield checkpoint, _identity([(name, repr(record.sections)) for name, record in files])
 
 
 def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:

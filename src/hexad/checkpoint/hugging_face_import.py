@@ -21,10 +21,11 @@ from hexad.parallel.rectangle import Rectangle
 from .directory import sync_directory
 from .hugging_face import HuggingFaceModel, row_slices
 from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
-from .manifest import STEP_NAME, FileRecord, file_checksum
+from .index import Index
+from .manifest import STEP_NAME, FileRecord, whole_file
 from .manifest_writer import write_manifest
 from .tensor_file import dtype_name
-from .writer import Part, ShardFile, open_shard, shard_name
+from .writer import Part, TensorFile
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
 
@@ -66,7 +67,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         check(plain)
         with HuggingFaceModel(source, plain.model) as model:
             config, others = _with_files(plain, model, partial, to.resolve())
-            shard = _written(model, partial)
+            index = _written(model, partial)
         origin = {
             "world": 1,
             "layout": {},
@@ -77,7 +78,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         }
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
-        write_manifest(partial, shard.index(), expected, config, progress, origin, others)
+        write_manifest(partial, index, expected, config, progress, origin, others)
     parameters = sum(math.prod(place.shape) for place in model.tensors.values())
     return Imported(config, parameters, has_tokenizer(source))
 
@@ -96,21 +97,18 @@ def _with_files(
     copy_files([*tokenizer_files(model.directory), model.directory / CONFIG_FILE], partial / _FOLDER)
     sync_directory(partial / _FOLDER)
     data = config.data.model_copy(update={"tokenizer": str(final / _FOLDER)})
-    records = {
-        f"{_FOLDER}/{file.name}": FileRecord(file.stat().st_size, file_checksum(file))
-        for file in sorted((partial / _FOLDER).iterdir())
-    }
+    records = {f"{_FOLDER}/{file.name}": whole_file(file) for file in sorted((partial / _FOLDER).iterdir())}
     return config.model_copy(update={"data": data}), records
 
 
-def _written(model: HuggingFaceModel, directory: Path) -> ShardFile:
+def _written(model: HuggingFaceModel, directory: Path) -> Index:
     """All weights in one tensor file."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
-    parts = tuple(
+    file = TensorFile.alone(
         Part(whole.named(f"model.{name}"), dtype_name(model.dtypes[name])) for name, whole in wholes.items()
     )
-    with open_shard(directory, 0, parts) as writer:
+    with file.open(directory) as writer:
         for name, whole in wholes.items():
             for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize):
                 writer.write(model.read(whole.rows(row, row + rows)))
-        return ShardFile(shard_name(0), writer.close(), parts)
+        return file.index(writer.close())

@@ -46,7 +46,7 @@ class Index:
     def of_file(
         cls, name: str, record: FileRecord, parts: Iterable[tuple[Rectangle, str, int, int]]
     ) -> Index:
-        """A file and its parts: (rectangle, dtype, its block, where it begins)."""
+        """A file, or a section of one, and its parts: (rectangle, dtype, its block, where it begins)."""
         tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         rows = []
         parts = list(parts)
@@ -83,14 +83,16 @@ class Index:
         return (self.rows.shape[1] - _PLACE) // 2
 
     def merge(self, other: Index) -> Index:
-        """Both as one; the other's files follow this one's."""
+        """Both as one; the other's files follow this one's, and so do its sections of the same files."""
         dims = max(self.dims, other.dims)
-        tensors = self.tensors | other.tensors
+        tensors, files = self.tensors | other.tensors, dict(self.files)
+        for name, record in other.files.items():
+            files[name] = files[name].followed_by(record) if name in files else record
         rows = _padded(other.rows, dims).copy()
         if len(rows):
             rows[:, 0] = _numbers(other.tensors, tensors)[rows[:, 0]]
-        rows[:, 1] += len(self.files)
-        return Index(self.files | other.files, tensors, np.concatenate([_padded(self.rows, dims), rows]))
+            rows[:, 1] = _numbers(other.files, files)[rows[:, 1]]
+        return Index(files, tensors, np.concatenate([_padded(self.rows, dims), rows]))
 
     def stored(self) -> dict[str, StoredTensor]:
         """The tensors as a manifest has them."""

@@ -11,8 +11,8 @@ import math
 import re
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 
-FORMAT = 2
+FORMATS = (2, 3)
+"""That can be read; the last one is written. In format 2 a file was written by one rank."""
 MANIFEST_FILE = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 """Names of complete checkpoints in a run; one that is being replaced counts until its successor exists."""
@@ -52,16 +53,24 @@ class FileRecord:
     """A checkpoint's manifest entry of a file.
 
     Attributes:
-        size: in bytes.
-        checksum: XXH3-128 of all of it, in hexadecimal (``xxhsum -H2`` gives the same).
+        sections: (bytes, XXH3-128 of them in hexadecimal, as ``xxhsum -H2`` gives it) of the parts of the
+            file, each written by one rank, in the file's order.
         header: bytes before the values of a tensor file; 0 in other files.
         blocks: XXH3-64 of the header and of every block of values, 8 bytes each, in the file's order.
     """
 
-    size: int
-    checksum: str
+    sections: tuple[tuple[int, str], ...]
     header: int = 0
     blocks: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(size for size, _ in self.sections)
+
+    def followed_by(self, later: FileRecord) -> FileRecord:
+        """The record of the file with the sections of a later record of it."""
+        return replace(self, sections=self.sections + later.sections, blocks=self.blocks + later.blocks)
 
 
 @dataclass(frozen=True)
@@ -245,12 +254,12 @@ class Manifest:
     def encode(self) -> bytes:
         """The content of ``manifest.json``: one JSON object, the checksum of its body first."""
         body = {
-            "format": FORMAT,
+            "format": FORMATS[-1],
             "progress": self.progress,
             "origin": self.origin,
             "config": self.config,
             "files": {
-                name: [record.size, record.checksum, record.header, b64encode(record.blocks).decode()]
+                name: [record.sections, record.header, b64encode(record.blocks).decode()]
                 for name, record in self.files.items()
             },
             "tensors": {
@@ -271,18 +280,24 @@ class Manifest:
         if _guarded(text) != content:
             raise ValueError("its checksum does not match its content")
         body = json.loads(text)
-        if body.get("format") != FORMAT:
-            raise HexadError(f"format {body.get('format')}, this version of Hexad reads format {FORMAT}")
-        files = {
-            _inside(name): FileRecord(size, checksum, header, b64decode(blocks))
-            for name, (size, checksum, header, blocks) in body["files"].items()
-        }
+        if body.get("format") not in FORMATS:
+            known = " and ".join(map(str, FORMATS))
+            raise HexadError(f"format {body.get('format')}, this version of Hexad reads formats {known}")
+        files = {_inside(name): _record(*entry) for name, entry in body["files"].items()}
         table = FileTable.of(files)
         tensors = {
             name: StoredTensor(dtype, tuple(shape), packed, table)
             for name, (dtype, shape, packed) in body["tensors"].items()
         }
         return cls(body["progress"], body["config"], tensors, files, body["origin"])
+
+
+def _record(*entry: Any) -> FileRecord:
+    """A file's record as a manifest has it."""
+    *sections, header, blocks = entry
+    # Format 2: size and checksum of the whole file.
+    parts = sections[0] if len(sections) == 1 else [sections]
+    return FileRecord(tuple((size, checksum) for size, checksum in parts), header, b64decode(blocks))
 
 
 def _inside(name: str) -> str:
@@ -360,10 +375,10 @@ def check_file(checkpoint: Path, name: str, record: FileRecord) -> None:
     """
     check_size(checkpoint, name, record)
     try:
-        found = file_checksum(checkpoint / name)
+        found = checksums(checkpoint / name, [size for size, _ in record.sections])
     except OSError as error:
         raise unreadable(checkpoint, name, error) from None
-    if found != record.checksum:
+    if found != [checksum for _, checksum in record.sections]:
         raise damaged(checkpoint, f"{name}: its checksum does not match its content")
 
 
@@ -378,11 +393,21 @@ def verify_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def file_checksum(path: Path) -> str:
-    """XXH3-128 of a file, in hexadecimal."""
-    whole = xxhash.xxh3_128()
+def whole_file(path: Path) -> FileRecord:
+    """The record of a file without tensors."""
+    size = path.stat().st_size
+    (checksum,) = checksums(path, [size])
+    return FileRecord(((size, checksum),))
+
+
+def checksums(path: Path, sizes: Iterable[int]) -> list[str]:
+    """XXH3-128 of each section of a file, in hexadecimal; ``sizes``: of the sections, in bytes."""
+    found, buffer = [], bytearray(2**20)
     with open(path, "rb", buffering=0) as file:
-        buffer = bytearray(2**20)
-        while count := file.readinto(buffer):
-            whole.update(memoryview(buffer)[:count])
-    return whole.hexdigest()
+        for left in sizes:
+            section = xxhash.xxh3_128()
+            while left and (count := file.readinto(memoryview(buffer)[: min(left, len(buffer))])):
+                section.update(memoryview(buffer)[:count])
+                left -= count
+            found.append(section.hexdigest())
+    return found

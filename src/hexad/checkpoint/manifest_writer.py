@@ -56,7 +56,7 @@ class ManifestJob:
             ValueError: the files do not cover every tensor exactly once.
         """
         write_durably(self.directory / "config.yaml", self.text)
-        record = FileRecord(len(self.text), xxhash.xxh3_128_hexdigest(self.text))
+        record = FileRecord(((len(self.text), xxhash.xxh3_128_hexdigest(self.text)),))
         index = Index.empty({"config.yaml": record, **self.others}).merge(self.index)
         manifest = Manifest(self.progress, self.config, index.stored(), index.files, self.origin)
         manifest.check_coverage(self.expected)

@@ -51,13 +51,19 @@ def block_count(sizes: Sequence[int], itemsize: int) -> int:
     return -(-(sizes[0] if sizes else 1) // rows_per_block(sizes, itemsize))
 
 
+Tensor = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor in a file."""
+
+
 class TensorFileWriter:
-    """Writes one safetensors file. Used as a context manager, or closed by hand.
+    """Writes one safetensors file, or a section of one. Used as a context manager, or closed by hand.
 
     Args:
-        path: of the file, which must not exist.
-        tensors: (name, dtype, shape) of everything that will be written, in that order.
+        path: of the file.
+        tensors: everything that the file will hold, in that order.
         metadata: texts for the header.
+        own: those that this writer writes; others write the rest, at the same time and into the same file.
+            The writer of the first tensor writes the header. By default all: then the file must not exist.
 
     Raises:
         OSError: the file cannot be created; so do :meth:`write` and :meth:`close` for a full disk.
@@ -66,22 +72,28 @@ class TensorFileWriter:
     def __init__(
         self,
         path: Path,
-        tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+        tensors: Sequence[Tensor],
         metadata: Mapping[str, str] | None = None,
+        own: slice | None = None,
     ) -> None:
         header = _header(tensors, metadata or {})
         self.header = len(header)
-        self._expected = (size for _, dtype, shape in tensors for size in _block_sizes(shape, dtype.itemsize))
+        mine = tensors if own is None else tensors[own]
+        self._expected = (size for _, dtype, shape in mine for size in _block_sizes(shape, dtype.itemsize))
         self._whole = xxhash.xxh3_128()
         self._blocks: list[bytes] = []
         self._block = xxhash.xxh3_64()
         self._missing = 0
         self._size = 0
         self._path = path
-        self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
+        alone = own is None
+        self._file = open(path, "xb" if alone else "wb", 0, opener=None if alone else _beside_others)  # noqa: SIM115 (closed by close)
         try:
-            self._missing = self.header
-            self._take(memoryview(header))
+            if own is None or not own.start:
+                self._missing = self.header
+                self._take(memoryview(header))
+            else:
+                self._file.seek(self.header + sum(map(_nbytes, tensors[: own.start])))
         except BaseException:
             self._file.close()
             raise
@@ -99,7 +111,7 @@ class TensorFileWriter:
         self._take(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
     def close(self) -> FileRecord:
-        """Flush to disk. Returns the file's entry in a manifest.
+        """Flush to disk. Returns the file's entry in a manifest, as far as it was written here.
 
         Raises:
             ValueError: fewer values were written than declared.
@@ -108,7 +120,8 @@ class TensorFileWriter:
             if self._missing or next(self._expected, None) is not None:
                 raise ValueError("fewer values than the header declares")
             os.fsync(self._file.fileno())
-        return FileRecord(self._size, self._whole.hexdigest(), self.header, b"".join(self._blocks))
+        section = self._size, self._whole.hexdigest()
+        return FileRecord((section,), self.header, b"".join(self._blocks))
 
     def _take(self, data: memoryview) -> None:
         """Hash and write, block by block, while the data is in the processor's cache."""
@@ -137,6 +150,16 @@ class TensorFileWriter:
         self._file.close()
 
 
+def _beside_others(path: str, flags: int) -> int:
+    """Open a file that others may have created and begun to write."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    _, dtype, shape = tensor
+    return math.prod(shape) * dtype.itemsize
+
+
 def _block_sizes(shape: Sequence[int], itemsize: int) -> Iterator[int]:
     """Bytes of each block of a tensor."""
     rows, width = (shape[0] if shape else 1), math.prod(shape[1:]) * itemsize
@@ -146,14 +169,13 @@ def _block_sizes(shape: Sequence[int], itemsize: int) -> Iterator[int]:
             yield min(step, rows - row) * width
 
 
-def _header(
-    tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> bytes:
+def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     """Length and JSON, as the format requires: padded with spaces, so that values are aligned to 8 bytes."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
-    for name, dtype, shape in tensors:
-        end = begin + math.prod(shape) * dtype.itemsize
+    for tensor in tensors:
+        name, dtype, shape = tensor
+        end = begin + _nbytes(tensor)
         entries[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -1,6 +1,15 @@
 """Collectives and point-to-point messages over axes: all of training's go through here."""
 
-from .agreement import agreed, collected, first_difference, from_first, handed_out, merged, merging
+from .agreement import (
+    agreed,
+    among_neighbours,
+    collected,
+    first_difference,
+    from_first,
+    handed_out,
+    merged,
+    merging,
+)
 from .collectives import (
     CommError,
     Pending,
@@ -33,6 +42,7 @@ __all__ = [
     "all_reduce_async",
     "all_to_all",
     "all_to_all_async",
+    "among_neighbours",
     "broadcast",
     "collected",
     "first_difference",

@@ -9,6 +9,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import reduce
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -75,6 +76,23 @@ def collected(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
     tree = _tree(axis)
     found = wait_for(axis, lambda: _collected(tree, value, merge))
     return found if axis.rank == 0 else None
+
+
+def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
+    """The picklable values of this rank and its neighbours, by rank, ascending: those of its group on the
+    lowest level of the tree, see :data:`~hexad.topology.tree.FAN_OUT`."""
+    if axis.size == 1:
+        return {axis.rank: value}
+    tree, own = _tree(axis), {axis.rank: value}
+    lowest = tree.levels[0]
+    if lowest.ranks[1] != lowest.ranks[0] + 1:
+        return own  # the last of the world, alone in its group
+    here = replace(tree, levels=(lowest,))
+
+    def exchange() -> dict[int, T]:
+        return _spread(here, _collected(here, own, lambda a, b: a | b))
+
+    return wait_for(axis, exchange)
 
 
 def from_first(action: Callable[[], T], axis: Axis) -> T:

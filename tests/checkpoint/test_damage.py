@@ -110,7 +110,7 @@ def _restore(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-DAMAGES = {flip: 600, truncate: 120, lengthen: 40, delete: 60, swap_within: 60, swap_across: 120}
+DAMAGES = {flip: 250, truncate: 60, lengthen: 30, delete: 40, swap_within: 40, swap_across: 60}
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)

@@ -14,12 +14,12 @@ import pytest
 import torch
 import yaml
 
-from hexad.checkpoint.hugging_face import open_weights
+from hexad.checkpoint.hugging_face import opened_model
 from hexad.checkpoint.published import published_tensors
 from hexad.config import Config, ConfigError, dump_config
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config, load_config
-from hexad.model.sources import FREE
+from hexad.model.sources import FREE, hugging_face_directory
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -73,7 +73,9 @@ def loaded(load: str, parallel: dict[str, int]) -> tuple[Pieces, list[float]]:
     layout = Layout.from_settings(config.parallel, world)
     mesh = Mesh.create(layout, torch.device("cpu"))
     engine = Engine(config, mesh)
-    with open_weights(config) as (source, _):
+    directory = hugging_face_directory(str(config.model.load))
+    assert directory is not None
+    with opened_model(directory, config.model) as (source, _):
         engine.load_weights(source)
     pieces = [
         (chunk.name, chunk.rectangle.offset, chunk.tensor.detach().numpy().copy())

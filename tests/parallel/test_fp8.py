@@ -286,6 +286,50 @@ def test_layouts_stay_near_one_process(
     assert found == pytest.approx(alone, rel=tolerance, abs=0)
 
 
+def _rounded(config: Config, keep: bool) -> tuple[list[float], int]:
+    """The losses of four steps on this rank, and how often it rounded a weight; without ``keep`` for every
+    product."""
+    weights = 0
+
+    def again(weight: torch.Tensor, name: str, compute: Any) -> Any:
+        nonlocal weights
+        weights += 1
+        return compute()
+
+    def once(weight: torch.Tensor, name: str, compute: Any) -> Any:
+        return kept(weight, name, lambda: again(weight, name, compute))
+
+    kept = fp8.derived
+    fp8.derived = once if keep else again  # type: ignore[assignment]
+    try:
+        losses = losses_of(config)
+    finally:
+        fp8.derived = kept
+    return losses, weights
+
+
+@pytest.mark.parametrize(
+    ("groups", "rounded"),
+    [
+        ({}, 1),
+        ({"memory": {"recompute": "full"}}, 1),
+        ({"parallel": {"data": 2, "zero": 2}}, 1),
+        ({"parallel": {"data": 2, "zero": 3}}, 4),  # forward and backward of two microbatches
+        ({"parallel": {"pipeline": 2, "schedule": "zb_h1"}, "memory": {"offload": "optimizer"}}, 1),
+    ],
+)
+def test_a_weight_is_rounded_once_per_step(groups: dict[str, Any], rounded: int, pool: Pool) -> None:
+    """And again after it has changed: the losses are those of rounding it for every product."""
+    config = config_of(**groups)
+    world = config.parallel.pipeline * (2 if "data" in groups.get("parallel", {}) else 1)
+    matrices = 4 * config.model.layers // config.parallel.pipeline
+    for (found, times), (wanted, _) in zip(
+        pool.run(world, _rounded, config, True), pool.run(world, _rounded, config, False)
+    ):
+        assert found == wanted
+        assert times == 4 * matrices * rounded
+
+
 def test_gpt2_with_its_biases(pool: Pool) -> None:
     model = {"family": "gpt2", "kv_heads": 4, "max_positions": _SEQUENCE}
     (narrow,) = pool.run(1, losses_of, config_of(model=model))

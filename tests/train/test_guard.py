@@ -81,7 +81,7 @@ SPIKE = ("faults.spike=50", "faults.spike_window=5")
 LAYOUTS = [(1, ()), (4, FOUR), (4, ("parallel.pipeline=2", "parallel.schedule=zb_h1", "parallel.zero=2"))]
 
 
-@pytest.mark.parametrize("how", ["nan", "spike"])
+@pytest.mark.parametrize("how", ["nan", pytest.param("spike", marks=pytest.mark.slow)])
 def test_a_step_is_skipped_alike_in_every_layout(make_run: MakeRun, pool: Pool, how: str) -> None:
     found = []
     for ranks, layout in LAYOUTS:
@@ -116,9 +116,8 @@ def test_a_skipped_step_changes_no_bit(make_run: MakeRun, pool: Pool, how: str) 
     ("how", "ranks", "layout"),
     [
         ("nan", *LAYOUTS[0]),
-        ("spike", *LAYOUTS[2]),
         *(pytest.param("nan", *layout, marks=pytest.mark.slow) for layout in LAYOUTS[1:]),
-        *(pytest.param("spike", *layout, marks=pytest.mark.slow) for layout in LAYOUTS[:2]),
+        *(pytest.param("spike", *layout, marks=pytest.mark.slow) for layout in LAYOUTS),
     ],
 )
 def test_rolling_back_leaves_the_data_out(

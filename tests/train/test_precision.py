@@ -206,14 +206,14 @@ def traces_of(config: Config) -> tuple[list[float], list[float]]:
     [
         # Two units in the last place of what is stored: products are summed in fp32, so that a loss, a mean
         # of many such numbers, is off by less than the activations and weights it is made from.
-        ({"dtype": "bf16"}, 2 * 2**-8),
+        pytest.param({"dtype": "bf16"}, 2 * 2**-8, marks=pytest.mark.slow),
         ({"dtype": "bf16", "reduce": "bf16"}, 2 * 2**-8),
         pytest.param(
             {"dtype": "bf16", "reduce": "bf16", "accumulate": "bf16"}, 2 * 2**-8, marks=pytest.mark.slow
         ),
         ({"dtype": "fp16"}, 2 * 2**-10),
         # Sums in another order, and Adam divides small gradients by their own size: 128 units.
-        ({"dtype": "fp32"}, 128 * 2**-23),
+        pytest.param({"dtype": "fp32"}, 128 * 2**-23, marks=pytest.mark.slow),
     ],
 )
 def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: float, pool: Pool) -> None:

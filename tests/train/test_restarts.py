@@ -47,6 +47,7 @@ def test_killed_ranks_restart_and_lose_nothing_but_steps(
     assert run.losses == reference.losses
 
 
+@pytest.mark.slow
 def test_restarts_are_used_up(make_run: MakeRun, start: Start) -> None:
     run = make_run(run={"steps": 10**6})
     process = start(run.arguments("faults.restarts=1"))  # one rank is started by the agent too
@@ -82,7 +83,8 @@ def test_usr1_to_one_rank_stops_all(make_run: MakeRun, start: Start) -> None:
     assert "SIGUSR1: saved step" in result.err and run.checkpoints == [len(run.losses)]
 
 
-@pytest.mark.parametrize("moment", [pytest.param("at once", marks=pytest.mark.slow), "in a rank"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["at once", "in a rank"])
 def test_usr1_before_the_first_step(make_run: MakeRun, start: Start, moment: str) -> None:
     """It waits until the run can save, or ends it in one line."""
     run = make_run(run={"steps": 10**6})

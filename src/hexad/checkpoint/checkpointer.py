@@ -17,17 +17,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hexad.comm import Trace, agreed, among_neighbours, collected, from_first, handed_out
+from hexad.comm import Trace, agreed, among_neighbours, collected, from_first
 from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
 
 from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint, wait_until_visible
-from .index import Index, Need
-from .manifest import MANIFEST_FILE, Manifest, damaged, manifest_checksum
+from .index import Index
+from .loading import load
+from .manifest import Manifest, manifest_checksum
 from .manifest_writer import is_large, write_manifest
-from .reader import Checkpoint
 from .separately import separately
 from .writer import Part, TensorFile, write_shard
 
@@ -124,41 +124,13 @@ class Checkpointer:
         self._writer.shutdown()
 
     def load(self, path: Path, chunks: Sequence[Chunk]) -> Manifest:
-        """Fill ``chunks`` from a checkpoint of this configuration's model, all ranks together; optimizer
-        state is unchanged if the checkpoint has weights only. Returns its manifest: all of it on the first
-        rank, which reads it, on others the part for ``chunks``.
+        """Fill ``chunks`` from a checkpoint of this configuration's model; see
+        :func:`hexad.checkpoint.loading.load`."""
 
-        Raises:
-            AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, or of
-                another format.
-        """
+        def check(manifest: Manifest) -> None:
+            check_same_model(path, manifest.config, self.config)
 
-        whole: Manifest | None = None
-        index: Index | None = None
-
-        def read() -> tuple[Manifest, bool]:
-            nonlocal whole, index
-            with Checkpoint(path, self.config.checkpoint.verify) as checkpoint:
-                whole = checkpoint.manifest
-            check_same_model(path, whole.config, self.config)
-            try:
-                index = Index.of_manifest(whole)
-            except ValueError as error:
-                raise damaged(path, f"{MANIFEST_FILE}: {error}") from None
-            return replace(whole, tensors={}, files={}), whole.weights_only
-
-        head, weights_only = self._on_first(read)
-        wanted = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
-        need = Need.of(chunk.rectangle for chunk in wanted)
-        part = handed_out(index, self._axis, need, Need.merge, Index.select)
-        manifest = whole or replace(head, tensors=part.stored(), files=part.files)
-
-        def fill() -> None:
-            with Checkpoint(path, self.config.checkpoint.verify, manifest) as checkpoint:
-                checkpoint.fill(wanted)
-
-        agreed(fill, self._axis)
-        return manifest
+        return load(path, chunks, self._axis, self.config.checkpoint.verify, check)
 
     def set_aside(self, path: Path, damage: AgreedError) -> None:
         """Rename a damaged checkpoint of this run, so that the previous one is the newest; all ranks
@@ -191,6 +163,16 @@ class Checkpointer:
             HexadError: ``must`` without a checkpoint, ``never`` with one, or as for :meth:`newest`.
         """
         return self._chosen(self._to_start_from)
+
+    def source(self) -> Path:
+        """The checkpoint that ``model.load`` names; all ranks together.
+
+        Raises:
+            HexadError: there is none, or some rank does not see it.
+        """
+        found = self._chosen(lambda: find_checkpoint(str(self.config.model.load)))
+        assert found is not None
+        return found
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of this run, or None; all ranks together.

@@ -19,15 +19,12 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from hexad.config import Config, HexadError
+from hexad.config import HexadError
 from hexad.config.schema import ModelSettings
-from hexad.model.sources import hugging_face_directory
 from hexad.parallel.rectangle import Rectangle
 
 from .chunks import Chunk
-from .directory import check_same_model, find_checkpoint
 from .published import PublishedTensor, base_prefix, is_buffer, published_tensors
-from .reader import Checkpoint
 from .tensor_file import SAFETENSORS, dtype_name
 
 SLICE_BYTES = 64 * 2**20
@@ -206,25 +203,14 @@ class HuggingFaceModel:
 
 
 @contextmanager
-def open_weights(config: Config) -> Iterator[tuple[WeightSource, str]]:
-    """The source that ``model.load`` names, opened, and a text that identifies it: all hosts must have the
-    same.
+def opened_model(directory: Path, model: ModelSettings) -> Iterator[tuple[HuggingFaceModel, str]]:
+    """A model, and a text that identifies it: all hosts must have the same.
 
     Raises:
         HexadError: it is missing, damaged, not supported, or of another model.
     """
-    load = config.model.load
-    assert load is not None
-    directory = hugging_face_directory(load)
-    if directory is not None:
-        with HuggingFaceModel(directory, config.model) as model:
-            yield model, _identity([(name, _sampled(directory / name)) for name in model.files])
-        return
-    path = find_checkpoint(load)
-    with Checkpoint(path, config.checkpoint.verify) as checkpoint:
-        check_same_model(path, checkpoint.manifest.config, config)
-        files = sorted(checkpoint.manifest.files.items())
-        yield checkpoint, _identity([(name, repr(record.sections)) for name, record in files])
+    with HuggingFaceModel(directory, model) as source:
+        yield source, _identity([(name, _sampled(directory / name)) for name in source.files])
 
 
 def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from hexad.checkpoint.chunks import Chunk
-from hexad.checkpoint.reader import Checkpoint
-from hexad.comm import agreed, all_gather, broadcast, receive_async, send_async
+from hexad.checkpoint.loading import load
+from hexad.comm import all_gather, broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh
 from hexad.parallel.sharding import Shard, declared_parameters
@@ -49,7 +49,7 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh, layers: Sequence[ra
         layers: of every stage, one stage per pipeline rank.
 
     Raises:
-        HexadError: the checkpoint does not fit the configuration or is damaged.
+        AgreedError: the checkpoint does not fit the configuration or is damaged.
     """
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
@@ -65,11 +65,7 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh, layers: Sequence[ra
                 local = values.narrow(0, start, rectangle.sizes[0])
                 chunks.append(Chunk(rectangle.named(f"model.{rectangle.name}"), local))
 
-    def fill() -> None:
-        with Checkpoint(checkpoint) as opened:
-            opened.fill(chunks)
-
-    agreed(fill, mesh.world)
+    load(checkpoint, chunks, mesh.world)
     return model.to(dtype).eval()
 
 

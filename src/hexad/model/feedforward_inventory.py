@@ -79,7 +79,8 @@ class FeedForward:
         """Bytes needed in the forward pass, above what is kept. In 8 bits the last product has copies of its
         operand and of its weight, which has passed through a scaled copy in 16."""
         activated = run.whole(self.width // run.tensor)
-        copies = activated // 2 + 3 * self.hidden * self.width // run.tensor if run.fp8 else 0
+        weight = self.hidden * self.width // run.tensor
+        copies = activated // 2 + (2 if run.rounded_once else 3) * weight if run.fp8 else 0
         return run.gathered(self.hidden) + max(activated, copies)
 
     def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:

@@ -15,6 +15,7 @@ from typing import Literal
 from hexad.config.schema import ModelSettings
 from hexad.parallel.inventory import Collective, Execution, Kept, Moment, Parameter, Product, Weight
 from hexad.parallel.tensor.embedding_inventory import Embedding, Head
+from hexad.parallel.tensor.linear_inventory import Linear
 
 from .attention_inventory import Attention
 from .families import family
@@ -66,6 +67,11 @@ class Block:
             feed_forward=self.ffn.kept(run, selective),
         )
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """In the order of the forward pass."""
+        return (*self.attention.linears, *self.ffn.linears)
+
     def operands(self, run: Execution) -> Kept:
         """Bytes held from ``B`` to ``W``: inputs and output gradients of the four products."""
         return Counter(attention=self.attention.operands(run), feed_forward=self.ffn.operands(run))
@@ -93,7 +99,7 @@ class Block:
         """Memory of ``W``: the gathered input and the next one's, and the gradient before it is added in
         another format, while operands are given up one after the other."""
         moments, released = [], 0
-        for linear in reversed((*self.attention.linears, *self.ffn.linears)):
+        for linear in reversed(self.linears):
             gathered = run.gathered(self.attention.hidden)
             product = linear.weight_product(run)
             moments.append(Moment(gathered + product - released, gathered - released, linear.matrices))
@@ -191,6 +197,10 @@ class Stage:
         elif self.layers:
             total["residual"] -= stream  # the output belongs to the next stage
         return total
+
+    def rounded(self, run: Execution) -> int:
+        """Bytes of the weights that are kept in 8 bits: the head's are not."""
+        return sum(linear.rounded(run) for block in self.blocks for linear in block.linears)
 
     def operands(self, run: Execution) -> Kept:
         """Bytes held from ``B`` to ``W``."""

@@ -270,6 +270,7 @@ class Execution:
         gradient: bytes of an element of the gradient buffers.
         reduced: bytes of an element of gradients when they are sent to other data ranks.
         fp8: products are computed in 8 bits.
+        rounded_once: weights are kept in 8 bits from their first product to the end of the step.
         cpu: on a CPU.
         compiled: pointwise functions are compiled.
         isolate: attention is confined to documents.
@@ -284,6 +285,7 @@ class Execution:
     gradient: int = 4
     reduced: int = 4
     fp8: bool = False
+    rounded_once: bool = False
     cpu: bool = True
     compiled: bool = False
     isolate: bool = False

@@ -34,7 +34,8 @@ class MemoryPlan:
         master: wide values that the optimizer updates, where they are not the parameters themselves.
         optimizer: the moments of every parameter that this rank updates.
         activations: by kind (see :data:`hexad.parallel.inventory.Kept`).
-        buffers: what is needed for a moment: communication, gradients of activations, slices of logits.
+        buffers: what is needed for a moment: communication, gradients of activations, slices of logits; and
+            weights in 8 bits.
         host: of the above, in the host's memory (``memory.offload``), not part of the total.
         action: what the rank does at the peak.
     """
@@ -104,13 +105,14 @@ def _predict(resolved: Resolved, rank: int, orders: list[list[Transfer]]) -> Mem
     buffers = StateBuffers(buckets, run, int(layout.data) // shards)
     peak = Step(schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda each: each.total)
-    return _plan(rank, config, run, buckets, peak, buffers.pooled)
+    rounded = sum(stage.rounded(run) for stage in stages.values())
+    return _plan(rank, config, run, buckets, peak, buffers.pooled + rounded)
 
 
 def _plan(
-    rank: int, config: Config, run: Execution, buckets: list[BucketPlan], peak: Peak, pooled: int
+    rank: int, config: Config, run: Execution, buckets: list[BucketPlan], peak: Peak, beside: int
 ) -> MemoryPlan:
-    """The peak beside the state."""
+    """The peak beside the state; ``beside``: bytes of buffers that are there all the time."""
     sharded = sum(bucket.shard_size for bucket in buckets)
     resident = sum(bucket.size for bucket in buckets if bucket.resident)
     separate = sum(bucket.shard_size for bucket in buckets if run.byte != run.wide or not bucket.resident)
@@ -124,7 +126,7 @@ def _plan(
         master=0 if offload else separate * run.wide,
         optimizer=0 if offload else moments,
         activations={kind: size for kind, size in peak.kept.items() if size},
-        buffers=peak.transient + pooled,
+        buffers=peak.transient + beside,
         host=moments + sharded * run.wide if offload else 0,
         action=peak.action,
     )
@@ -142,6 +144,7 @@ def execution(config: Config, layout: Layout) -> Execution:
     """How a rank computes a microbatch."""
     precision = config.precision
     byte, cpu = WIDTHS[precision.dtype], config.run.device == "cpu"
+    graphs = config.run.compile == "full" and layout.tensor == 1
     return Execution(
         config.batch.micro,
         config.data.sequence,
@@ -151,6 +154,7 @@ def execution(config: Config, layout: Layout) -> Execution:
         2 if precision.accumulate == "bf16" else max(byte, 4),
         2 if precision.reduce == "bf16" else max(byte, 4),
         precision.dtype == "fp8",
+        precision.dtype == "fp8" and config.parallel.zero < 3 and not graphs,
         cpu,
         config.run.compile in ("pointwise", "full") or not (cpu or config.run.compile == "none"),
         config.data.documents == "isolate",

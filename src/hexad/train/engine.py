@@ -400,7 +400,7 @@ class Engine:
         self.scaler.restore(progress.get("loss_scale", {}))
         self.guard.restore(progress.get("faults", {}))
         self.optimizer.set_updates(self.updates)
-        self._publish()
+        self.publish()
 
     def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:
         """As :meth:`restored`, but with the data from ``samples`` on; faults since then still count."""
@@ -418,10 +418,11 @@ class Engine:
         """
         weights = [chunk for chunk in self.chunks() if chunk.name.startswith("model.")]
         agreed(lambda: source.fill(weights), self.mesh.world)
-        self._publish()
+        self.publish()
 
     @torch.no_grad()
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Compute with the weights' masters as they are now: :meth:`chunks` have been overwritten."""
         for bucket in self.buckets:
             self.gatherer.publish(bucket)
         self.gatherer.settle()

@@ -15,7 +15,7 @@ import torch
 
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
-from hexad.checkpoint.hugging_face import open_weights
+from hexad.checkpoint.hugging_face import opened_model
 from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hexad.comm import CommError, merged
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming, dump_config
@@ -23,6 +23,7 @@ from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.sidecar import fingerprint
 from hexad.dataset.tokenizer import load_tokenizer
 from hexad.model.counts import flops_per_token, parameter_count
+from hexad.model.sources import hugging_face_directory
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.simulate import TIMELINE
 from hexad.resolve import working_layout
@@ -337,8 +338,15 @@ class Trainer:
 
     def _load_weights(self, run: Run) -> None:
         """Load the weights that ``model.load`` names."""
+        model = self.config.model
+        directory = hugging_face_directory(str(model.load))
         with ExitStack() as stack, blaming("model.load"):
-            source, identity = run.agreed(lambda: stack.enter_context(open_weights(self.config)))
+            if directory is None:
+                weights = [chunk for chunk in self.engine.chunks() if chunk.name.startswith("model.")]
+                self.checkpointer.load(self.checkpointer.source(), weights)
+                self.engine.publish()
+                return
+            source, identity = run.agreed(lambda: stack.enter_context(opened_model(directory, model)))
             run.identical("what model.load names", identity)
             self.engine.load_weights(source)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..derived import forget_derived
 from ..inventory import Weight
 from ..pinned import pinned
 from ..rectangle import Rectangle
@@ -79,6 +80,7 @@ class Bucket:
             self._copy_given(values, low, self.plan.offsets[member], each.reshape(-1))
         if self.plan.resident:
             self.attach(values)
+            self._forget_derived()
         else:
             self._leave_without_values(formats.parameters, device)
         self._keep_shard(values[self.low - low : self.high - low], formats.master, host)
@@ -102,6 +104,7 @@ class Bucket:
         for rectangle, weight, part in self.weights(values, low):
             if weight is not None:
                 fill_initial(part, rectangle, weight, seed)
+        self._forget_derived()
         shard = values[self.low - low : self.high - low]
         # Master values begin as what the model computes with, as they do in buckets that are resident.
         self.master.copy_(shard.to(self.members[0].parameter.dtype))
@@ -125,8 +128,14 @@ class Bucket:
 
     def publish(self) -> None:
         """Copy new master values to where they are gathered from."""
+        self._forget_derived()
         if self.source.data_ptr() != self.master.data_ptr():
             self.source.copy_(self.master, non_blocking=True)
+
+    def _forget_derived(self) -> None:
+        if self.plan.resident:
+            for declared in self.members:
+                forget_derived(declared.parameter)
 
     def shard(self, flat: torch.Tensor | None) -> torch.Tensor:
         """This rank's slice of a flat tensor of the bucket's size."""

@@ -4,6 +4,9 @@ Inputs and weights are rounded to e4m3 (3 bits of fraction, up to 448), gradient
 up to 57344), each after a multiplication that brings its largest magnitude just under the format's ("current
 scaling": nothing is remembered from step to step). Sums are float32, results in the operands' format.
 
+A weight is rounded once per step where it stays in memory; in ZeRO 3, and under ``run.compile: full``, in every
+pass.
+
 Scales are powers of two: multiplying by them is exact even in bf16, results scale with their operands to the
 last bit, and a tensor's maximum matters only to the rounding of numbers too small for the format.
 """
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..derived import derived
 from ..pointwise import maybe_compiled
 
 _SMALLEST = 2.0**-100  # maxima below it are scaled like it, so that scales and their reciprocals are finite
@@ -32,6 +36,18 @@ def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return (x.contiguous() * scale).to(dtype), scale.reciprocal()
 
 
+def _narrowed_weight(weight: torch.Tensor, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight in e4m3: made once for the microbatches of a step, their forward and backward passes."""
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = maybe_compiled(_narrowed, compiled)(
+            weight.detach(), torch.float8_e4m3fn
+        )
+        return found
+
+    return derived(weight, "e4m3", compute)
+
+
 def _scales(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both operands' scales as the product takes them. Some CPUs' kernels multiply an operand by its scale
     before they multiply operands, which overflows: there one scale stands for both."""
@@ -48,9 +64,8 @@ def product(
     Partial sums may be kept with fewer bits ("fast accumulation"), as forward passes tolerate. ``compiled``:
     operands are scaled and rounded in one pass, after one for their maximum.
     """
-    narrowed = maybe_compiled(_narrowed, compiled)
-    narrow, undo = narrowed(x, torch.float8_e4m3fn)
-    narrow_weight, undo_weight = narrowed(weight.detach(), torch.float8_e4m3fn)
+    narrow, undo = maybe_compiled(_narrowed, compiled)(x, torch.float8_e4m3fn)
+    narrow_weight, undo_weight = _narrowed_weight(weight, compiled)
     scale, scale_weight = _scales(undo, undo_weight)
     return torch._scaled_mm(
         narrow,
@@ -65,9 +80,8 @@ def product(
 
 def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, compiled: bool = False) -> torch.Tensor:
     """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
-    narrowed = maybe_compiled(_narrowed, compiled)
-    narrow, undo = narrowed(gradient, torch.float8_e5m2)
-    narrow_weight, undo_weight = narrowed(weight.detach(), torch.float8_e4m3fn)
+    narrow, undo = maybe_compiled(_narrowed, compiled)(gradient, torch.float8_e5m2)
+    narrow_weight, undo_weight = _narrowed_weight(weight, compiled)
     # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.
     turned = narrow_weight.t().contiguous().t()
     scale, scale_weight = _scales(undo, undo_weight)

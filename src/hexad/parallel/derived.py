@@ -1,0 +1,27 @@
+"""What is computed from a weight, and kept until the weight changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def forget_derived(parameter: torch.Tensor) -> None:
+    """The parameter has new values, or is about to get some. From the first call on what is derived from them
+    is kept; of a parameter whose values come and go nothing is (ZeRO 3)."""
+    parameter.derived = {}  # type: ignore[attr-defined]
+
+
+def derived(parameter: torch.Tensor, name: str, compute: Callable[[], T]) -> T:
+    """What ``compute`` makes of the parameter's values, made once until they change."""
+    kept: dict[str, Any] | None = getattr(parameter, "derived", None)
+    if kept is None or torch.compiler.is_compiling():  # a graph has no side effects
+        return compute()
+    if name not in kept:
+        kept[name] = compute()
+    found: T = kept[name]
+    return found

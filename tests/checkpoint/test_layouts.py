@@ -63,6 +63,7 @@ LAYOUTS = {
 }
 NAMES = tuple(LAYOUTS)
 
+
 class Saved:
     """A checkpoint of each layout, written when it is first asked for: the run directory, and the state as
     global tensors."""

@@ -73,3 +73,20 @@ def _with_run(directory: Path, arguments: list[str]) -> list[str]:
 def test_help_says_where_the_traceback_of_a_rank_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     assert "run.dir/log-rankN.txt" in "".join(capsys.readouterr().out.split())  # wherever it is wrapped
+
+
+def test_a_step_needs_no_compiler() -> None:
+    """Its import takes a rank longer than that of PyTorch itself; ``torch.optim`` imports it."""
+    code = """
+import sys
+import torch
+from hexad import Engine, Layout, Mesh, Microbatch, load_config
+model = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 9}
+tree = {"model": model, "data": {"sequence": 4}, "batch": {"global": 2}}
+engine = Engine(load_config(tree), Mesh.create(Layout(world=1), torch.device("cpu")))
+tokens = torch.arange(4).view(1, 4)
+engine.train_step([Microbatch(tokens, tokens)] * 2)
+print(sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.stdout, result.stderr) == ("[]\n", "")

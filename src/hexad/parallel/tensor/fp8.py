@@ -4,8 +4,8 @@ Inputs and weights are rounded to e4m3 (3 bits of fraction, up to 448), gradient
 up to 57344), each after a multiplication that brings its largest magnitude just under the format's ("current
 scaling": nothing is remembered from step to step). Sums are float32, results in the operands' format.
 
-A weight is rounded once per step where it stays in memory; in ZeRO 3, and under ``run.compile: full``, in every
-pass.
+A weight is rounded once per step where it stays in memory, in every pass in ZeRO 3 and under ``run.compile:
+full``.
 
 Scales are powers of two: multiplying by them is exact even in bf16, results scale with their operands to the
 last bit, and a tensor's maximum matters only to the rounding of numbers too small for the format.

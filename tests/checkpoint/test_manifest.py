@@ -68,6 +68,46 @@ def test_a_file_name_that_leads_out_of_the_checkpoint_is_refused(
     assert err.startswith("hexad: error: ") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("files",), None),
+        (("files",), []),
+        (("files", "rank-00000.safetensors"), [1]),
+        (("files", "rank-00000.safetensors"), [[[1]], 8, ""]),
+        (("files", "rank-00000.safetensors"), [[["a", ""]], 8, ""]),
+        (("files", "rank-00000.safetensors"), [[], 8, 3]),
+        (("tensors", NAME), ["float32", 3, ""]),
+        (("tensors", NAME), ["float32"]),
+        (("tensors",), 5),
+        (("progress",), {}),
+        (("progress", "step"), None),
+        (("progress",), [1, 2, 3]),
+        (("config",), 7),
+        (("origin",), "text"),
+    ],
+)
+def test_entries_of_another_kind_are_damage(tmp_path: Path, place: tuple[str, ...], value: Any) -> None:
+    path = checkpoint(tmp_path)
+
+    def set_value(body: dict[str, Any]) -> None:
+        for key in place[:-1]:
+            body = body[key]
+        body[place[-1]] = value
+
+    change(path, set_value)
+    with pytest.raises(DamagedCheckpoint, match=r"manifest.json: "):
+        Checkpoint(path)
+
+
+@pytest.mark.parametrize("gone", ["files", "tensors", "progress", "config", "origin"])
+def test_missing_entries_are_damage(tmp_path: Path, gone: str) -> None:
+    path = checkpoint(tmp_path)
+    change(path, lambda body: body.pop(gone))
+    with pytest.raises(DamagedCheckpoint, match=r"manifest.json: an entry is missing"):
+        Checkpoint(path)
+
+
 def test_a_folder_inside_the_checkpoint_is_allowed(tmp_path: Path) -> None:
     """Imported models have their tokenizer's files in one."""
     path = checkpoint(tmp_path)

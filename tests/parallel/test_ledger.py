@@ -129,7 +129,7 @@ def _each(cases: list[tuple[Any, ...]], *settings: tuple[str, str]) -> list[Any]
         pytest.param(
             *(pair[at] for pair, at in zip(settings, chosen)),
             *case,
-            marks=pytest.mark.slow if (number + sum(chosen)) % 2 else (),
+            marks=pytest.mark.slow if (number + sum(at << i for i, at in enumerate(chosen))) % 4 else (),
         )
         for number, case in enumerate(cases)
         for chosen in product((0, 1), repeat=len(settings))

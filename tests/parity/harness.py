@@ -340,6 +340,7 @@ _DROPPED_GPT2, _DROPPED_LLAMA = DROPPED[0], DROPPED[2]
 _COMPILED = tuple(
     replace(case, compile="pointwise", samples=3 * case.variant.micro * case.data)
     for case in (
+        Case(_DROPPED_GPT2, 1, 2, True, zero=0),
         Case(_DROPPED_GPT2, 1, 2, True, zero=0, recompute="full"),
         Case(_DROPPED_LLAMA, 2, 1, True, 2, "zb_v", 2, zero=3, recompute="selective"),
         Case(VARIANTS[7], 2, 2, False, zero=2),

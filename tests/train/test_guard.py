@@ -149,7 +149,7 @@ def test_rolling_back_needs_a_checkpoint(make_run: MakeRun, pool: Pool) -> None:
     assert status == 2 and "no checkpoint to roll back to yet (checkpoint.every)" in text
 
 
-@pytest.mark.parametrize("action", ["skip", "roll_back"])
+@pytest.mark.parametrize("action", [pytest.param("skip", marks=pytest.mark.slow), "roll_back"])
 def test_faults_in_a_row_end_the_run(make_run: MakeRun, pool: Pool, action: str) -> None:
     for most, status in ((4, 2), (5, 0)):
         run = make_run(run={"steps": 18})

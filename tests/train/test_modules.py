@@ -319,7 +319,9 @@ def toy(expert: int, zero: int, directory: str, load: bool) -> tuple[list[float]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize(("world", "expert"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    ("world", "expert"), [(4, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (4, 4)))]
+)
 def test_a_weight_divided_over_another_axis(
     world: int, expert: int, zero: int, pool: Pool, tmp_path: Path
 ) -> None:

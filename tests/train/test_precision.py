@@ -163,10 +163,10 @@ def poisoned(config: Config, vector: bool, value: float) -> tuple[list[bool], bo
     "parallel",
     [
         {"data": 3, "zero": 1},
-        {"data": 2, "zero": 3},
         {"data": 2, "zero": 1, "replicas": 2},
         {"tensor": 2, "sequence": False},
-        {"pipeline": 2, "schedule": "zb_h1"},
+        pytest.param({"data": 2, "zero": 3}, marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2, "schedule": "zb_h1"}, marks=pytest.mark.slow),
         {"data": 2, "tensor": 2, "pipeline": 2, "zero": 2},
         pytest.param({"data": 2}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "zero": 2}, marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ import math
 import re
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -280,24 +280,37 @@ class Manifest:
         if _guarded(text) != content:
             raise ValueError("its checksum does not match its content")
         body = json.loads(text)
+        if not isinstance(body, dict):
+            raise ValueError("it holds no object")
         if body.get("format") not in FORMATS:
             known = " and ".join(map(str, FORMATS))
             raise HexadError(f"format {body.get('format')}, this version of Hexad reads formats {known}")
-        files = {_inside(name): _record(*entry) for name, entry in body["files"].items()}
+        try:
+            return cls._of_body(body)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"an entry is missing or of another kind ({error!r})") from None
+
+    @classmethod
+    def _of_body(cls, body: dict[str, Any]) -> Manifest:
+        files = {_inside(name): _record(entry) for name, entry in body["files"].items()}
         table = FileTable.of(files)
         tensors = {
-            name: StoredTensor(dtype, tuple(shape), packed, table)
+            name: StoredTensor(dtype, tuple(map(int, shape)), packed, table)
             for name, (dtype, shape, packed) in body["tensors"].items()
         }
-        return cls(body["progress"], body["config"], tensors, files, body["origin"])
+        config, origin = dict(body["config"]), dict(body["origin"])
+        progress = dict(body["progress"])
+        progress |= {name: int(progress[name]) for name in ("step", "samples")}
+        return cls(progress, config, tensors, files, origin)
 
 
-def _record(*entry: Any) -> FileRecord:
+def _record(entry: Sequence[Any]) -> FileRecord:
     """A file's record as a manifest has it."""
     *sections, header, blocks = entry
     # Format 2: size and checksum of the whole file.
     parts = sections[0] if len(sections) == 1 else [sections]
-    return FileRecord(tuple((size, checksum) for size, checksum in parts), header, b64decode(blocks))
+    found = tuple((int(size), str(checksum)) for size, checksum in parts)
+    return FileRecord(found, int(header), b64decode(blocks))
 
 
 def _inside(name: str) -> str:

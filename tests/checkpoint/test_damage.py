@@ -1,8 +1,9 @@
-"""A thousand ways to damage a checkpoint: every one is found, by loading and by ``verify``."""
+"""Hundreds of ways to damage a checkpoint: every one is found, by loading and by ``verify``."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
@@ -14,10 +15,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from hexad.checkpoint import checkpointer
 from hexad.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify_files
 from hexad.checkpoint.reader import Checkpoint
 from hexad.cli.main import run as command
 
+from ..parity.harness import Case
 from ..pool import Pool
 from .test_layouts import LAYOUTS, save
 
@@ -32,9 +35,18 @@ def two(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pat
         directory = tmp_path_factory.mktemp(f"seed-{seed}")
         overrides = {"run": {"steps": 10, "seed": seed}}
         case = replace(CASE, variant=replace(CASE.variant, overrides=overrides))
-        pool.run(case.world, save, case, directory)
+        pool.run(case.world, _save_apart, case, directory)
         found.append(next(directory.glob("checkpoints/step-*")))
     return found[0], found[1]
+
+
+def _save_apart(case: Case, directory: Path) -> None:
+    """As if every rank had a host of its own: files of the same kind and size can be exchanged."""
+    real, checkpointer.host_identity = checkpointer.host_identity, lambda: f"host of {os.getpid()}"
+    try:
+        save(case, directory)
+    finally:
+        checkpointer.host_identity = real
 
 
 def load(path: Path) -> None:
@@ -156,13 +168,13 @@ def test_verify_names_the_file(
     path = Path(shutil.copytree(two[0], tmp_path / "checkpoints" / two[0].name))
     assert command(["checkpoint", "verify", str(path)]) == 0
     assert "intact: " in capsys.readouterr().out
-    file = path / "rank-00000.safetensors"
+    file = path / "rank-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 4
     file.write_bytes(content)
     assert command(["checkpoint", "verify", str(tmp_path)]) == 2  # a run: all its checkpoints
     out, err = capsys.readouterr()
-    assert "rank-00000.safetensors: its checksum does not match its content" in out
+    assert "rank-00001.safetensors: its checksum does not match its content" in out
     assert err.startswith("hexad: error: checkpoint verify: damaged: ") and str(path) in err
 
 

@@ -202,6 +202,9 @@ def test_fine_tuning_from_our_own(tmp_path: Path, pool: Pool) -> None:
     assert [line["samples"] for line in second.metrics] == [4, 8, 12]
     assert second.losses[0] < first.losses[0]
     assert load_config(second.path).model.rope_scaling == load_config(first.path).model.rope_scaling
+    divided = run_on(tmp_path, str(first.directory))
+    assert divided.world(pool, 2, "parallel.tensor=2") == [(0, "")] * 2
+    np.testing.assert_allclose(divided.losses, second.losses, rtol=1e-9)
     third = run_on(tmp_path, str(first.newest))
     assert third.train("parallel.data=1").status == 0
     assert third.losses == second.losses

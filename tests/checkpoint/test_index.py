@@ -22,7 +22,7 @@ from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.index import Index, Need
 from hexad.checkpoint.manifest import FileRecord, Manifest, read_manifest, verify_files
 from hexad.checkpoint.manifest_writer import write_manifest
-from hexad.checkpoint.writer import TensorFile
+from hexad.checkpoint.tensor_file import TensorFileWriter
 from hexad.config import AgreedError
 from hexad.model.configuration import load_config
 from hexad.parallel.rectangle import Rectangle
@@ -53,7 +53,7 @@ def shares(world: int, draw: random.Random) -> list[list[Rectangle]]:
 
 
 def index_of(number: int, rectangles: list[Rectangle]) -> Index:
-    record = FileRecord(((0, ""),), 8, bytes(8 * (1 + len(rectangles))))
+    record = FileRecord(((8, ""),), 8, bytes(8 * (1 + len(rectangles))))
     return Index.of_file(
         f"rank-{number}",
         record,
@@ -82,7 +82,7 @@ def test_merging_in_any_tree_keeps_every_rectangle(seed: int) -> None:
     assert flat(one) == flat(two) == set().union(*map(flat, parts))
     assert list(one.files) == list(two.files) == [f"rank-{rank}" for rank in range(7)]
     assert all(tensor.gap() is None for tensor in two.stored().values())
-    manifest = Manifest({}, {}, one.stored(), one.files)
+    manifest = Manifest({"step": 1, "samples": 1}, {}, one.stored(), one.files)
     assert flat(Index.of_manifest(Manifest.decode(manifest.encode()))) == flat(one)
 
 
@@ -265,25 +265,32 @@ def test_a_manifest_is_written_without_torch() -> None:
 def _refused(directory: str) -> str:
     mesh = Mesh.create(Layout(world=2), torch.device("cpu"))
     saved = Checkpointer(load_config({"run": {"dir": directory}}), mesh)
-    chunk = Chunk(Rectangle("model.w", (4,), (2 * mesh.rank,), (2,)), torch.zeros(2))
-    real, checkpointer.write_shard = checkpointer.write_shard, _full  # type: ignore[assignment]
+    chunks = [Chunk(Rectangle(f"model.{n}", (4,), (2 * mesh.rank,), (2,)), torch.zeros(2)) for n in "vw"]
+    real, TensorFileWriter.write = TensorFileWriter.write, _full  # type: ignore[method-assign]
     try:
-        saved.save([chunk], {"step": 1, "samples": 1})
+        saved.save(chunks, {"step": 1, "samples": 1})
         saved.wait()
     except AgreedError as error:
+        TensorFileWriter.write = real  # type: ignore[method-assign]
+        saved.save(chunks, {"step": 1, "samples": 1})
+        saved.wait()
         return str(error)
     finally:
-        checkpointer.write_shard = real
+        TensorFileWriter.write = real  # type: ignore[method-assign]
         saved.close()
     return ""
 
 
-def _full(directory: Path, file: TensorFile, chunks: Any) -> Index:
-    if file.own.start:
+def _full(writer: TensorFileWriter, values: torch.Tensor) -> None:
+    """Both ranks write one file; the second has no room for its second tensor."""
+    if torch.distributed.get_rank() == 1 and writer._blocks:
         raise OSError(28, "No space left on device")
-    return Index.empty({})
+    writer._take(memoryview(values.numpy()).cast("B"))
 
 
 def test_an_error_of_any_rank_goes_up_the_tree(pool: Pool, tmp_path: Path) -> None:
     one, two = pool.run(2, _refused, str(tmp_path))
     assert one == two and "rank 1: No space left on device; earlier checkpoints are intact" in one
+    path = tmp_path / "checkpoints/step-00000001"
+    assert {each.name for each in path.parent.iterdir()} == {path.name, "latest"}
+    assert verify_files(path, read_manifest(path)) == []

@@ -182,8 +182,8 @@ def test_every_layout_into_this_one(saved: Saved, uninterrupted: list[float], po
     ("origins", "into"),
     [
         pytest.param(["one rank", "tensor 2 without sequence"], NAMES[-1], marks=pytest.mark.slow),
-        pytest.param([NAMES[-1]], "one rank", marks=pytest.mark.slow),
-        ([NAMES[-1]], "tensor 2 without sequence"),
+        ([NAMES[-1]], "one rank"),
+        pytest.param([NAMES[-1]], "tensor 2 without sequence", marks=pytest.mark.slow),
     ],
 )
 def test_copied_kv_heads(

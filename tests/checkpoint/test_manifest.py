@@ -77,7 +77,14 @@ def test_a_file_name_that_leads_out_of_the_checkpoint_is_refused(
         (("files", "rank-00000.safetensors"), [[[1]], 8, ""]),
         (("files", "rank-00000.safetensors"), [[["a", ""]], 8, ""]),
         (("files", "rank-00000.safetensors"), [[], 8, 3]),
+        (("files", "rank-00000.safetensors"), [[[float("inf"), ""]], 8, ""]),
+        (("files", "rank-00000.safetensors"), [[[-1, ""], [90, ""]], 8, ""]),
+        (("files", "rank-00000.safetensors"), [[[80, ""]], -8, ""]),
+        (("files", "rank-00000.safetensors"), [[[80, ""]], 2**50, ""]),
         (("tensors", NAME), ["float32", 3, ""]),
+        (("tensors", NAME), [5, [3, 2], ""]),
+        (("tensors", NAME), ["float32", [-3, 2], ""]),
+        (("tensors", NAME), ["float32", [3, 2], [[0, 1, 8, 0, 0, 3, 2]]]),
         (("tensors", NAME), ["float32"]),
         (("tensors",), 5),
         (("progress",), {}),
@@ -98,6 +105,21 @@ def test_entries_of_another_kind_are_damage(tmp_path: Path, place: tuple[str, ..
     change(path, set_value)
     with pytest.raises(DamagedCheckpoint, match=r"manifest.json: "):
         Checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "row", [(1, 1, 8, 0, 0, 3, 10**12), (1, 1, 8, 2, 0, 2, 2), (1, 1, 8, 2**62, 0, 2**62, 2)]
+)
+def test_rectangles_beyond_their_tensor_are_damage(tmp_path: Path, row: tuple[int, ...]) -> None:
+    path = checkpoint(tmp_path)
+    packed = b64encode(zlib.compress(np.array(row, dtype="<i8").tobytes())).decode()
+
+    def exceed(body: dict[str, Any]) -> None:
+        body["tensors"][NAME][2] = packed
+
+    change(path, exceed)
+    with Checkpoint(path) as opened, pytest.raises(DamagedCheckpoint, match="exceeds its tensor's shape"):
+        opened.read(NAME)
 
 
 @pytest.mark.parametrize("gone", ["files", "tensors", "progress", "config", "origin"])

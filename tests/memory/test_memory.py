@@ -147,6 +147,7 @@ FEW = [
     _case(2, parallel={"data": 2, "zero": 2}, precision=BF16),
     _case(2, parallel={"data": 2, "zero": 3}, precision=BF16),
     _case(1, precision=FP8, **LARGE_WEIGHTS),
+    _case(2, precision=FP8, parallel={"data": 2, "zero": 3}, **LARGE_WEIGHTS),
     _case(2, precision=FP8, parallel={"tensor": 2}, **LARGE_WEIGHTS),
 ]
 

@@ -26,7 +26,7 @@ from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint, wait_until_visible
 from .index import Index
 from .loading import load
-from .manifest import Manifest, manifest_checksum
+from .manifest import Manifest, check_size, manifest_checksum
 from .manifest_writer import is_large, write_manifest
 from .separately import separately
 from .writer import Part, TensorFile, write_shard
@@ -67,6 +67,8 @@ class Checkpointer:
         self._saving: Future[None] | None = None
         self._last = False
         self._copies = _Copies()
+        self._parts: list[Part] | None = None  # of this rank in the last checkpoint
+        self._together: TensorFile | None = None  # to which they belong
 
     def save(
         self,
@@ -124,8 +126,13 @@ class Checkpointer:
         self._writer.shutdown()
 
     def load(self, path: Path, chunks: Sequence[Chunk]) -> Manifest:
-        """Fill ``chunks`` from a checkpoint of this configuration's model; see
-        :func:`hexad.checkpoint.loading.load`."""
+        """Fill ``chunks`` from a checkpoint of this configuration's model, as
+        :func:`hexad.checkpoint.loading.load` does.
+
+        Raises:
+            AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, or of
+                another format.
+        """
 
         def check(manifest: Manifest) -> None:
             check_same_model(path, manifest.config, self.config)
@@ -190,7 +197,8 @@ class Checkpointer:
             try:
                 path = choose()
             except OSError as error:
-                raise HexadError(f"{self.directory.path}: cannot be read: {error.strerror}") from None
+                where = error.filename or self.directory.path
+                raise HexadError(f"{where}: cannot be read: {error.strerror}") from None
             return None if path is None else (path, manifest_checksum(path))
 
         found = self._on_first(first)
@@ -230,7 +238,7 @@ class Checkpointer:
         """
         step = progress["step"]
         directory = self._on_first(lambda: self.directory.begin(step), step)
-        file = self._file(chunks)
+        file = self._file([Part.of(chunk) for chunk in chunks])
         mine = _Written(Index.empty({}), dict(held))
         try:
             mine = mine._replace(files=write_shard(directory, file, chunks))
@@ -247,6 +255,8 @@ class Checkpointer:
                     raise written.error
                 origin = self._origin(reason)
                 write_manifest(directory, written.files, written.held, self.config, progress, origin)
+                for name, record in written.files.files.items():
+                    check_size(directory, name, record)
                 self.directory.commit(directory, step)
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)  # it must not fill the disk
@@ -262,14 +272,18 @@ class Checkpointer:
 
         self._on_first(commit, step)
 
-    def _file(self, chunks: Sequence[Chunk]) -> TensorFile:
+    def _file(self, parts: list[Part]) -> TensorFile:
         """The one that the ranks of this host write together: not those of several hosts, as clients of a
         network file system may undo each other's changes to one file."""
-        rank = self.mesh.rank
-        near = among_neighbours((host_identity(), [Part.of(chunk) for chunk in chunks]), self._axis)
-        return TensorFile.of_host(
-            rank, {r: parts for r, (host, parts) in near.items() if host == near[rank][0]}
-        )
+        same = among_neighbours(parts == self._parts, self._axis)
+        if self._together is None or not all(same.values()):
+            rank, here = self.mesh.rank, (host_identity(), _device_of(self.directory.path))
+            near = among_neighbours((here, parts), self._axis)
+            self._parts = parts
+            self._together = TensorFile.of_host(
+                rank, {other: found for other, (where, found) in near.items() if where == here}
+            )
+        return self._together
 
     def _origin(self, reason: str) -> dict[str, Any]:
         layout, parallel = self.mesh.layout, self.config.parallel
@@ -301,6 +315,14 @@ class Checkpointer:
             raise
         except HexadError as error:
             raise AgreedError(str(error), type(error)) from None
+
+
+def _device_of(path: Path) -> int | None:
+    """Of the file system: containers of a host may have mounts of their own."""
+    try:
+        return path.stat().st_dev
+    except OSError:
+        return None
 
 
 class _Written(NamedTuple):

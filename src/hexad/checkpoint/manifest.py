@@ -25,7 +25,7 @@ from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 
 FORMATS = (2, 3)
-"""That can be read; the last one is written. In format 2 a file was written by one rank."""
+"""Those that are read; the last is written. In format 2 a file was written by one rank."""
 MANIFEST_FILE = "manifest.json"
 STEP_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 """Names of complete checkpoints in a run; one that is being replaced counts until its successor exists."""
@@ -158,6 +158,9 @@ class StoredTensor:
         files, numbers = rows[:, 0], rows[:, 1]
         if (rows < 0).any() or (files >= len(blocks)).any() or (numbers >= blocks[files]).any():
             raise ValueError("a rectangle is in no block of the files")
+        shape, dims = np.array(self.shape), len(self.shape)
+        if (rows[:, 3 + dims :] > shape).any() or (rows[:, 3 : 3 + dims] > shape - rows[:, 3 + dims :]).any():
+            raise ValueError("a rectangle exceeds its tensor's shape")
         return rows
 
     @cached_property
@@ -287,17 +290,14 @@ class Manifest:
             raise HexadError(f"format {body.get('format')}, this version of Hexad reads formats {known}")
         try:
             return cls._of_body(body)
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError) as error:
             raise ValueError(f"an entry is missing or of another kind ({error!r})") from None
 
     @classmethod
     def _of_body(cls, body: dict[str, Any]) -> Manifest:
         files = {_inside(name): _record(entry) for name, entry in body["files"].items()}
         table = FileTable.of(files)
-        tensors = {
-            name: StoredTensor(dtype, tuple(map(int, shape)), packed, table)
-            for name, (dtype, shape, packed) in body["tensors"].items()
-        }
+        tensors = {name: _tensor(entry, table) for name, entry in body["tensors"].items()}
         config, origin = dict(body["config"]), dict(body["origin"])
         progress = dict(body["progress"])
         progress |= {name: int(progress[name]) for name in ("step", "samples")}
@@ -309,8 +309,21 @@ def _record(entry: Sequence[Any]) -> FileRecord:
     *sections, header, blocks = entry
     # Format 2: size and checksum of the whole file.
     parts = sections[0] if len(sections) == 1 else [sections]
-    found = tuple((int(size), str(checksum)) for size, checksum in parts)
-    return FileRecord(found, int(header), b64decode(blocks))
+    found = FileRecord(
+        tuple((int(size), str(checksum)) for size, checksum in parts), int(header), b64decode(blocks)
+    )
+    if min(size for size, _ in found.sections) < 0 or not 0 <= found.header <= found.size:
+        raise ValueError(f"found {found.header} bytes of header in a file of sections {found.sections}")
+    return found
+
+
+def _tensor(entry: Sequence[Any], files: FileTable) -> StoredTensor:
+    """A tensor as a manifest has it."""
+    dtype, shape, packed = entry
+    sizes = tuple(map(int, shape))
+    if not isinstance(dtype, str) or not isinstance(packed, str) or min(sizes, default=0) < 0:
+        raise ValueError(f"found dtype {dtype!r}, shape {shape}, and rectangles of {type(packed).__name__}")
+    return StoredTensor(dtype, sizes, packed, files)
 
 
 def _inside(name: str) -> str:

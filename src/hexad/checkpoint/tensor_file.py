@@ -152,7 +152,7 @@ class TensorFileWriter:
 
 def _beside_others(path: str, flags: int) -> int:
     """Open a file that others may have created and begun to write."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -25,12 +25,12 @@ class Part:
 
     @classmethod
     def of(cls, chunk: Chunk) -> Part:
-        """That of a chunk."""
+        """The part that a chunk fills."""
         return cls(chunk.rectangle, dtype_name(chunk.tensor.dtype))
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """torch's object."""
+        """The ``torch.dtype``."""
         found: torch.dtype = getattr(torch, self.dtype)
         return found
 
@@ -76,7 +76,7 @@ class TensorFile:
         return TensorFileWriter(directory / self.name, tensors, own=own)
 
     def index(self, record: FileRecord) -> Index:
-        """Where this rank's values are, in the file whose section it has written."""
+        """Where this rank's values are; ``record``: of the section that it has written."""
         begin, block, places = record.header, 1, []
         for part in self.parts:
             places.append((part.rectangle, part.dtype, block, begin))

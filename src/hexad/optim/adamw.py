@@ -20,11 +20,10 @@ from .adamw_inventory import MOMENTS
 
 
 class BucketAdamW:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over this rank's shard of every bucket, by
-    PyTorch's fused kernel.
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over this rank's shard of every bucket, in PyTorch's
+    fused kernel. It is called directly: ``torch.optim`` imports the compiler, which takes longer than torch.
 
-    Master values and state are where the buckets' master is: on the device, or in the host's memory. The
-    kernel is called by itself, as ``torch.optim`` imports the compiler: 1.7 s of every rank's start.
+    Master values and state are where the buckets' master is: on the device, or in the host's memory.
 
     Args:
         buckets: those whose traits say so get weight decay.
@@ -118,7 +117,7 @@ class BucketAdamW:
         factor = (clip / found if clip and found > clip else 1.0) / scale
         divisor = self._divisor(factor)
         self._updates.add_(1)
-        # One bucket by one, so that a bucket can be gathered while the next is updated.
+        # Bucket by bucket, so that a bucket can be gathered while the next is updated.
         for bucket, moments, gradient in zip(self.buckets, self._moments, self._on_master()):
             self._update(
                 bucket, moments, gradient if divisor is not None else gradient.mul_(factor), lr, divisor

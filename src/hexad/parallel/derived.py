@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def forget_derived(parameter: torch.Tensor) -> None:
-    """The parameter has new values, or is about to get some. From the first call on what is derived from them
-    is kept; of a parameter whose values come and go nothing is (ZeRO 3)."""
+    """Forget what was computed from a parameter: call it whenever its values change. The first call allows
+    values to be kept; for a parameter that comes and goes (ZeRO 3) there is none."""
     parameter.derived = {}  # type: ignore[attr-defined]
 
 

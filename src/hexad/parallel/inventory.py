@@ -270,7 +270,7 @@ class Execution:
         gradient: bytes of an element of the gradient buffers.
         reduced: bytes of an element of gradients when they are sent to other data ranks.
         fp8: products are computed in 8 bits.
-        rounded_once: weights are kept in 8 bits from their first product to the end of the step.
+        rounded_once: weights are kept in 8 bits from their first product to the next update.
         cpu: on a CPU.
         compiled: pointwise functions are compiled.
         isolate: attention is confined to documents.

@@ -34,8 +34,8 @@ class MemoryPlan:
         master: wide values that the optimizer updates, where they are not the parameters themselves.
         optimizer: the moments of every parameter that this rank updates.
         activations: by kind (see :data:`hexad.parallel.inventory.Kept`).
-        buffers: what is needed for a moment: communication, gradients of activations, slices of logits; and
-            weights in 8 bits.
+        buffers: what is needed for a moment (communication, gradients of activations, slices of logits), and
+            weights in 8 bits, which are kept.
         host: of the above, in the host's memory (``memory.offload``), not part of the total.
         action: what the rank does at the peak.
     """
@@ -144,7 +144,6 @@ def execution(config: Config, layout: Layout) -> Execution:
     """How a rank computes a microbatch."""
     precision = config.precision
     byte, cpu = WIDTHS[precision.dtype], config.run.device == "cpu"
-    graphs = config.run.compile == "full" and layout.tensor == 1
     return Execution(
         config.batch.micro,
         config.data.sequence,
@@ -154,7 +153,7 @@ def execution(config: Config, layout: Layout) -> Execution:
         2 if precision.accumulate == "bf16" else max(byte, 4),
         2 if precision.reduce == "bf16" else max(byte, 4),
         precision.dtype == "fp8",
-        precision.dtype == "fp8" and config.parallel.zero < 3 and not graphs,
+        precision.dtype == "fp8" and config.parallel.zero < 3 and config.run.compile != "full",
         cpu,
         config.run.compile in ("pointwise", "full") or not (cpu or config.run.compile == "none"),
         config.data.documents == "isolate",

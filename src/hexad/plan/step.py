@@ -126,9 +126,9 @@ class StageMemory:
 class Step:
     """Walks a rank's actions.
 
-    The steady part of a schedule is counted once: of every stage's actions of one kind the first few and the
-    last are walked in detail, with gradients and gathers; what the first needed at the most holds for those
-    between.
+    The steady part of a schedule is counted once: of every stage's actions of one kind the last, and where
+    gradients are not kept over the step the first few, are walked in detail, with gradients and gathers; what
+    the first needed at the most holds for those between.
 
     Args:
         schedule: of the step.

@@ -74,7 +74,7 @@ def published_peaks(name: str) -> tuple[float, float] | None:
 
 
 def host_identity() -> str:
-    """A text that processes of one host have in common, also in different containers, and others have not."""
+    """A text that the processes of a host have in common, and those of others have not."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
     except OSError:  # not Linux

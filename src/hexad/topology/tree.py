@@ -14,7 +14,7 @@ from typing import Any
 FAN_OUT = 16
 """Ranks of a group. Those of a host are neighbours, so that the lowest level covers one or two hosts."""
 CHANNELS = ("main", "checkpoint", "signals", "counts")
-"""What agreements may be made at a time; messages of each have its place here as a tag."""
+"""Agreements that may be made at the same time. A channel's place here is the tag of its messages."""
 
 
 def tree_groups(rank: int, world: int, fan_out: int) -> Iterator[tuple[int, ...]]:

@@ -408,6 +408,10 @@ class Engine:
         self.restored(progress)
         self.guard.streak, self.samples = streak, samples
 
+    def weights(self) -> list[Chunk]:
+        """Of :meth:`chunks` those that hold master weights."""
+        return [chunk for chunk in self.chunks() if chunk.name.startswith("model.")]
+
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:
         """Set the weights (their masters, in 16-bit runs), all ranks together: each reads what it holds.
@@ -416,13 +420,12 @@ class Engine:
         Raises:
             AgreedError: what the source raised on any rank.
         """
-        weights = [chunk for chunk in self.chunks() if chunk.name.startswith("model.")]
-        agreed(lambda: source.fill(weights), self.mesh.world)
+        agreed(lambda: source.fill(self.weights()), self.mesh.world)
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Compute with the weights' masters as they are now: :meth:`chunks` have been overwritten."""
+        """Give the model the values of the master weights, after :meth:`chunks` have been overwritten."""
         for bucket in self.buckets:
             self.gatherer.publish(bucket)
         self.gatherer.settle()

@@ -342,8 +342,7 @@ class Trainer:
         directory = hugging_face_directory(str(model.load))
         with ExitStack() as stack, blaming("model.load"):
             if directory is None:
-                weights = [chunk for chunk in self.engine.chunks() if chunk.name.startswith("model.")]
-                self.checkpointer.load(self.checkpointer.source(), weights)
+                self.checkpointer.load(self.checkpointer.source(), self.engine.weights())
                 self.engine.publish()
                 return
             source, identity = run.agreed(lambda: stack.enter_context(opened_model(directory, model)))

@@ -100,7 +100,7 @@ def test_memory_of_a_gpu_is_recorded_with_the_steps(tmp_path: Path, monkeypatch:
     done: list[object] = []
 
     class Profiler:
-        def __init__(self, activities: list[torch.profiler.ProfilerActivity]) -> None:
+        def __init__(self, activities: list[torch.profiler.ProfilerActivity], **options: Any) -> None:
             done.append([activity.name for activity in activities])
 
         def start(self) -> None: ...

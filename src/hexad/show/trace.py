@@ -81,14 +81,16 @@ def summarise(rank: int, events: Sequence[Mapping[str, Any]]) -> RankTrace:
     Raises:
         HexadError: no profiled step is among them.
     """
-    steps = [_span(event) for event in events if _STEP.fullmatch(event["name"]) and _is_label(event)]
+    labels = [event for event in events if _STEP.fullmatch(event["name"]) and _is_label(event)]
+    steps = [_span(event) for event in labels]
     if not steps:
         raise HexadError(
             f"rank {rank}: the trace has no step; the run may have ended before log.profile.start"
         )
     window = (min(begin for begin, _ in steps), max(end for _, end in steps))
     on_gpu = any(event.get("cat") in _ON_GPU for event in events)
-    compute, waits = _gpu(events) if on_gpu else _cpu(events)
+    threads = {event.get("tid") for event in labels}  # others work beside the step, such as those that save
+    compute, waits = _gpu(events) if on_gpu else _cpu([e for e in events if e.get("tid") in threads])
     busy = _within(_union(compute), window)
     exposed = {}
     for axis, spans in sorted(waits.items()):

@@ -82,7 +82,10 @@ class StepProfile:
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._record_memory(True)
-        self._profiler = torch.profiler.profile(activities=activities)
+        # Of all threads alike: otherwise gloo's threads inherit the profiler, and when they end, the heap now
+        # and then aborts the process (torch 2.13, two ranks: 12 of 54 runs).
+        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self._profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
         self._profiler.start()
 
     def _record_memory(self, enabled: bool) -> None:

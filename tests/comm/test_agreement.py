@@ -244,3 +244,19 @@ def test_a_large_world_is_not_connected_pair_by_pair(pool: Pool, tmp_path: Path)
     assert few == expected and max(few) == 3  # axes that no collective has used have none either
     many = pool.apart(world, _joined, str(tmp_path / "eager"), 64)
     assert min(many) > world - 1
+
+
+@pytest.mark.parametrize("named", [None, "eth0", "eth0,eth1"])
+def test_the_tree_is_connected_over_the_interfaces_that_are_named(
+    named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a host's name leads to 127.0.0.1, no other host could connect."""
+    gloo, asked = torch.distributed.ProcessGroupGloo, []
+    monkeypatch.setattr(gloo, "create_device", lambda **options: asked.append(options))
+    monkeypatch.setattr(gloo, "create_default_device", lambda **options: asked.append(options))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if named is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    assert len(mesh_module._gloo_devices()) == len(asked)
+    interfaces = [{}] if named is None else [{"interface": each} for each in named.split(",")]
+    assert asked == [{**each, "lazy_init": False} for each in interfaces]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -240,6 +241,15 @@ def _urgent(name: str, device: torch.device) -> Any:
     return options
 
 
+def _gloo_devices() -> list[Any]:
+    """The interfaces that ``GLOO_SOCKET_IFNAME`` names, as for PyTorch's own groups; else the host name's."""
+    # Connections that are made only when used do not notice a peer that is lost before (gloo issue 520).
+    names = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not names:
+        return [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
+    return [dist.ProcessGroupGloo.create_device(interface=n, lazy_init=False) for n in names.split(",")]
+
+
 def _make_tree(rank: int, world: int, timeout: timedelta) -> Tree:
     """Connect this rank with the others of its groups; all ranks of the default process group together."""
     # Not by new_group, which every rank must call equally often.
@@ -247,8 +257,7 @@ def _make_tree(rank: int, world: int, timeout: timedelta) -> Tree:
     number = store.add(f"hexad/tree/{rank}", 1)  # the groups of another mesh have other names
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
     options._timeout = timeout
-    # Connections that are made only when used do not notice a peer that is lost before (gloo issue 520).
-    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=False)]
+    options._devices = _gloo_devices()
     levels = []
     for ranks in tree_groups(rank, world, FAN_OUT):
         place = ranks.index(rank)

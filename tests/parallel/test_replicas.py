@@ -12,6 +12,7 @@ from hexad.config import AgreedError
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.optim import adamw
+from hexad.parallel.data import replicas
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
@@ -122,3 +123,13 @@ def clipped_apart() -> tuple[list[float], str]:
 def test_all_ranks_are_clipped_by_one_number(pool: Pool) -> None:
     found = pool.run(4, clipped_apart)
     assert found == [found[0]] * 4 and found[0][1] == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_hash_changes_no_value(dtype: torch.dtype) -> None:
+    values = torch.randn(5, 7, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = values.clone()
+    one = replicas._hash(values)
+    assert torch.equal(values, before) and torch.equal(one, replicas._hash(values))
+    values[4, 6] += 1
+    assert not torch.equal(one, replicas._hash(values))

@@ -96,7 +96,7 @@ def _hash(values: torch.Tensor) -> torch.Tensor:
     for start in range(0, len(flat), _BLOCK):
         part = flat[start : start + _BLOCK].to(torch.int64)
         odd = torch.arange(start, start + len(part), device=flat.device).mul_(_FACTOR).add_(1)
-        total += part.mul_(odd).sum()
+        total += odd.mul_(part).sum()  # not the other way round: parts of 64-bit weights are the weights
     return total
 
 

@@ -125,15 +125,16 @@ def _restore(file: Path, content: bytes) -> None:
 DAMAGES = {flip: 250, truncate: 60, lengthen: 30, delete: 40, swap_within: 40, swap_across: 60}
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_all_damage_is_found(
-    two: tuple[Path, Path], tmp_path: Path, damage: Callable[..., Callable[[], None]]
+    two: tuple[Path, Path], tmp_path: Path, damage: Callable[..., Callable[[], None]], times: int
 ) -> None:
     path = Path(shutil.copytree(two[0], tmp_path / two[0].name))
     load(path)
     assert verify(path)
-    draw = random.Random(damage.__name__)
-    for number in range(DAMAGES[damage]):
+    draw = random.Random(f"{damage.__name__} {times}")
+    for number in range(times * DAMAGES[damage]):
         undo = damage(path, two[1], draw)
         with pytest.raises(DamagedCheckpoint):
             load(path)

@@ -288,6 +288,35 @@ def _full(writer: TensorFileWriter, values: torch.Tensor) -> None:
     writer._take(memoryview(values.numpy()).cast("B"))
 
 
+def _lost(directory: str) -> tuple[str, list[str]]:
+    """A save whose file is shorter on disk than what was written, as after another client's changes."""
+    mesh = Mesh.create(Layout(world=2), torch.device("cpu"))
+    saved = Checkpointer(load_config({"run": {"dir": directory}}), mesh)
+    chunk = Chunk(Rectangle("model.w", (4,), (2 * mesh.rank,), (2,)), torch.zeros(2))
+    real = checkpointer.write_manifest
+
+    def cut(path: Path, *rest: Any) -> None:
+        real(path, *rest)
+        os.truncate(path / "rank-00000.safetensors", 100)
+
+    checkpointer.write_manifest = cut  # type: ignore[assignment]
+    try:
+        saved.save([chunk], {"step": 1, "samples": 1})
+        saved.wait()
+    except AgreedError as error:
+        return str(error), os.listdir(Path(directory) / "checkpoints")
+    finally:
+        checkpointer.write_manifest = real
+        saved.close()
+    return "", []
+
+
+def test_a_file_that_is_not_whole_is_not_committed(pool: Pool, tmp_path: Path) -> None:
+    (one, left), (two, _) = pool.run(2, _lost, str(tmp_path))
+    assert one == two and "rank-00000.safetensors has 100 bytes of" in one
+    assert left == []
+
+
 def test_an_error_of_any_rank_goes_up_the_tree(pool: Pool, tmp_path: Path) -> None:
     one, two = pool.run(2, _refused, str(tmp_path))
     assert one == two and "rank 1: No space left on device; earlier checkpoints are intact" in one

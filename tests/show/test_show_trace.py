@@ -79,10 +79,11 @@ def test_a_run_writes_traces_of_its_ranks(tmp_path: Path, own_pool: Pool) -> Non
     assert result.status == 0, result.err
     found = json.loads(result.out)
     assert found["steps"] == 2 and [rank["rank"] for rank in found["ranks"]] == [0, 1]
-    # A step's first use of the profiler is not in the trace.
-    measured = min(line["step_seconds"] for line in run.metrics if line["step"] in (2, 3))
+    measured = [line["step_seconds"] for line in run.metrics if line["step"] in (2, 3)]  # by the first rank
+    assert found["ranks"][0]["seconds"] >= 0.9 * sum(measured) / 2
     for rank in found["ranks"]:
-        assert rank["seconds"] >= 0.9 * measured and rank["compute"] > 0 < rank["exposed"]["data"]
+        # Another rank may begin a step later: the first one waits for it.
+        assert rank["seconds"] >= 0.9 * min(measured) and rank["compute"] > 0 < rank["exposed"]["data"]
         parts = rank["compute"] + sum(rank["exposed"].values()) + rank["idle"]
         assert parts == pytest.approx(rank["seconds"])
     assert "exposed data" in call("show", "trace", str(run.directory)).out

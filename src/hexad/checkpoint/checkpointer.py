@@ -26,9 +26,10 @@ from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint, wait_until_visible
 from .index import Index
 from .loading import load
-from .manifest import Manifest, check_size, manifest_checksum
+from .manifest import Manifest, manifest_checksum
 from .manifest_writer import is_large, write_manifest
 from .separately import separately
+from .verification import check_size
 from .writer import Part, TensorFile, write_shard
 
 log = logging.getLogger("hexad")

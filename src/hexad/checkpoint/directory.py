@@ -16,7 +16,8 @@ from typing import Any
 from hexad.config import Config, HexadError
 from hexad.model.sources import FREE
 
-from .manifest import MANIFEST_FILE, STEP_NAME, check_size, manifest_checksum, read_manifest
+from .manifest import MANIFEST_FILE, STEP_NAME, manifest_checksum, read_manifest
+from .verification import check_size
 
 
 class CheckpointDirectory:

@@ -22,9 +22,10 @@ from .directory import sync_directory
 from .hugging_face import HuggingFaceModel, row_slices
 from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
 from .index import Index
-from .manifest import STEP_NAME, FileRecord, whole_file
+from .manifest import STEP_NAME, FileRecord
 from .manifest_writer import write_manifest
 from .tensor_file import dtype_name
+from .verification import whole_file
 from .writer import Part, TensorFile
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}

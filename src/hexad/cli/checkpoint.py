@@ -80,7 +80,8 @@ def verify(directory: str, as_json: bool) -> int:
     Exit status 2 if anything is damaged.
     """
     from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
-    from hexad.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify_files
+    from hexad.checkpoint.manifest import MANIFEST_FILE, read_manifest
+    from hexad.checkpoint.verification import verify_files
 
     found = [path for _, path in CheckpointDirectory(directory).complete()] or [find_checkpoint(directory)]
     problems: dict[str, list[str]] = {}

@@ -12,6 +12,7 @@ functions are compiled, are not timed. Memory is the allocator's peak beside :mo
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from pathlib import Path
@@ -105,6 +106,7 @@ def main() -> None:
             result["models"].append(measure(model, options, device))
         except torch.OutOfMemoryError as error:
             result["models"].append({"model": model, "error": str(error).splitlines()[0]})
+        gc.collect()  # the engine of this model refers to itself
         torch.cuda.empty_cache()
         print(json.dumps(result["models"][-1], indent=1), flush=True)
         if options.json:  # after every model: what is measured is not lost

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from hexad.config.schema import ModelSettings
 from hexad.model import attention_kernels
@@ -113,15 +116,70 @@ def test_the_kernel_is_chosen_by_device_and_format(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no kernel for this GPU")
 
     monkeypatch.setattr(attention_kernels, "_varlen_kernel", lambda grouped: tried.append(grouped) or broken)
-    monkeypatch.setattr(attention_kernels, "_prefer_newest_flash", lambda capability: None)
+    _on_a_gpu(monkeypatch)
+    assert choose(GPU, torch.float32, *sizes).varlen is None and not tried
+    assert choose(GPU, torch.bfloat16, *sizes).varlen is None and tried == [True]
+    attention_kernels.varlen.cache_clear()
+
+
+GPU = torch.device("cuda", 0)
+
+
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there were one of compute capability 9.0, whose tensors are the host's."""
+    for name in ("ones", "tensor"):
+        create = getattr(torch, name)
+        replaced = partial(_on_the_host, create)
+        monkeypatch.setattr(torch, name, replaced)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch, "ones", lambda *a, **o: torch.empty(2, 2, 2))
-    monkeypatch.setattr(torch, "tensor", lambda *a, **o: torch.empty(3))
     attention_kernels.varlen.cache_clear()
-    gpu = torch.device("cuda", 0)
-    assert choose(gpu, torch.float32, *sizes).varlen is None and not tried
-    assert choose(gpu, torch.bfloat16, *sizes).varlen is None and tried == [True]
+
+
+def _on_the_host(create: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:
+    return create(*arguments, **{**options, "device": CPU})
+
+
+@pytest.mark.parametrize(
+    ("broken", "used"), [((), "FA4"), (("FA4",), "FA3"), (("FA4", "FA3"), None), (("FA4", "FA3", None), None)]
+)
+def test_flash_attention_that_fails_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, broken: tuple[str | None, ...], used: str | None
+) -> None:
+    """Its packages assert where they do not support a size or a GPU; PyTorch's kernels come back."""
+    active: list[str | None] = [None]
+    varlen = _Varlen()
+
+    def kernel(*arguments: Any, **options: Any) -> torch.Tensor:
+        assert active[-1] not in broken
+        return varlen(*arguments, **options)
+
+    monkeypatch.setattr(attention_kernels, "_varlen_kernel", lambda grouped: kernel)
+    known = ["FA3", "FA4"]
+    monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: known)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: active.append(None))
+    _on_a_gpu(monkeypatch)
+    chosen = choose(GPU, torch.bfloat16, HEADS, KV_HEADS, WIDTH, SCALE, None)
+    assert active[-1] == used and chosen.varlen == (None if None in broken else kernel)
     attention_kernels.varlen.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 5])
+def test_no_kernel_of_plain_products_for_grouped_heads(dtype: torch.dtype, window: int | None) -> None:
+    """On a GPU the kernel that computes float32, or under a mask, wants a key head per query head."""
+    asked: list[tuple[bool, bool, bool]] = []
+    attention = F.scaled_dot_product_attention
+
+    def record(q: torch.Tensor, k: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        plain = options["attn_mask"] is None and dtype == torch.bfloat16
+        asked.append((plain, q.shape[1] == k.shape[1], options["enable_gqa"]))
+        return attention(q, k, *rest, **options)
+
+    q, k, v = (each.detach().to("meta", dtype) for each in _inputs())
+    with mock.patch.object(attention_kernels.F, "scaled_dot_product_attention", record):
+        assert AttentionKernel(SCALE, window)(q, k, v, SPANS["two"]).shape == (TOKENS, HEADS * WIDTH)
+    assert asked and all(equal is not plain and grouped is plain for plain, equal, grouped in asked)
 
 
 def test_positions_of_documents_do_not_wait_for_the_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +58,26 @@ def test_compiled_code_gives_the_same_losses_without_graph_breaks(
     found, wanted = (_losses(how, family, dtype, dropout) for how in (compiled, "none"))
     assert found == pytest.approx(wanted, rel=tolerance)
     assert not counters["graph_break"]
+
+
+def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It builds C code with Python's headers at the first kernel: too late for another choice."""
+    gpu = torch.device("cuda", 0)
+    found, triton = {"gcc": "/usr/bin/gcc"}, True
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: triton)
+    monkeypatch.setattr(pointwise.shutil, "which", found.get)
+    monkeypatch.setattr(pointwise.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "Python.h; python3-dev" in str(pointwise.missing_compiler(gpu))
+    (tmp_path / "Python.h").touch()
+    assert pointwise.missing_compiler(gpu) is None
+    found.clear()
+    assert pointwise.missing_compiler(gpu) == "a C compiler (gcc or clang)"
+    monkeypatch.setenv("CC", "icx")
+    found["icx"] = "/opt/icx"
+    assert pointwise.missing_compiler(gpu) is None
+    triton = False
+    assert pointwise.missing_compiler(gpu) == "Triton"
 
 
 def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,11 +56,14 @@ def test_the_limit_of_locked_memory_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_groups_that_layers_wait_for_are_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = type("Options", (), {"is_high_priority_stream": False})
+    options = type("Options", (), {"is_high_priority_stream": False, "_timeout": None})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
     asked: dict[str, Any] = {}
 
-    def new_group(ranks: list[int], *, group_desc: str, pg_options: Any = None, **_: Any) -> object:
+    def new_group(
+        ranks: list[int], *, group_desc: str, timeout: timedelta, pg_options: Any = None, **_: Any
+    ) -> object:
+        assert pg_options is None or pg_options._timeout == timeout  # torch would warn
         asked[group_desc] = pg_options is not None and pg_options.is_high_priority_stream
         return object()
 

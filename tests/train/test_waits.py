@@ -72,14 +72,27 @@ def test_the_host_waits_once(dtype: str) -> None:
     assert engine.guard.limit is not None
 
 
-def test_an_update_is_a_kernel_per_bucket_and_one_to_publish_it() -> None:
-    engine = _engine(precision={"dtype": "bf16"}, optimizer={"clip": 1e-4})
+@pytest.mark.parametrize("clip", [1e-4, 1e4])
+def test_an_update_is_a_kernel_per_bucket_and_one_to_publish_it(clip: float) -> None:
+    """Gradients that are clipped are divided in that kernel, which writes them; others are only read."""
+    engine = _engine(precision={"dtype": "bf16"}, optimizer={"clip": clip})
     _step(engine)
-    with mock.patch.object(type(engine.optimizer), "gradient_norm", lambda self: torch.tensor(3.0)):
+    divisors: list[Any] = []
+    kernel = torch._fused_adamw_
+
+    def update(*arguments: Any, **options: Any) -> None:
+        divisors.append(options["grad_scale"])
+        kernel(*arguments, **options)
+
+    with (
+        mock.patch.object(type(engine.optimizer), "gradient_norm", lambda self: torch.tensor(3.0)),
+        mock.patch.object(torch, "_fused_adamw_", update),
+    ):
         engine.begin(1)
         engine.reduce()
         with _Calls() as calls:
             engine.update(0.1)
+    assert [each is not None for each in divisors] == [clip < 3] * len(engine.buckets)
     buckets = len(engine.buckets)
     assert calls.counts["aten._fused_adamw_.default"] == calls.counts["aten.copy_.default"] == buckets
     large = {name for name in calls.counts if name.split(".")[1] in ("mul_", "mul", "div_", "div", "add_")}

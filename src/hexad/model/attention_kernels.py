@@ -79,9 +79,14 @@ class AttentionKernel:
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of ``[spans, heads, tokens, width]``, all of one length."""
-        grouped = q.shape[1] != k.shape[1]
+        group = q.shape[1] // k.shape[1]
+        if group > 1 and q.device.type != "cpu" and (mask is not None or q.dtype.itemsize > 2):
+            # The memory-efficient kernel, which alone takes these, knows no groups: PyTorch would use plain
+            # products, which keep a score of every pair of tokens.
+            k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+            group = 1
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=grouped
+            q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=group > 1
         )
 
     def _banded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
@@ -178,21 +183,35 @@ def varlen(
     """PyTorch's kernel for spans of any lengths; None where it cannot compute forward and backward here."""
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
-    _prefer_newest_flash(torch.cuda.get_device_capability(device))
     kernel = _varlen_kernel(heads != kv_heads)
-    if kernel is None:
-        return None
-    try:  # Whether it can depends on GPU, build, version and sizes: the kernel itself knows.
-        q = torch.ones((4, heads, width), dtype=dtype, device=device, requires_grad=True)
-        k = torch.ones((4, kv_heads, width), dtype=dtype, device=device, requires_grad=True)
-        offsets = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
-        out = kernel(q, k, k, offsets, offsets, 3, 3, scale=1.0, window_size=(1, 0))
-        out.float().sum().backward()
-        ones = bool((out == 1).all())
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        log.info("attention: documents and windows by separate calls: %s", str(error).splitlines()[0])
-        return None
-    return kernel if ones else None
+    q = torch.ones((4, heads, width), dtype=dtype, device=device, requires_grad=True)
+    k = torch.ones((4, kv_heads, width), dtype=dtype, device=device, requires_grad=True)
+    newest = _newest_flash(torch.cuda.get_device_capability(device), lambda: _refusal(kernel, q, k))
+    if kernel is None or newest is not None:
+        return kernel
+    refusal = _refusal(kernel, q, k)
+    if refusal is not None:
+        log.info("attention: documents and windows by separate calls: %s", refusal)
+    return kernel if refusal is None else None
+
+
+def _refusal(kernel: Callable[..., torch.Tensor] | None, q: torch.Tensor, k: torch.Tensor) -> str | None:
+    """Why attention fails here, of equal lengths or by ``kernel``; None if it computes.
+
+    Args:
+        kernel: see :func:`_varlen_kernel`.
+        q, k: ones: ``[4, heads, width]``, ``[4, key/value heads, width]``.
+    """
+    offsets = torch.tensor([0, 1, 4], dtype=torch.int32, device=q.device)
+    try:  # Whether it can depends on GPU, build, version and sizes: the kernels themselves know.
+        outs = [AttentionKernel(1.0)(q, k, k, Spans(4, 1))]
+        if kernel is not None:
+            outs.append(kernel(q, k, k, offsets, offsets, 3, 3, scale=1.0, window_size=(1, 0)))
+        sum(out.float().sum() for out in outs).backward()  # type: ignore[union-attr]
+        right = all(bool((out == 1).all()) for out in outs)
+    except Exception as error:  # of any kind: FlashAttention's packages assert, or fail as they generate code
+        return next(iter(str(error).splitlines()), type(error).__name__)
+    return None if right else "wrong values"
 
 
 def _varlen_kernel(grouped: bool) -> Callable[..., torch.Tensor] | None:
@@ -208,19 +227,33 @@ def _varlen_kernel(grouped: bool) -> Callable[..., torch.Tensor] | None:
     return partial(kernel, enable_gqa=grouped) if "enable_gqa" in known else kernel
 
 
-@cache
-def _prefer_newest_flash(capability: tuple[int, int]) -> None:
-    """Put FlashAttention 4 or 3 in the place of PyTorch's flash kernels, where its package is installed and
-    made for the GPU: 3 for Hopper, 4 for Hopper and Blackwell."""
+def _newest_flash(capability: tuple[int, int], refusal: Callable[[], str | None]) -> str | None:
+    """Put FlashAttention 4 or 3 in the place of PyTorch's flash kernels, where its package is installed, made
+    for the GPU (3 for Hopper, 4 for Hopper and Blackwell) and works; the one that was put there.
+
+    Args:
+        capability: the GPU's compute capability.
+        refusal: why attention fails with the kernels in use; None if it computes.
+    """
     try:
-        from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
+        from torch.nn.attention import (
+            activate_flash_attention_impl,
+            list_flash_attention_impls,
+            restore_flash_attention_impl,
+        )
     except ImportError:
-        return
+        return None
     for name, capabilities in (("FA4", (9, 10)), ("FA3", (9,))):
-        if name in list_flash_attention_impls() and capability[0] in capabilities:
-            try:
-                activate_flash_attention_impl(name)
-            except (ImportError, RuntimeError):
-                continue
+        if name not in list_flash_attention_impls() or capability[0] not in capabilities:
+            continue
+        try:
+            activate_flash_attention_impl(name)
+        except (ImportError, RuntimeError):
+            continue
+        why = refusal()
+        if why is None:
             log.info("attention: flash kernels of %s", name)
-            return
+            return name
+        restore_flash_attention_impl()
+        log.warning("attention: %s is installed but not used: %s", name, why)
+    return None

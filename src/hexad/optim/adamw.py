@@ -119,9 +119,9 @@ class BucketAdamW:
         self._updates.add_(1)
         # Bucket by bucket, so that a bucket can be gathered while the next is updated.
         for bucket, moments, gradient in zip(self.buckets, self._moments, self._on_master()):
-            self._update(
-                bucket, moments, gradient if divisor is not None else gradient.mul_(factor), lr, divisor
-            )
+            if factor != 1 and divisor is None:
+                gradient.mul_(factor)
+            self._update(bucket, moments, gradient, lr, divisor)
             publish(bucket)
         return found, True, others
 
@@ -154,8 +154,8 @@ class BucketAdamW:
 
     def _divisor(self, factor: float) -> torch.Tensor | None:
         """What AdamW's kernel divides gradients by as it reads them (``GradScaler``'s way): a float32. None
-        where that is too narrow."""
-        if self._wide == torch.float64:
+        where that is too narrow, and for a factor of 1: the kernel writes the quotients back."""
+        if self._wide == torch.float64 or factor == 1:
             return None
         return torch.full((), 1 / factor, dtype=torch.float32, device=self._updates.device)
 

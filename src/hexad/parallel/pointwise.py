@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,5 +39,11 @@ def missing_compiler(device: torch.device) -> str | None:
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
-        return None if has_triton() else "Triton"
+        if not has_triton():
+            return "Triton"
+        # Triton compiles what starts a kernel, in C, when it is first used.
+        if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang")):
+            return "a C compiler (gcc or clang)"
+        headers = Path(sysconfig.get_path("include"), "Python.h")
+        return None if headers.exists() else f"Python's headers ({headers}; python3-dev)"
     return None

@@ -134,7 +134,7 @@ class Mesh:
             timeout=self.timeout,
             use_local_synchronization=True,
             group_desc=f"{axis.name} pair",
-            pg_options=_urgent(axis.name, self.device),
+            pg_options=_urgent(axis.name, self.device, self.timeout),
         )
         if len(mine) == 1:
             return Axis(axis.name, mine)
@@ -180,7 +180,7 @@ class Mesh:
             timeout=self.timeout,
             use_local_synchronization=True,
             group_desc=f"part of {axis.name}",
-            pg_options=_urgent(axis.name, self.device),
+            pg_options=_urgent(axis.name, self.device, self.timeout),
         )
         return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls, axis.trace)
 
@@ -206,7 +206,7 @@ class Mesh:
                     timeout=limit,
                     use_local_synchronization=True,
                     group_desc=name,
-                    pg_options=_urgent(name, device),
+                    pg_options=_urgent(name, device, limit),
                 )
             axes[name] = Axis(name, ranks, ranks.index(rank), group, trace=trace)
         return cls(layout, rank, device, axes, limit)
@@ -231,13 +231,14 @@ class Mesh:
         return {axis.name: axis.sent.total() for axis in self.training_axes()}
 
 
-def _urgent(name: str, device: torch.device) -> Any:
+def _urgent(name: str, device: torch.device, timeout: timedelta) -> Any:
     """NCCL's options of an axis: layers wait for tensor, context and pipeline ranks, so that their kernels go
     before those of gradients and parameters, which run beside layers."""
     if device.type != "cuda" or name not in ("tensor", "context", "pipeline"):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    options._timeout = timeout  # new_group warns where it is not what it was given
     return options
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 FAN_OUT = 16
 """Ranks of a group. Those of a host are neighbours, so that the lowest level covers one or two hosts."""
-CHANNELS = ("main", "checkpoint", "signals", "counts")
+CHANNELS = ("main", "checkpoint", "signals", "counts", "pace")
 """Agreements that may be made at the same time. A channel's place here is the tag of its messages."""
 
 

@@ -137,6 +137,8 @@ class Trainer:
             return
         try:
             self.checkpointer.close()
+            if error is None:
+                self.pace.close()
         except HexadError as failed:
             if error is None:
                 raise

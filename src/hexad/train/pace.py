@@ -5,17 +5,29 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from hexad.comm import Pending, all_reduce_async
+from hexad.comm import merging, wait_for
 from hexad.topology.mesh import Mesh
 
 COLLECT_EVERY = 100
 """Steps between collections of all generations."""
-_RANK_BITS = 20  # of a word that holds a duration in microseconds above a rank
+
+
+class _Times(NamedTuple):
+    """Seconds of the slowest of some ranks, that rank's number, and seconds of the fastest."""
+
+    slowest: float
+    rank: int
+    fastest: float
+
+    def merged(self, other: _Times) -> _Times:
+        slower = self if self.slowest >= other.slowest else other
+        return _Times(slower.slowest, slower.rank, min(self.fastest, other.fastest))
 
 
 class Pace:
@@ -23,6 +35,7 @@ class Pace:
     collectives, on a GPU until the last backward pass is over.
 
     Ranks wait for each other in every step, so that the duration of a whole step is the same on all of them.
+    The hosts compare the times, in the background: nothing is asked of a GPU.
 
     Args:
         mesh: of the run; on a CPU its trace says how long collectives were waited for.
@@ -33,7 +46,8 @@ class Pace:
         self._gpu = mesh.device.type == "cuda"
         self._began: Any = None
         self._computed: Any = None
-        self._pending: Pending | None = None
+        self._axis = mesh.background("pace")
+        self._comparison: Future[_Times] | None = None
 
     def begin(self) -> None:
         """A step begins."""
@@ -46,19 +60,19 @@ class Pace:
 
     def end(self) -> None:
         """The step is over; the comparison with the other ranks is started."""
-        micros = int(1e6 * self._seconds())
-        word = (micros << _RANK_BITS) + self._mesh.rank
-        # The fastest rank's in the same reduction: the largest of the negatives.
-        both = torch.tensor([word, -micros], device=self._mesh.device)
-        self._pending = all_reduce_async(both, self._mesh.world, "max")
+        seconds = self._seconds()
+        self._comparison = merging(_Times(seconds, self._mesh.rank, seconds), self._axis, _Times.merged)
 
     def slowest(self) -> dict[str, float] | None:
         """``rank``, ``seconds`` and ``fastest_seconds`` (of the fastest rank) of the step that ended last."""
-        if self._pending is None:
+        if self._comparison is None:
             return None
-        word, fastest = self._pending.wait().tolist()
-        rank = word & ((1 << _RANK_BITS) - 1)
-        return {"rank": rank, "seconds": (word >> _RANK_BITS) / 1e6, "fastest_seconds": -fastest / 1e6}
+        found = wait_for(self._mesh.world, self._comparison.result)
+        return {"rank": found.rank, "seconds": found.slowest, "fastest_seconds": found.fastest}
+
+    def close(self) -> None:
+        """Wait for the comparison under way, if any: no thread is left behind."""
+        self.slowest()
 
     def _mark(self) -> Any:
         if not self._gpu:

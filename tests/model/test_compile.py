@@ -16,6 +16,7 @@ from hexad.config import ConfigError
 from hexad.model import dropout, ops, residual
 from hexad.parallel import pointwise
 from hexad.parallel.tensor import cross_entropy, fp8
+from hexad.train import language
 
 needs_compiler = pytest.mark.skipif(
     pointwise.missing_compiler(torch.device("cpu")) is not None, reason="no C++ compiler is installed"
@@ -64,20 +65,33 @@ def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """It builds C code with Python's headers at the first kernel: too late for another choice."""
     gpu = torch.device("cuda", 0)
     found, triton = {"gcc": "/usr/bin/gcc"}, True
+    missing = pointwise.missing_compiler.__wrapped__
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: triton)
     monkeypatch.setattr(pointwise.shutil, "which", found.get)
     monkeypatch.setattr(pointwise.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "Python.h; python3-dev" in str(pointwise.missing_compiler(gpu))
+    assert "Python.h; python3-dev" in str(missing(gpu))
     (tmp_path / "Python.h").touch()
-    assert pointwise.missing_compiler(gpu) is None
+    assert missing(gpu) is None
     found.clear()
-    assert pointwise.missing_compiler(gpu) == "a C compiler (gcc or clang)"
+    assert missing(gpu) == "a C compiler (gcc or clang)"
     monkeypatch.setenv("CC", "icx")
     found["icx"] = "/opt/icx"
-    assert pointwise.missing_compiler(gpu) is None
+    assert missing(gpu) is None
     triton = False
-    assert pointwise.missing_compiler(gpu) == "Triton"
+    assert missing(gpu) == "Triton"
+
+
+def test_a_gpu_that_compiles_nothing_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(language, "missing_compiler", lambda device: "Triton of the test")
+    run = load_config({}).run
+    assert not any(language.compiles(run, torch.device("cuda", 0)) for _ in range(2))
+    assert not language.compiles(run, torch.device("cpu"))
+    assert [each.getMessage() for each in caplog.records] == [
+        "run.compile auto: functions are not compiled, which needs Triton of the test on this machine"
+    ]
 
 
 def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
@@ -151,6 +165,7 @@ def test_a_pointwise_function_is_one_kernel(name: str) -> None:
 
 def test_without_a_compiler_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(language, "missing_compiler", pointwise.missing_compiler.__wrapped__)
     with pytest.raises(ConfigError, match=r"run.compile: found pointwise, which needs a C\+\+ compiler"):
         _losses("pointwise", "llama")
     assert len(_losses("auto", "llama")) == 3

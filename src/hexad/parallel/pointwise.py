@@ -31,6 +31,7 @@ def _compiled(function: Function) -> Function:
     return compiled
 
 
+@cache
 def missing_compiler(device: torch.device) -> str | None:
     """What ``torch.compile`` lacks on this machine to generate code for the device; None if nothing."""
     if device.type == "cpu":

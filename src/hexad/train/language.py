@@ -3,9 +3,11 @@ stage computes of them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,6 +24,8 @@ from hexad.model.transformer import DTYPES, Transformer
 from hexad.parallel.pointwise import missing_compiler
 from hexad.parallel.sharding import Shard
 from hexad.topology.mesh import Mesh
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,14 @@ def compiles(run: RunSettings, device: torch.device) -> bool:
     if missing is not None and run.compile != "auto":
         fix = "install it, or use none"
         raise ConfigError("run.compile", f"found {run.compile}, which needs {missing} on this machine; {fix}")
+    if missing is not None:
+        _say_not_compiled(missing)
     return missing is None
+
+
+@cache
+def _say_not_compiled(missing: str) -> None:
+    log.warning("run.compile auto: functions are not compiled, which needs %s on this machine", missing)
 
 
 def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: float | None) -> torch.Tensor:

@@ -140,10 +140,17 @@ def _on_the_host(create: Callable[..., torch.Tensor], *arguments: Any, **options
 
 
 @pytest.mark.parametrize(
-    ("broken", "used"), [((), "FA4"), (("FA4",), "FA3"), (("FA4", "FA3"), None), (("FA4", "FA3", None), None)]
+    ("broken", "used"),
+    [
+        ((), "FA4"),
+        (("FA4",), "FA3"),
+        ((("FA4", "package"),), "FA3"),
+        (("FA4", "FA3"), None),
+        (("FA4", "FA3", None), None),
+    ],
 )
 def test_flash_attention_that_fails_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, broken: tuple[str | None, ...], used: str | None
+    monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, ...], used: str | None
 ) -> None:
     """Its packages assert where they do not support a size or a GPU; PyTorch's kernels come back."""
     active: list[str | None] = [None]
@@ -156,7 +163,13 @@ def test_flash_attention_that_fails_is_given_up(
     monkeypatch.setattr(attention_kernels, "_varlen_kernel", lambda grouped: kernel)
     known = ["FA3", "FA4"]
     monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: known)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+
+    def activate(name: str) -> None:
+        if (name, "package") in broken:
+            raise OSError("a library is missing")
+        active.append(name)
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: active.append(None))
     _on_a_gpu(monkeypatch)
     chosen = choose(GPU, torch.bfloat16, HEADS, KV_HEADS, WIDTH, SCALE, None)

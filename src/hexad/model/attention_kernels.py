@@ -210,8 +210,13 @@ def _refusal(kernel: Callable[..., torch.Tensor] | None, q: torch.Tensor, k: tor
         sum(out.float().sum() for out in outs).backward()  # type: ignore[union-attr]
         right = all(bool((out == 1).all()) for out in outs)
     except Exception as error:  # of any kind: FlashAttention's packages assert, or fail as they generate code
-        return next(iter(str(error).splitlines()), type(error).__name__)
+        return _brief(error)
     return None if right else "wrong values"
+
+
+def _brief(error: Exception) -> str:
+    """The first line of its message, if it has one."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _varlen_kernel(grouped: bool) -> Callable[..., torch.Tensor] | None:
@@ -248,12 +253,15 @@ def _newest_flash(capability: tuple[int, int], refusal: Callable[[], str | None]
             continue
         try:
             activate_flash_attention_impl(name)
-        except (ImportError, RuntimeError):
+        except ImportError:
             continue
-        why = refusal()
-        if why is None:
-            log.info("attention: flash kernels of %s", name)
-            return name
-        restore_flash_attention_impl()
+        except Exception as error:
+            why: str | None = _brief(error)
+        else:
+            why = refusal()
+            if why is None:
+                log.info("attention: flash kernels of %s", name)
+                return name
+            restore_flash_attention_impl()
         log.warning("attention: %s is installed but not used: %s", name, why)
     return None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from time import sleep
 from typing import Any
 
 import pytest
 import torch
 
+from hexad.model.attention_kernels import AttentionKernel
+from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import build_stages
 from hexad.parallel.data.bucket_plan import Held
+from hexad.parallel.inventory import Execution
 from hexad.parallel.sharding import Shard, declared_parameters, initialise
 from hexad.plan.memory import rank_parameters, rank_stages
 from hexad.resolve import resolve
@@ -32,11 +36,11 @@ GPT2 = {"family": "gpt2", "kv_heads": 8}
 # What a layer keeps
 
 
-def _layer(recompute: str, sequence: bool, dtype: torch.dtype) -> int:
+def _layer(recompute: str, sequence: bool, dtype: torch.dtype, **model_settings: Any) -> int:
     """Bytes that one llama layer adds on this rank, its output counted and its input not."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
-    model = config_of().model
+    model = config_of(model=model_settings).model
     kind: Any = recompute
     whole = whole_model(model, shard_of(axis, sequence, dtype), Recompute(kind))
     initialise(declared_parameters(whole), 1)
@@ -79,6 +83,28 @@ def test_a_layer_keeps_what_the_closed_form_says(
 ) -> None:
     for found in pool.run(world, _layer, recompute, sequence, dtype):
         assert found == closed_form(recompute, world, sequence, dtype.itemsize)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_repeated_keys_and_values_are_counted(
+    monkeypatch: pytest.MonkeyPatch, recompute: str, family: str
+) -> None:
+    """As GPUs need them in float32; here by force."""
+    settings = {"family": family, "kv_heads": 2}
+    plain = _layer(recompute, False, torch.float32, **settings)
+    dense = AttentionKernel.dense
+
+    def repeated(self: AttentionKernel, q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+        return dense(self, q, k, v, causal)
+
+    monkeypatch.setattr(AttentionKernel, "dense", repeated)
+    found = _layer(recompute, False, torch.float32, **settings)
+    attention = ModelInventory(config_of(model=settings).model).block(1).attention
+    run = Execution(2, 128)
+    there, here = (attention.kept(replace(run, cpu=cpu), recompute == "selective") for cpu in (False, True))
+    assert found - plain == there - here > 0
 
 
 # The state

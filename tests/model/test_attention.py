@@ -119,7 +119,9 @@ def test_the_kernel_is_chosen_by_device_and_format(monkeypatch: pytest.MonkeyPat
     _on_a_gpu(monkeypatch)
     assert choose(GPU, torch.float32, *sizes).varlen is None and not tried
     assert choose(GPU, torch.bfloat16, *sizes).varlen is None and tried == [True]
-    attention_kernels.varlen.cache_clear()
+    assert choose(GPU, torch.bfloat16, *sizes).flash
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert not choose(GPU, torch.float16, *sizes).flash
 
 
 GPU = torch.device("cuda", 0)
@@ -127,71 +129,128 @@ GPU = torch.device("cuda", 0)
 
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if there were one of compute capability 9.0, whose tensors are the host's."""
-    for name in ("ones", "tensor"):
-        create = getattr(torch, name)
-        replaced = partial(_on_the_host, create)
-        monkeypatch.setattr(torch, name, replaced)
+    for name in ("zeros", "tensor"):
+        monkeypatch.setattr(torch, name, partial(_on_the_host, getattr(torch, name)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    attention_kernels.varlen.cache_clear()
+    monkeypatch.setattr(attention_kernels, "_refused", set())
+    monkeypatch.setattr(attention_kernels, "varlen", attention_kernels.varlen.__wrapped__)  # not cached
 
 
 def _on_the_host(create: Callable[..., torch.Tensor], *arguments: Any, **options: Any) -> torch.Tensor:
     return create(*arguments, **{**options, "device": CPU})
 
 
+class _Packages:
+    """PyTorch's registry of FlashAttention packages, and kernels some of which fail.
+
+    Args:
+        broken: (package, or None for PyTorch's own; which of its calls) -> what happens there: an exception
+            that is raised, or a factor of the values.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, broken: dict[tuple[str | None, str], Any]) -> None:
+        self.active: str | None = None
+        self.activated: list[str] = []
+        self.broken = broken
+        self._varlen, dense = _Varlen(), attention_kernels.AttentionKernel.dense
+        module = torch.nn.attention
+        monkeypatch.setattr(module, "list_flash_attention_impls", lambda: ["FA3", "FA4"])
+        monkeypatch.setattr(module, "current_flash_attention_impl", lambda: self.active)
+        monkeypatch.setattr(module, "activate_flash_attention_impl", self._activate)
+        monkeypatch.setattr(module, "restore_flash_attention_impl", lambda: setattr(self, "active", None))
+        monkeypatch.setattr(attention_kernels, "_varlen_kernel", lambda grouped: self.varlen)
+        monkeypatch.setattr(
+            attention_kernels.AttentionKernel,
+            "dense",
+            lambda *a, **o: self._meet("dense") * dense(*a, **o),
+        )
+
+    def varlen(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        with mock.patch.object(self, "broken", {}):  # computed by calls of dense
+            out = self._varlen(*arguments, **options)
+        return self._meet("varlen") * out
+
+    def _activate(self, name: str) -> None:
+        self._meet("import", name)
+        self.active = name
+        self.activated.append(name)
+
+    def _meet(self, call: str, name: str | None = None) -> float:
+        found = self.broken.get((name or self.active, call), 1.0)
+        if isinstance(found, Exception):
+            raise found
+        return float(found)
+
+
+MISSING = ModuleNotFoundError("no module", name="flash_attn.cute")
+
+
 @pytest.mark.parametrize(
-    ("broken", "used"),
+    ("broken", "window", "used", "warned"),
     [
-        ((), "FA4"),
-        (("FA4",), "FA3"),
-        ((("FA4", "package"),), "FA3"),
-        (("FA4", "FA3"), None),
-        (("FA4", "FA3", None), None),
+        ({}, None, "FA4", []),
+        ({}, 7, "FA4", []),
+        ({("FA4", "import"): MISSING}, None, "FA3", []),
+        ({("FA4", "import"): ImportError("undefined symbol")}, None, "FA3", ["FA4: undefined symbol"]),
+        ({("FA4", "import"): OSError("a library")}, None, "FA3", ["FA4: a library"]),
+        ({("FA4", "dense"): AssertionError()}, None, "FA3", ["FA4: AssertionError"]),
+        ({("FA4", "dense"): 1.1}, None, "FA3", ["FA4: it computes other values"]),
+        ({("FA4", "varlen"): AssertionError("local")}, None, "FA4", []),
+        ({("FA4", "varlen"): AssertionError("local")}, 7, "FA3", ["FA4: local"]),
+        ({("FA4", "varlen"): 1.1, ("FA3", "varlen"): 0.9}, 7, None, ["FA4: ", "FA3: "]),
     ],
 )
 def test_flash_attention_that_fails_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, broken: tuple[Any, ...], used: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: dict[tuple[str | None, str], Any],
+    window: int | None,
+    used: str | None,
+    warned: list[str],
 ) -> None:
     """Its packages assert where they do not support a size or a GPU; PyTorch's kernels come back."""
-    active: list[str | None] = [None]
-    varlen = _Varlen()
-
-    def kernel(*arguments: Any, **options: Any) -> torch.Tensor:
-        assert active[-1] not in broken
-        return varlen(*arguments, **options)
-
-    monkeypatch.setattr(attention_kernels, "_varlen_kernel", lambda grouped: kernel)
-    known = ["FA3", "FA4"]
-    monkeypatch.setattr(torch.nn.attention, "list_flash_attention_impls", lambda: known)
-
-    def activate(name: str) -> None:
-        if (name, "package") in broken:
-            raise OSError("a library is missing")
-        active.append(name)
-
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
-    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: active.append(None))
     _on_a_gpu(monkeypatch)
-    chosen = choose(GPU, torch.bfloat16, HEADS, KV_HEADS, WIDTH, SCALE, None)
-    assert active[-1] == used and chosen.varlen == (None if None in broken else kernel)
-    attention_kernels.varlen.cache_clear()
+    packages = _Packages(monkeypatch, broken)
+    sizes = HEADS, KV_HEADS, WIDTH, SCALE, window
+    kernel = choose(GPU, torch.bfloat16, *sizes)
+    assert packages.active == used
+    assert (kernel.varlen is None) == ((used, "varlen") in broken)
+    said = [each.getMessage().replace(" is installed but not used", "") for each in caplog.records]
+    said = [each.removeprefix("attention: ") for each in said if each.startswith("attention: FA")]
+    assert len(said) == len(warned) and all(map(str.startswith, said, warned))
+    # Another model in the same process: nothing is activated twice, and nothing refused is tried again.
+    choose(GPU, torch.bfloat16, *sizes)
+    assert packages.active == used and len(packages.activated) == len(set(packages.activated))
+
+
+@pytest.mark.parametrize("broken", [RuntimeError("no kernel"), 1.1])
+def test_torch_s_own_kernel_for_documents_is_tried(monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
+    _on_a_gpu(monkeypatch)
+    found: dict[tuple[str | None, str], Any] = {(name, "import"): MISSING for name in ("FA3", "FA4")}
+    _Packages(monkeypatch, found | {(None, "varlen"): broken})
+    assert choose(GPU, torch.bfloat16, HEADS, KV_HEADS, WIDTH, SCALE, None).varlen is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 5])
-def test_no_kernel_of_plain_products_for_grouped_heads(dtype: torch.dtype, window: int | None) -> None:
-    """On a GPU the kernel that computes float32, or under a mask, wants a key head per query head."""
+@pytest.mark.parametrize("flash", [True, False])
+def test_no_kernel_of_plain_products_for_grouped_heads(
+    dtype: torch.dtype, window: int | None, flash: bool
+) -> None:
+    """On a GPU the kernel that computes float32, under a mask, or before flash kernels, wants a key head per
+    query head."""
     asked: list[tuple[bool, bool, bool]] = []
     attention = F.scaled_dot_product_attention
 
     def record(q: torch.Tensor, k: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        plain = options["attn_mask"] is None and dtype == torch.bfloat16
+        plain = options["attn_mask"] is None and dtype == torch.bfloat16 and flash
         asked.append((plain, q.shape[1] == k.shape[1], options["enable_gqa"]))
         return attention(q, k, *rest, **options)
 
     q, k, v = (each.detach().to("meta", dtype) for each in _inputs())
     with mock.patch.object(attention_kernels.F, "scaled_dot_product_attention", record):
-        assert AttentionKernel(SCALE, window)(q, k, v, SPANS["two"]).shape == (TOKENS, HEADS * WIDTH)
+        kernel = AttentionKernel(SCALE, window, flash=flash)
+        assert kernel(q, k, v, SPANS["two"]).shape == (TOKENS, HEADS * WIDTH)
     assert asked and all(equal is not plain and grouped is plain for plain, equal, grouped in asked)
 
 

@@ -74,8 +74,10 @@ def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "Python.h").touch()
     assert missing(gpu) is None
     found.clear()
-    assert missing(gpu) == "a C compiler (gcc or clang)"
+    assert missing(gpu) == "a C compiler (gcc or clang, or what CC names)"
     monkeypatch.setenv("CC", "icx")
+    found["gcc"] = "/usr/bin/gcc"
+    assert missing(gpu) is not None  # Triton would ask for icx alone
     found["icx"] = "/opt/icx"
     assert missing(gpu) is None
     triton = False
@@ -90,7 +92,7 @@ def test_a_gpu_that_compiles_nothing_is_said_once(
     assert not any(language.compiles(run, torch.device("cuda", 0)) for _ in range(2))
     assert not language.compiles(run, torch.device("cpu"))
     assert [each.getMessage() for each in caplog.records] == [
-        "run.compile auto: functions are not compiled, which needs Triton of the test on this machine"
+        "run.compile auto: functions are not compiled: this machine lacks Triton of the test"
     ]
 
 

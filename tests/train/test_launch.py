@@ -6,10 +6,14 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
-from hexad.config import HexadError
+from hexad import Layout, Mesh, load_config
+from hexad.config import AgreedError, HexadError
+from hexad.train import language, launch
 from hexad.train.environment import Environment, environment, first_host, tasks_of_node
 
 from ..pool import Pool
@@ -72,6 +76,34 @@ def test_first_host(nodes: str, first: str) -> None:
 
 def test_tasks_of_node() -> None:
     assert [tasks_of_node("4(x2),3", node) for node in range(3)] == [4, 4, 3]
+
+
+def compiled(setting: str, lacking: int | None) -> tuple[str, list[str]]:
+    """What ``run.compile`` becomes on GPUs, of whose ranks one lacks Triton; and what is said."""
+    mesh = Mesh.create(Layout(data=3, world=3), torch.device("cpu"))
+    mesh.device = torch.device("cuda", 0)
+    config = load_config({"run": {"compile": setting}})
+    missing = "Triton" if mesh.rank == lacking else None
+    said: list[str] = []
+    with (
+        mock.patch.object(launch, "missing_compiler", lambda device: missing),
+        mock.patch.object(language, "missing_compiler", lambda device: missing),
+        mock.patch.object(launch.log, "warning", lambda text, *values: said.append(text % values)),
+    ):
+        try:
+            return launch.compiled_alike(config, mesh).run.compile, said
+        except AgreedError as error:
+            return str(error), said
+
+
+def test_ranks_compile_alike(pool: Pool) -> None:
+    said = "run.compile auto: functions are not compiled: rank 2 lacks Triton"
+    assert pool.run(3, compiled, "auto", 2) == [("none", [said]), ("none", []), ("none", [])]
+    assert pool.run(3, compiled, "auto", None) == [("auto", [])] * 3
+    refused = (
+        "rank 1: run.compile: found pointwise, which needs Triton on this machine; install it, or use none"
+    )
+    assert pool.run(3, compiled, "pointwise", 1) == [(refused, [])] * 3
 
 
 def test_torchrun(make_run: MakeRun, pool: Pool, tmp_path: Path) -> None:

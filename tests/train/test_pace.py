@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from typing import Any
 
@@ -47,6 +48,23 @@ def test_slowest_rank_is_named(pool: Pool) -> None:
     found = pool.run(3, paced)
     assert found == [found[0]] * 3
     assert found[0]["rank"] == 1 and found[0]["seconds"] >= 0.4 and found[0]["fastest_seconds"] < 0.3
+
+
+def left_behind() -> int:
+    """Threads of the comparison after the second rank, which comes late, has closed."""
+    mesh = Mesh.create(Layout(data=2, world=2), torch.device("cpu"))
+    pace = Pace(mesh)
+    pace.begin()
+    time.sleep(0.3 * mesh.rank)
+    pace.computed()
+    pace.end()
+    pace.close()
+    time.sleep(0.05)
+    return sum(thread.name == "hexad-pace" for thread in threading.enumerate())
+
+
+def test_no_thread_is_left_behind(pool: Pool) -> None:
+    assert pool.run(2, left_behind) == [0, 0]
 
 
 def test_a_gpus_time_ends_with_the_last_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +113,8 @@ def test_garbage_is_collected_between_steps(make_run: MakeRun, monkeypatch: pyte
 
     monkeypatch.setattr(Engine, "train_step", watched)
     monkeypatch.setattr("hexad.train.pace.COLLECT_EVERY", 5)
+    closed: list[Pace] = []
+    monkeypatch.setattr(Pace, "close", closed.append)
     frozen = gc.get_freeze_count()
     gc.callbacks.append(note)
     try:
@@ -102,6 +122,7 @@ def test_garbage_is_collected_between_steps(make_run: MakeRun, monkeypatch: pyte
     finally:
         gc.callbacks.remove(note)
     assert gc.isenabled() and gc.get_freeze_count() == 0 <= frozen
+    assert len(closed) == 1
     assert not any(during for during, _ in collected)
     generations = "".join(str(generation) for _, generation in collected)
     assert "211112111121" in generations  # twelve steps

@@ -130,6 +130,10 @@ class Attention:
                 kept += q + (q + 4 * k) * middle // run.length
         if self.norm_eps is not None:
             kept += statistic * (self.heads + self.kv_heads * self.copies)
+        if self._expanded(run):
+            kept += 2 * q
+            if self._computed and not selective and self.norm_eps is None:
+                kept -= q + 2 * k  # nothing needs the projections' output
         return kept + (q + k if self._computed and not selective else 0)
 
     def operands(self, run: Execution) -> int:
@@ -146,7 +150,7 @@ class Attention:
         moments = [Moment(out, gathered + q, self.out.matrices)]
         # Recomputed queries and keys; the gradients of all three.
         live = q + (gathered if split else 0) + (rotated if selective else 0)
-        core = live + (q + 2 * k)
+        core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
         live -= (q if split else 2 * q) + (statistic * self.heads if self.dropout == 0 else 0)
         rotation = live + (q + 2 * k) + (q + k)
         live -= rotated
@@ -158,6 +162,11 @@ class Attention:
     def _by_calls(self, run: Execution) -> bool:
         """Documents, and blocks of a sliding window, are computed by a call each, for want of one kernel."""
         return run.cpu or run.byte != 2
+
+    def _expanded(self, run: Execution) -> bool:
+        """Keys and values are repeated for the query heads that share them: GPUs have no kernel with groups
+        for this format (:meth:`hexad.model.attention_kernels.AttentionKernel.dense`)."""
+        return not run.cpu and run.byte != 2 and self.heads != self.kv_heads * self.copies
 
     @property
     def _computed(self) -> bool:

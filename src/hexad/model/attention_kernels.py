@@ -5,7 +5,8 @@
 - *sdpa*: PyTorch's ``scaled_dot_product_attention``, which chooses among flash, cuDNN, memory-efficient and
   plain kernels; one call per document, and for sliding windows blocks of queries.
 
-FlashAttention 3 and 4 take the place of PyTorch's own flash kernels where their packages are installed.
+FlashAttention 3 or 4 takes the place of PyTorch's own flash kernels where its package is installed and
+computes what the model needs.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class AttentionKernel:
         scale: what scores are multiplied by.
         window: a query sees its own token's key and those of the ``window - 1`` tokens before; None: all.
         varlen: the kernel for spans of any lengths, see :func:`varlen`; None where there is none.
+        flash: a GPU has flash kernels (compute capability 8.0).
     """
 
     scale: float
     window: int | None = None
     varlen: Callable[..., torch.Tensor] | None = None
+    flash: bool = True
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans) -> torch.Tensor:
         """``[tokens, heads * width]``.
@@ -80,9 +83,10 @@ class AttentionKernel:
     ) -> torch.Tensor:
         """Attention of ``[spans, heads, tokens, width]``, all of one length."""
         group = q.shape[1] // k.shape[1]
-        if group > 1 and q.device.type != "cpu" and (mask is not None or q.dtype.itemsize > 2):
-            # The memory-efficient kernel, which alone takes these, knows no groups: PyTorch would use plain
-            # products, which keep a score of every pair of tokens.
+        flash = mask is None and q.dtype.itemsize == 2 and self.flash
+        if group > 1 and q.device.type != "cpu" and not flash:
+            # The memory-efficient kernel takes these, but up to PyTorch 2.13 it knows no groups: PyTorch
+            # would use plain products, which keep a score of every pair of tokens.
             k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
             group = 1
         return F.scaled_dot_product_attention(
@@ -173,45 +177,67 @@ def choose(
         width: of a head.
         scale, window: see :class:`AttentionKernel`.
     """
-    return AttentionKernel(scale, window, varlen(device, dtype, heads, kv_heads, width))
+    flash = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    kernel = varlen(device, dtype, heads, kv_heads, width, window is not None)
+    return AttentionKernel(scale, window, kernel, flash)
 
 
 @cache
 def varlen(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, windowed: bool
 ) -> Callable[..., torch.Tensor] | None:
-    """PyTorch's kernel for spans of any lengths; None where it cannot compute forward and backward here."""
+    """PyTorch's kernel for spans of any lengths; None where it cannot compute forward and backward here.
+
+    FlashAttention 4 or 3 takes the place of PyTorch's flash kernels before, if it computes spans of equal
+    lengths, and others too where windows need them.
+    """
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
     kernel = _varlen_kernel(heads != kv_heads)
-    q = torch.ones((4, heads, width), dtype=dtype, device=device, requires_grad=True)
-    k = torch.ones((4, kv_heads, width), dtype=dtype, device=device, requires_grad=True)
-    newest = _newest_flash(torch.cuda.get_device_capability(device), lambda: _refusal(kernel, q, k))
-    if kernel is None or newest is not None:
-        return kernel
-    refusal = _refusal(kernel, q, k)
-    if refusal is not None:
-        log.info("attention: documents and windows by separate calls: %s", refusal)
-    return kernel if refusal is None else None
+    refusal = partial(_refusal, device, dtype, heads, kv_heads, width)
+    _use_newest_flash(torch.cuda.get_device_capability(device), refusal, kernel if windowed else None)
+    why = "this version of PyTorch has no kernel" if kernel is None else refusal(kernel)
+    if why is not None:
+        log.info("attention: documents and windows by separate calls: %s", why)
+        return None
+    return kernel
 
 
-def _refusal(kernel: Callable[..., torch.Tensor] | None, q: torch.Tensor, k: torch.Tensor) -> str | None:
-    """Why attention fails here, of equal lengths or by ``kernel``; None if it computes.
-
-    Args:
-        kernel: see :func:`_varlen_kernel`.
-        q, k: ones: ``[4, heads, width]``, ``[4, key/value heads, width]``.
-    """
-    offsets = torch.tensor([0, 1, 4], dtype=torch.int32, device=q.device)
-    try:  # Whether it can depends on GPU, build, version and sizes: the kernels themselves know.
-        outs = [AttentionKernel(1.0)(q, k, k, Spans(4, 1))]
-        if kernel is not None:
-            outs.append(kernel(q, k, k, offsets, offsets, 3, 3, scale=1.0, window_size=(1, 0)))
-        sum(out.float().sum() for out in outs).backward()  # type: ignore[union-attr]
-        right = all(bool((out == 1).all()) for out in outs)
+def _refusal(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    kernel: Callable[..., torch.Tensor] | None,
+) -> str | None:
+    """Why attention fails here: by ``kernel``, or if that is None, of spans of equal lengths; None if it
+    computes what it should, forward and backward."""
+    # Whether it can depends on GPU, build, version and sizes: the kernels themselves know.
+    q = torch.zeros((4, heads, width), dtype=dtype, device=device).requires_grad_()  # all keys weigh the same
+    k = torch.zeros((4, kv_heads, width), dtype=dtype, device=device).requires_grad_()
+    places = torch.tensor([0.0, 1.0, 2.0, 3.0], dtype=dtype, device=device)
+    v = (k.detach() + places[:, None, None]).requires_grad_()
+    try:
+        if kernel is None:
+            found, wanted = AttentionKernel(1.0)(q, k, v, Spans(4, 1)), _MEANS
+        else:
+            offsets = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
+            found = kernel(q, k, v, offsets, offsets, 3, 3, scale=1.0, window_size=(1, 0)).flatten(1)
+            wanted = _WINDOW_MEANS
+        found.float().sum().backward()
     except Exception as error:  # of any kind: FlashAttention's packages assert, or fail as they generate code
         return _brief(error)
-    return None if right else "wrong values"
+    gradient = torch.zeros(4) if v.grad is None else v.grad[:, 0, 0].float().cpu() * kv_heads / heads
+    pairs = zip((found[:, -1].detach().float().cpu(), gradient), wanted)
+    right = all(torch.allclose(values, torch.tensor(expected), atol=0.02) for values, expected in pairs)
+    return None if right else "it computes other values"
+
+
+_MEANS = (0.0, 0.5, 1.0, 1.5), (25 / 12, 13 / 12, 7 / 12, 1 / 4)
+"""Of the places that each of four tokens sees in :func:`_refusal`, and how often each counts in them all."""
+_WINDOW_MEANS = (0.0, 1.0, 1.5, 2.5), (1.0, 1.5, 1.0, 0.5)
+"""The same for spans of one and three tokens, each of which sees one before it."""
 
 
 def _brief(error: Exception) -> str:
@@ -232,36 +258,50 @@ def _varlen_kernel(grouped: bool) -> Callable[..., torch.Tensor] | None:
     return partial(kernel, enable_gqa=grouped) if "enable_gqa" in known else kernel
 
 
-def _newest_flash(capability: tuple[int, int], refusal: Callable[[], str | None]) -> str | None:
+_refused: set[str] = set()
+"""FlashAttention packages that failed: as kernels are those of the process, they are not tried again."""
+
+
+def _use_newest_flash(
+    capability: tuple[int, int],
+    refusal: Callable[[Callable[..., torch.Tensor] | None], str | None],
+    kernel: Callable[..., torch.Tensor] | None,
+) -> None:
     """Put FlashAttention 4 or 3 in the place of PyTorch's flash kernels, where its package is installed, made
-    for the GPU (3 for Hopper, 4 for Hopper and Blackwell) and works; the one that was put there.
+    for the GPU (3 for Hopper, 4 for Hopper and Blackwell) and computes what is needed.
 
     Args:
         capability: the GPU's compute capability.
-        refusal: why attention fails with the kernels in use; None if it computes.
+        refusal: see :func:`_refusal`; called with None, and with ``kernel`` if that is given.
+        kernel: that is needed too.
     """
     try:
         from torch.nn.attention import (
             activate_flash_attention_impl,
+            current_flash_attention_impl,
             list_flash_attention_impls,
             restore_flash_attention_impl,
         )
     except ImportError:
-        return None
+        return
     for name, capabilities in (("FA4", (9, 10)), ("FA3", (9,))):
-        if name not in list_flash_attention_impls() or capability[0] not in capabilities:
+        known = name in list_flash_attention_impls() and capability[0] in capabilities
+        if not known or name in _refused:
             continue
         try:
-            activate_flash_attention_impl(name)
-        except ImportError:
-            continue
-        except Exception as error:
+            if current_flash_attention_impl() != name:
+                activate_flash_attention_impl(name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").startswith("flash_attn"):
+                continue  # not installed
             why: str | None = _brief(error)
+        except Exception as error:
+            why = _brief(error)
         else:
-            why = refusal()
+            why = refusal(None) or (refusal(kernel) if kernel is not None else None)
             if why is None:
                 log.info("attention: flash kernels of %s", name)
-                return name
+                return
             restore_flash_attention_impl()
+        _refused.add(name)
         log.warning("attention: %s is installed but not used: %s", name, why)
-    return None

@@ -42,9 +42,9 @@ def missing_compiler(device: torch.device) -> str | None:
 
         if not has_triton():
             return "Triton"
-        # Triton compiles what starts a kernel, in C, when it is first used.
-        if not any(shutil.which(name) for name in (os.environ.get("CC", ""), "gcc", "clang")):
-            return "a C compiler (gcc or clang)"
+        # Triton compiles what starts a kernel, in C, when it is first used; where CC is set, by nothing else.
+        if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
+            return "a C compiler (gcc or clang, or what CC names)"
         headers = Path(sysconfig.get_path("include"), "Python.h")
         return None if headers.exists() else f"Python's headers ({headers}; python3-dev)"
     return None

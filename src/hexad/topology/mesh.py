@@ -238,7 +238,7 @@ def _urgent(name: str, device: torch.device, timeout: timedelta) -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    options._timeout = timeout  # new_group warns where it is not what it was given
+    options._timeout = timeout  # new_group warns if it differs from its own
     return options
 
 

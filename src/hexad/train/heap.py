@@ -12,7 +12,7 @@ def give_back() -> None:
 
     A step leaves small blocks that stay among large ones that are free: without this a process's resident
     memory grows from step to step to about half as much again as it needs. Called once per step, it costs
-    page faults for what the next step uses again: less than a hundredth of a step in
+    page faults for what the next step uses again: 1 to 4 % of a step of
     ``benchmarks/step_time.py``. Blocks mapped one by one (``mallopt``) take less memory still, but a fifth
     more time.
     """

@@ -88,7 +88,7 @@ def compiles(run: RunSettings, device: torch.device) -> bool:
 
 @cache
 def _say_not_compiled(missing: str) -> None:
-    log.warning("run.compile auto: functions are not compiled, which needs %s on this machine", missing)
+    log.warning("run.compile auto: functions are not compiled: this machine lacks %s", missing)
 
 
 def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: float | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,8 +15,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hexad.comm import CommError, Trace, agreed, first_difference
+from hexad.comm import CommError, Trace, agreed, first_difference, merged
 from hexad.config import AgreedError, Config, ConfigError, HexadError
+from hexad.parallel.pointwise import missing_compiler
 from hexad.resolve import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
 from hexad.topology.layout import Layout
@@ -25,8 +27,10 @@ from . import flight_recorder
 from .deterministic import deterministic
 from .environment import Environment, environment
 from .idle import dismiss
+from .language import compiles
 from .rendezvous import meet
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LARGEST_MESH = 64
@@ -113,6 +117,26 @@ def check_device(config: Config, device: torch.device) -> None:
         )
 
 
+def compiled_alike(config: Config, mesh: Mesh) -> Config:
+    """``run.compile: auto`` becomes ``none`` where a host lacks what GPUs need for it: ranks that compute in
+    different ways would wait for each other, and round differently. All ranks call this together.
+
+    Raises:
+        AgreedError: another setting, and a rank lacks what it needs.
+    """
+    if config.run.compile != "auto" or mesh.device.type == "cpu":
+        agreed(lambda: compiles(config.run, mesh.device), mesh.world)
+        return config
+    missing = missing_compiler(mesh.device)
+    lacking = merged([(mesh.rank, missing)] if missing else [], mesh.world, lambda a, b: (a + b)[:1])
+    if not lacking:
+        return config
+    if mesh.rank == 0:
+        rank, what = lacking[0]
+        log.warning("run.compile auto: functions are not compiled: rank %d lacks %s", rank, what)
+    return config.model_copy(update={"run": config.run.model_copy(update={"compile": "none"})})
+
+
 @contextmanager
 def launch(config: Config) -> Iterator[Run]:
     """Join the world, check the configuration against it, build the mesh; leave the world afterwards.
@@ -151,6 +175,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
             mesh = Mesh.create(layout, device, config.run.timeout, Trace())
         # Hosts may have different devices, and read files of their own: agreed, not each for itself.
         agreed(lambda: check_device(config, device), mesh.world)
+        config = compiled_alike(config, mesh)
         run = Run(mesh, here, agreed(lambda: resolve(config, layout), mesh.world))
         # Nothing later would notice a difference.
         run.identical("torch", str(torch.__version__))

@@ -137,8 +137,8 @@ class Trainer:
             return
         try:
             self.checkpointer.close()
-            if error is None:
-                self.pace.close()
+            if error is None or isinstance(error, AgreedError):
+                self.pace.close()  # all ranks do
         except HexadError as failed:
             if error is None:
                 raise

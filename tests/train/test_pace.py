@@ -114,7 +114,7 @@ def test_garbage_is_collected_between_steps(make_run: MakeRun, monkeypatch: pyte
     monkeypatch.setattr(Engine, "train_step", watched)
     monkeypatch.setattr("hexad.train.pace.COLLECT_EVERY", 5)
     closed: list[Pace] = []
-    monkeypatch.setattr(Pace, "close", closed.append)
+    monkeypatch.setattr(Pace, "close", lambda self: closed.append(self))
     frozen = gc.get_freeze_count()
     gc.callbacks.append(note)
     try:

@@ -126,7 +126,7 @@ def test_a_run_resumes_and_rolls_back_where_listings_are_old(pool: Pool, tmp_pat
     assert "rolled back to step 8" in run.metrics[8]["fault"]
 
 
-@pytest.mark.parametrize("damaged", ["stop", "previous"])
+@pytest.mark.parametrize("damaged", ["stop", pytest.param("previous", marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_is_set_aside_where_listings_are_old(
     pool: Pool, tmp_path: Path, data: str, damaged: str
 ) -> None:

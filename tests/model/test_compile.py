@@ -133,7 +133,7 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 _KERNELS = {"narrowed": 3, "rms_backward": 2, "statistics": 2}
 
 
-_QUICK = ("add_rms", "turn", "swiglu_backward", "gradient")
+_QUICK = ("add_rms", "swiglu_backward")
 
 
 @needs_compiler

@@ -92,7 +92,7 @@ def test_gradients_are_the_same_to_the_last_bit(family: str, documents: Any, dro
             assert_same(gradients(family, recompute, documents, dtype, dropout, split=True)[0], wanted)
 
 
-@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_on_tensor_ranks(family: str, sequence: bool, pool: Pool) -> None:
     """``full`` repeats a layer's forward collectives but the last one, ``selective`` none."""

@@ -71,7 +71,9 @@ def pair(make_run: MakeRun, data: str) -> Pair:
     return make
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name", [each if each == "to and fro" else pytest.param(each, marks=pytest.mark.slow) for each in OWN]
+)
 def test_own_schedules(name: str, pair: Pair, pool: Pool, tmp_path: Path) -> None:
     run, alone = pair()
     path = tmp_path / "mine.json"
@@ -91,7 +93,7 @@ INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
         (2, ("parallel.pipeline=2", "parallel.schedule=zb_v"), {}),
         # More sends than are ever left unconfirmed.
         (4, ("parallel.pipeline=4",), {"batch": {"micro": 1, "global": 16}}),
-        (4, ("parallel.pipeline=2", "parallel.data=2", *INTERLEAVED), {}),
+        pytest.param(4, ("parallel.pipeline=2", "parallel.data=2", *INTERLEAVED), {}, marks=pytest.mark.slow),
     ],
 )
 def test_evaluation(

@@ -105,6 +105,8 @@ def test_repeated_keys_and_values_are_counted(
     run = Execution(2, 128)
     there, here = (attention.kept(replace(run, cpu=cpu), recompute == "selective") for cpu in (False, True))
     assert found - plain == there - here > 0
+    dropped = replace(attention, dropout=0.1)  # in ordinary operations, with groups on any device
+    assert dropped.kept(replace(run, cpu=False), False) == dropped.kept(run, False)
 
 
 # The state

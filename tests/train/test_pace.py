@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from typing import Any
 
@@ -50,8 +49,8 @@ def test_slowest_rank_is_named(pool: Pool) -> None:
     assert found[0]["rank"] == 1 and found[0]["seconds"] >= 0.4 and found[0]["fastest_seconds"] < 0.3
 
 
-def left_behind() -> int:
-    """Threads of the comparison after the second rank, which comes late, has closed."""
+def compared() -> bool:
+    """Whether the comparison is over when it is closed; the second rank comes late."""
     mesh = Mesh.create(Layout(data=2, world=2), torch.device("cpu"))
     pace = Pace(mesh)
     pace.begin()
@@ -59,12 +58,11 @@ def left_behind() -> int:
     pace.computed()
     pace.end()
     pace.close()
-    time.sleep(0.05)
-    return sum(thread.name == "hexad-pace" for thread in threading.enumerate())
+    return pace._comparison is not None and pace._comparison.done()
 
 
-def test_no_thread_is_left_behind(pool: Pool) -> None:
-    assert pool.run(2, left_behind) == [0, 0]
+def test_closing_waits_for_the_comparison(pool: Pool) -> None:
+    assert pool.run(2, compared) == [True, True]
 
 
 def test_a_gpus_time_ends_with_the_last_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

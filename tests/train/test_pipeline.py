@@ -93,7 +93,7 @@ INTERLEAVED = ("parallel.schedule=interleaved", "parallel.virtual_stages=2")
         (2, ("parallel.pipeline=2", "parallel.schedule=zb_v"), {}),
         # More sends than are ever left unconfirmed.
         (4, ("parallel.pipeline=4",), {"batch": {"micro": 1, "global": 16}}),
-        pytest.param(4, ("parallel.pipeline=2", "parallel.data=2", *INTERLEAVED), {}, marks=pytest.mark.slow),
+        (4, ("parallel.pipeline=2", "parallel.data=2", *INTERLEAVED), {}),
     ],
 )
 def test_evaluation(

@@ -249,7 +249,7 @@ def small_disk(make_run: MakeRun) -> Iterator[tuple[RunFile, Callable[[str], Non
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_full_disk(
     small_disk: tuple[RunFile, Callable[[str], None]], alone: RunFile, pool: Pool, asynchronous: str
 ) -> None:

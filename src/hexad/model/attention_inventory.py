@@ -165,8 +165,10 @@ class Attention:
 
     def _expanded(self, run: Execution) -> bool:
         """Keys and values are repeated for the query heads that share them: GPUs have no kernel with groups
-        for this format (:meth:`hexad.model.attention_kernels.AttentionKernel.dense`)."""
-        return not run.cpu and run.byte != 2 and self.heads != self.kv_heads * self.copies
+        for this format (:meth:`hexad.model.attention_kernels.AttentionKernel.dense`). Attention with dropout
+        uses none of these kernels."""
+        grouped = self.heads != self.kv_heads * self.copies
+        return grouped and not run.cpu and run.byte != 2 and self.dropout == 0
 
     @property
     def _computed(self) -> bool:

@@ -39,7 +39,7 @@ format: setup  ## apply ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: setup  ## rewrite the generated page of settings
+docs: setup  ## rewrite the generated pages: settings, presets, Python reference
 	$(BIN)/python -m docs.generate
 
 clean:  ## remove the environment and what runs wrote

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import log
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,9 +15,36 @@ from pydantic.fields import FieldInfo
 
 from hexad.config import Config
 from hexad.model.families import families
+from hexad.model.presets import preset_table
 from hexad.resolve.checks import SUPPORTED
 
+from .api_page import API, api_page
+
 PAGE = Path(__file__).parent / "configuration.md"
+PRESETS = Path(__file__).parent / "presets.md"
+
+_PRESETS_HEAD = """\
+<!-- Written by 'make docs' from src/hexad/model/families. Do not edit. -->
+
+# Presets
+
+`model.preset` fills in the architecture of a published model; keys of `model` that are given too override it.
+Weights are not loaded: `model.load: hf:DIR` does that and needs no preset ([Hugging Face](hugging-face.md)).
+`hexad config presets` prints this table, `hexad config init --preset NAME` writes a run.yaml for one.
+
+<!-- tested -->
+```bash
+hexad config presets
+hexad config init small.yaml --preset gpt2 --data data/train --tokenizer byte
+hexad config check small.yaml
+```
+
+*Parameters* are exact, with the published vocabulary, a tied embedding counted once. *Context* is the longest
+sequence, in tokens, that the model was published for, without extensions (as YaRN) that the preset lacks.
+
+| Preset | Family | Parameters | Layers | Hidden | Heads | KV heads | Feed-forward | Vocabulary | Context |
+|---|---|---|---|---|---|---|---|---|---|
+"""
 
 _HEAD = """\
 <!-- Written by 'make docs' from src/hexad/config/schema.py. Do not edit. -->
@@ -25,11 +53,14 @@ _HEAD = """\
 
 One YAML file holds every setting; all have defaults. Settings can be overridden on the command line, as in
 `hexad train run.yaml parallel.tensor=2 optimizer.lr=1e-3`; the value is YAML. An unknown key is an error that
-names the nearest known one. `hexad config show run.yaml` prints all settings, with those that preset and
+names the nearest known one. Relative paths are relative to the working directory of the command, wherever
+the file is; in what a run saves (`run.dir/config.yaml` and the checkpoints') they are absolute.
+`hexad config show run.yaml` prints all settings, with those that preset and
 family determine filled in; `hexad config check run.yaml` says whether they would be accepted. What depends on
 the number of ranks or the tokenizer stays `auto` until a run resolves it: `hexad train run.yaml --dry-run`
 prints the result.
 
+Integers without a limit of their own end at 10^9.
 Values marked † are part of the format, but refused by this version.
 """
 
@@ -42,6 +73,20 @@ def page() -> str:
         assert isinstance(group, type) and issubclass(group, BaseModel)
         parts += _group(field.alias or name, group)
     return "\n".join(parts)
+
+
+def presets_page() -> str:
+    """The page of presets."""
+    rows = []
+    for row in preset_table():
+        numbers = (row.parameters, row.layers, row.hidden, row.heads, row.kv_heads, row.ffn_hidden, row.vocab)
+        cells = [f"{number:,}" for number in numbers] + [f"{row.context:,}" if row.context else ""]
+        rows.append(f"| `{row.name}` | {row.family} | {' | '.join(cells)} |\n")
+    return _PRESETS_HEAD + "".join(rows)
+
+
+PAGES = {PAGE: page, PRESETS: presets_page, API: api_page}
+"""What is generated, and by what."""
 
 
 def _group(name: str, group: type[BaseModel]) -> Iterator[str]:
@@ -90,6 +135,8 @@ def _values(setting: str, field: FieldInfo) -> str:
     return ", ".join(shown) + note
 
 
+NO_LIMIT = 10**9
+"""Where integers end that have no limit of their own; said once, above the tables."""
 _OPEN = object()  # any value of a type, not one of a few
 
 
@@ -108,11 +155,11 @@ def _choices(annotation: Any) -> Iterator[tuple[str, object]]:
     elif origin is Annotated and inner[0] is str:
         yield next(part.func.__doc__ for part in inner[1:] if hasattr(part, "func")), _OPEN
     elif origin is Annotated:
-        low, high, strict = _bounds(inner[1:])
-        if inner[0] is int and high is not None:
-            yield from ((f"`{value}`", value) for value in range(int(low or 0), int(high) + 1))
+        bounds = _bounds(inner[1:])
+        if inner[0] is int and "le" in bounds and bounds["le"] < 10:
+            yield from ((f"`{value}`", value) for value in range(bounds["ge"], bounds["le"] + 1))
         else:
-            yield _number(inner[0], low, high, strict), _OPEN
+            yield _number(inner[0], bounds), _OPEN
     elif origin in (list, tuple):
         members = ", ".join(text for part in inner for text, _ in _choices(part))
         yield f"[{members}{', ...' if origin is list else ''}]", _OPEN
@@ -122,27 +169,37 @@ def _choices(annotation: Any) -> Iterator[tuple[str, object]]:
         yield {str: "text", int: "integer", float: "number"}.get(annotation, "mapping"), _OPEN
 
 
-def _bounds(metadata: tuple[Any, ...]) -> tuple[float | None, float | None, bool]:
-    """(lowest, highest or below, whether the lowest itself is excluded)."""
-    low = high = None
-    strict = False
-    for entry in metadata:
-        for part in getattr(entry, "metadata", None) or [entry]:
-            low = getattr(part, "ge", getattr(part, "gt", low))
-            high = getattr(part, "le", getattr(part, "lt", high))
-            strict = strict or hasattr(part, "gt")
-    return low, high, strict
+def _bounds(metadata: tuple[Any, ...]) -> dict[str, Any]:
+    """``ge``, ``gt``, ``le`` and ``lt``, as far as given."""
+    return {
+        name: getattr(part, name)
+        for entry in metadata
+        for part in getattr(entry, "metadata", None) or [entry]
+        for name in ("ge", "gt", "le", "lt")
+        if hasattr(part, name)
+    }
 
 
-def _number(kind: Any, low: float | None, high: float | None, strict: bool) -> str:
+def _number(kind: Any, bounds: dict[str, Any]) -> str:
     name = "integer" if kind is int else "number"
-    if high is not None:
-        return f"{name} from {low:g}, below {high:g}"
-    return f"{name} above {low:g}" if strict else f"{name} from {low:g}"
+    low = f"above {bounds['gt']:g}" if "gt" in bounds else f"from {bounds['ge']:g}"
+    if bounds.get("le", NO_LIMIT) != NO_LIMIT:
+        return f"{name} {low} to {_plainly(bounds['le'])}"
+    return f"{name} {low}" + (f", below {_plainly(bounds['lt'])}" if "lt" in bounds else "")
+
+
+def _plainly(number: float) -> str:
+    """``4,096``; large powers as such."""
+    for base in (10, 2):
+        power = round(log(number, base)) if number > 1 else 0
+        if power >= 16 and base**power == number:
+            return f"{base}^{power}"
+    return f"{number:,g}" if number < 1e5 else f"{number:,}"
 
 
 if __name__ == "__main__":
-    text = page()
-    assert not re.search(r"\n\n\n", text)
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE}")
+    for path, make in PAGES.items():
+        text = make()
+        assert not re.search(r"\n\n\n", text)
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")

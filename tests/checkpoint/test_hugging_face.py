@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from hexad.checkpoint.directory import find_checkpoint
 from hexad.checkpoint.reader import Checkpoint
-from hexad.dataset.tokenizer import load_tokenizer, train_bpe
+from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.tokenizer_training import train_bpe
 from hexad.generate.generator import load_model
 from hexad.model.configuration import build_config
 from hexad.model.families import families

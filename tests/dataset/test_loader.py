@@ -178,7 +178,7 @@ def test_from_config(tmp_path: Path) -> None:
             ["data.train=nowhere/x"],
             "data.train: nowhere/x.idx: no such file.*directory nowhere does not exist",
         ),
-        (["data.train=[]"], "data.train: an empty blend"),
+        (["data.train=[]"], r"data.train: found \[\], expected a prefix"),
         (["batch.global=6"], r"batch.global: 6 is not divisible by batch.micro 2 x 2 data ranks"),
         (["data.sequence=250"], "data.train: .*holds 250 tokens, expected at least data.sequence . 1 = 251"),
     ],

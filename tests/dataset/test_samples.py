@@ -47,7 +47,7 @@ def test_every_token_of_an_epoch_is_an_input_once(tmp_path_factory, lengths, seq
     source = SampleSource(dataset, sequence=sequence, seed=seed)
     assert source.per_epoch == (total - 1) // sequence
     epoch = data.draw(st.integers(0, 5))
-    tokens, begins = source.read(epoch * source.per_epoch + np.arange(source.per_epoch))
+    tokens, begins, _ = source.read(epoch * source.per_epoch + np.arange(source.per_epoch))
     used = Counter(tokens[:, :-1].reshape(-1).tolist())
     assert max(used.values()) == 1
     assert len(used) == total - 1 - (total - 1) % sequence
@@ -70,7 +70,7 @@ def test_random_access_gives_what_reading_in_order_gives(tmp_path_factory, lengt
     expected = in_order.read(np.arange(count))
     other = SampleSource(dataset, sequence=sequence, seed=3)
     for i in np.random.default_rng(0).permutation(count):
-        tokens, begins = other.read(np.array([i]))
+        tokens, begins, _ = other.read(np.array([i]))
         np.testing.assert_array_equal(tokens[0], expected[0][i])
         np.testing.assert_array_equal(begins[0], expected[1][i])
 
@@ -96,7 +96,9 @@ def test_samples_of_one_document_are_shuffled_anew_each_epoch(tmp_path: Path) ->
 
 def test_order_of_a_seed_never_changes(tmp_path: Path) -> None:
     """A resumed run depends on it: if this fails, the order of every existing run has changed."""
-    tokens, _ = SampleSource(numbered(tmp_path, [3, 1, 4, 1, 5, 9]), sequence=4, seed=1234).read(np.arange(5))
+    tokens, *_ = SampleSource(numbered(tmp_path, [3, 1, 4, 1, 5, 9]), sequence=4, seed=1234).read(
+        np.arange(5)
+    )
     assert tokens.tolist() == GOLDEN
 
 

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hexad.config import HexadError
-from hexad.dataset.tokenizer import ByteTokenizer, bos_ids, load_tokenizer, train_bpe
+from hexad.dataset.tokenizer import ByteTokenizer, bos_ids, load_tokenizer
+from hexad.dataset.tokenizer_training import train_bpe
 
 TEXTS = ["def f(x):\n    return x + 1\n", "Grüße, 世界! 🙂", "", "   spaces\t\n\n", "1234567"] * 3
 
@@ -85,7 +86,7 @@ def test_end_of_document_is_the_one_the_files_name(directory: Path, tmp_path: Pa
     tokenizer = load_tokenizer(str(tmp_path))
     # tokenizers renumbers added tokens without gaps.
     names = {300: "</s>", 310: "<|done|>"}
-    backend = tokenizer._backend  # type: ignore[attr-defined]
+    backend = tokenizer.backend  # type: ignore[attr-defined]
     assert tokenizer.eod == (backend.token_to_id(names[eod]) if eod in names else eod)
     assert tokenizer.vocab_size == max(backend.get_vocab().values()) + 1
 
@@ -157,7 +158,7 @@ def test_tiktoken_numbers_specials_as_llama3_does(tmp_path: Path, name: str) -> 
     tokenizer = load_tokenizer(str(tmp_path / name))
     # Llama 3: 128000 ranks, <|end_of_text|> 128001, <|eot_id|> 128009, vocabulary 128256.
     assert (tokenizer.vocab_size, tokenizer.eod) == (len(tokens) + 256, len(tokens) + 1)
-    backend = tokenizer._backend  # type: ignore[attr-defined]
+    backend = tokenizer.backend  # type: ignore[attr-defined]
     assert backend.encode_single_token("<|eot_id|>") == len(tokens) + 9
     assert tokenizer.encode("ing s") == [257, 258]
     for text in TEXTS:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -13,10 +14,13 @@ import pytest
 import torch
 
 from hexad.cli.main import run
-from hexad.config import ConfigError
-from hexad.dataset.tokenizer import ByteTokenizer, train_bpe
-from hexad.generate.generator import KeyValueCache, generate
+from hexad.config import ConfigError, HexadError
+from hexad.dataset.tokenizer import ByteTokenizer
+from hexad.dataset.tokenizer_training import train_bpe
+from hexad.generate.cache import KeyValueCache, Lengths
+from hexad.generate.generator import generate, generate_all
 from hexad.generate.sampling import Sampling, choose
+from hexad.generate.scoring import log_likelihoods
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer
 from hexad.parallel.sharding import declared_parameters, initialise
@@ -28,8 +32,16 @@ from ..train.command import Process, RunFile, call, free_port, write_run
 FAMILIES = ("llama", "gpt2", "qwen2", "qwen3")
 
 
-def model_of(family: str) -> Transformer:
-    tree = {"family": family, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24, "vocab": 50}
+def model_of(family: str, **settings: int) -> Transformer:
+    tree = {
+        "family": family,
+        "layers": 2,
+        "hidden": 16,
+        "heads": 4,
+        "ffn_hidden": 24,
+        "vocab": 50,
+        **settings,
+    }
     positions = {"max_positions": 32} if family == "gpt2" else {}
     config = build_config({"model": {**tree, **positions, "init_std": 0.5}})
     model = whole_model(config.model, shard_of())
@@ -43,12 +55,32 @@ def test_the_cache_equals_a_full_forward(family: str) -> None:
     model = model_of(family)
     tokens = torch.randint(0, 50, (1, 20), generator=torch.Generator().manual_seed(3))
     whole = model.logits(model(tokens))
-    caches = [KeyValueCache(20) for _ in model.layers]
-    parts, start = [], 0
-    for count in (8, *(1 for _ in range(12))):  # the prompt, then one token at a time
-        parts.append(model.logits(model(tokens[:, start : start + count], stores=caches, start=start)))
-        start += count
+    lengths = Lengths([8], 20, torch.device("cpu"))
+    caches = [KeyValueCache(lengths) for _ in model.layers]
+    parts = [model.logits(model(tokens[:, :8], stores=caches))]
+    for start in range(8, 20):  # the prompt, then one token at a time
+        parts.append(model.logits(model(tokens[:, start : start + 1], None, caches, lengths.now)))
+        lengths.advance()
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prompts_of_any_lengths_continue_as_one_by_one(family: str, window: int | None) -> None:
+    """Also with a window, with draws of their own, and where some end before others."""
+    model = model_of(family, **({"sliding_window": window} if window else {}))
+    prompts = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7], [9, 3]]
+    lengths = [12, 3, 12, 5, 1]
+    for sampling in (Sampling(), Sampling(temperature=1.3, top_k=9)):
+        alone = [
+            list(generate(model, prompt, 12, replace(sampling, seed=number)))
+            for number, prompt in enumerate(prompts)
+        ]
+        found = generate_all(
+            model, prompts, 12, sampling, lambda n, ids: len(ids) == lengths[n], seeds=range(len(prompts))
+        )
+        assert found == [ids[:length] for ids, length in zip(alone, lengths)]
+        assert len({tuple(ids) for ids in alone}) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,7 +188,8 @@ def test_other_layouts_generate_the_same(
     """The model has one layer, three stages are embedding, layer and head; and two KV heads, which on four
     tensor ranks have a cache on two each."""
     sampling = {"temperature": 1.5, "top_k": 0, "top_p": 0.95, "seed": 3, "as_json": False}
-    text = {"prompt": "the q", "tokens": 12, "checkpoint": str(trained.newest)}
+    text = {"prompts": [{"prompt": "the q"}], "tokens": 12, "checkpoint": str(trained.newest)}
+    text |= {"samples": 1, "stop": (), "batch": 4, "lines": False}
     alone = generated(trained, "--temperature", "1.5", "--top-p", "0.95", "--seed", "3")
     request = {**sampling, **text, "nproc": world, "overrides": overrides}
     first, *others = pool.apart(world, generated_by, request, free_port())
@@ -179,7 +212,10 @@ def test_other_layouts_generate_the_same(
         (["--nproc", "2", "--top-p", "0"], "--top-p: found 0.0"),
         (["parallel.tensor=2"], "--nproc: found 1, expected parallel.tensor 2 x parallel.pipeline 1 = 2"),
         (["model.hidden=32"], "model.hidden: found 32, but checkpoint"),
-        (["--stop", "x"], "No such option"),
+        (["--stop", ""], "--stop: found an empty text"),
+        (["--samples", "2"], "--samples: found 2 with --temperature 0"),
+        (["--prompts", "/none"], "--prompts: /none: cannot be read: No such file"),
+        (["--best", "x"], "No such option"),
     ],
 )
 def test_errors(trained: RunFile, options: list[str], start: str) -> None:
@@ -206,7 +242,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(
 def test_prompts_begin_as_the_tokenizer_says(trained: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[list[int]] = []
     monkeypatch.setattr(ByteTokenizer, "bos", (256,))
-    monkeypatch.setattr("hexad.generate.generator.generate", lambda _, ids, *rest: prompts.append(ids) or [])
+    monkeypatch.setattr("hexad.generate.session.write", lambda _, __, ids, *rest: prompts.extend(ids) or [])
     for override in ("data.bos=auto", "data.bos=no"):
         generated(trained, override)
     assert prompts == [[256, *b"the q"], [*b"the q"]]
@@ -220,3 +256,111 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     result = call("generate", str(tmp_path), "--prompt", "a")
     assert result.status == 2
     assert result.error.startswith(f"{tmp_path}: neither a checkpoint nor a run directory")
+
+
+@torch.no_grad()
+def test_likelihoods_are_those_of_full_forwards() -> None:
+    """Many sequences in one pass, each by itself."""
+    model = model_of("llama")
+    sequences = [([3, 1, 4, 1, 5], 2), ([9, 2], 1), ([6, 5, 3, 5], 3)]
+    greedy = [7]
+    for _ in range(3):
+        greedy.append(int(model.logits(model(torch.tensor([greedy])))[-1, : model.vocab].argmax()))
+    for (ids, first), found in zip(
+        [*sequences, (greedy, 1)], log_likelihoods(model, [*sequences, (greedy, 1)])
+    ):
+        logs = model.logits(model(torch.tensor([ids])))[:, : model.vocab].double().log_softmax(-1)
+        wanted = sum(float(logs[place - 1, ids[place]]) for place in range(first, len(ids)))
+        assert found.log_probability == pytest.approx(wanted, rel=1e-6)
+        assert found.greedy == (ids == greedy)
+    with pytest.raises(HexadError, match="found 2 tokens of which number 0 is the first"):
+        log_likelihoods(model, [([1, 2], 0)])
+
+
+def test_several_prompts_samples_and_stop_texts(trained: RunFile, tmp_path: Path) -> None:
+    def lines(*options: str) -> list[dict[str, object]]:
+        result = call("generate", str(trained.directory), "--tokens", "12", *options)
+        assert result.status == 0, result.err
+        return [json.loads(line) for line in result.out.splitlines()]
+
+    prompts = ["the q", "jumps over", "l"]
+    alone = [
+        json.loads(generated(trained, "--json", "--prompt", text).strip())["results"][1] for text in prompts
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text, "id": n}) + "\n" for n, text in enumerate(prompts)))
+    found = lines("--prompts", str(file), "--batch", "2")
+    assert [(line["id"], line["prompt"], line["text"]) for line in found] == [
+        (n, text, each["text"]) for n, (text, each) in enumerate(zip(prompts, alone))
+    ]
+    sampled = lines("--prompts", str(file), "--samples", "2", "--temperature", "1.5")
+    assert [(line["id"], line["sample"]) for line in sampled] == [(n, s) for n in range(3) for s in range(2)]
+    second = generated(trained, "--temperature", "1.5", "--seed", "1235", "--json")
+    assert json.loads(second)["text"] == sampled[1]["text"] != sampled[0]["text"]
+    whole = alone[0]["text"]
+    ended = lines("--prompts", str(file), "--stop", whole[3:6], "--stop", "never")[0]
+    assert ended["text"] == whole[: whole.find(whole[3:6])] and ended["ended"] == "stop"
+    assert generated(trained, "--prompt", "jumps over").count("---") == 1
+
+
+def test_conversations_are_rendered_by_the_tokenizers_template(trained: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "the q"}]}\n')
+    error = call("generate", str(trained.directory), "--prompts", str(tmp_path / "prompts.jsonl")).error
+    assert error.startswith("data.tokenizer: byte has no chat template for the messages of prompt 1")
+
+
+def test_prompts_beyond_the_models_length_are_reported(trained: RunFile) -> None:
+    result = call("generate", str(trained.directory), "--prompt", "the q", "--tokens", "12")
+    assert "warning: prompt and new tokens reach 17 positions, the model was made for 16" in result.err
+    assert not call("generate", str(trained.directory), "--prompt", "the q", "--tokens", "11").err
+
+
+def chatty(tmp_path: Path) -> RunFile:
+    """A run on conversations whose answers end with ``<|im_end|>``."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokens = tmp_path / "tok"
+    train_bpe(["what is it? a fox"] * 9, 264, tokens, special_tokens=("<|im_start|>", "<|im_end|>"))
+    (tokens / "chat_template.jinja").write_text(template)
+    pair = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "fox"}]
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': pair})}\n" * 8)
+    build = ["--input", str(tmp_path / "chat.jsonl"), "--output", str(tmp_path / "chat"), "--workers", "1"]
+    assert run(["data", "build", *build, "--tokenizer", str(tokens)]) == 0
+    groups = {"data": {"tokenizer": str(tokens), "sequence": 48}, "optimizer": {"lr": 0.02}}
+    run_file = write_run(tmp_path, str(tmp_path / "chat"), run={"steps": 60}, **groups)
+    assert run_file.train().status == 0
+    return run_file
+
+
+def test_an_answer_ends_where_the_template_ends_it(tmp_path: Path) -> None:
+    """The token that closes a turn is not the end of a document, and no text of its own."""
+    run_file = chatty(tmp_path)
+    (tmp_path / "ask.jsonl").write_text('{"messages": [{"role": "user", "content": "what?"}]}\n')
+
+    def written(*options: str) -> dict[str, object]:
+        result = call("generate", str(run_file.directory), "--tokens", "24", *options)
+        assert result.status == 0, result.err
+        return json.loads(result.out)
+
+    asked = written("--prompts", str(tmp_path / "ask.jsonl"))
+    assert (asked["text"], asked["ended"]) == ("fox", "document")
+    plain = "<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n"
+    stopped = written("--prompt", plain, "--stop", "<|im_end|>", "--json")
+    assert (stopped["text"], stopped["ended"]) == ("fox", "document")
+    assert len(written("--prompt", plain, "--json")["tokens"]) > len(stopped["tokens"])
+    ends = {"eos_token_id": [stopped["tokens"][-1]]}
+    (run_file.newest / "tokenizer" / "generation_config.json").write_text(json.dumps(ends))
+    assert written("--prompt", plain, "--json")["tokens"] == stopped["tokens"]
+
+
+def test_lines_of_prompts_end_at_line_feeds_only(trained: RunFile, tmp_path: Path) -> None:
+    (tmp_path / "odd.jsonl").write_text(json.dumps({"prompt": "a\u2028b\u0085c"}, ensure_ascii=False))
+    result = call(
+        "generate", str(trained.directory), "--prompts", str(tmp_path / "odd.jsonl"), "--tokens", "2"
+    )
+    assert result.status == 0 and json.loads(result.out)["prompt"] == "a\u2028b\u0085c"
+    (tmp_path / "half.jsonl").write_text('{"prompt": "a\\ud800"}')
+    error = call("generate", str(trained.directory), "--prompts", str(tmp_path / "half.jsonl")).error
+    assert error.startswith("--prompt: number 1 is not Unicode text")

@@ -63,6 +63,17 @@ _TABLE = """
 1 2 2 | z3 zb_v         | none              | fp32        | tied
 1 2 2 | z2 zb_v         | full              | bf16 reduce | llama
 1 2 2 | z3 interleaved  | selective         | fp32        | llama
+1 1 1 |                 | none              | fp32        | lora
+2 1 1 | seq             | selective         | bf16        | lora of queries
+1 1 2 | z3              | none              | bf16        | lora
+1 1 2 | z2              | full              | fp32        | lora of queries
+1 2 1 | zb_h1           | none              | fp32        | lora with dropout
+1 1 1 |                 | none              | fp32        | lora with dropout
+1 1 1 |                 | selective         | bf16        | lora with dropout
+2 1 1 | seq             | none              | fp32        | lora with dropout
+1 2 1 | zb_h1           | none              | fp32        | lora
+1 1 2 | z1              | none              | fp32        | last layer
+1 1 1 |                 | none              | fp32        | last layer
 """
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -71,6 +82,10 @@ _MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tied_embeddings": True},
     "two kv heads": {"kv_heads": 2},
     "one kv head": {"kv_heads": 1},
+    "lora": {"lora": {"rank": 8}},
+    "lora of queries": {"lora": {"rank": 8, "targets": ["q", "v"]}},
+    "lora with dropout": {"lora": {"rank": 8, "dropout": 0.1}},
+    "last layer": {"train": ["layers.3", "norm", "head"]},
     "window": {"family": "mistral", "sliding_window": 100},
 }
 

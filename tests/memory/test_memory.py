@@ -45,7 +45,7 @@ def _layer(recompute: str, sequence: bool, dtype: torch.dtype, **model_settings:
     whole = whole_model(model, shard_of(axis, sequence, dtype), Recompute(kind))
     initialise(declared_parameters(whole), 1)
     tokens = torch.arange(256).view(2, 128) % 100
-    where = whole._geometry(tokens, None, 0, None)
+    where = whole._geometry(tokens, None, None, None)
     rows = 256 // (world if sequence else 1)
     x = torch.randn(rows, model.hidden).to(dtype).requires_grad_()
     layers = list(whole.layers.values())

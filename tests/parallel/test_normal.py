@@ -167,6 +167,8 @@ def values_and_draws(config: Config) -> tuple[dict[Any, torch.Tensor], int]:
         )
     finally:
         buckets.fill_initial = fill
+    if world > 1:
+        torch.distributed.barrier()  # a rank that leaves closes connections that others are still making
     pieces = [piece for bucket in engine.buckets for piece in bucket.pieces(bucket.master)]
     return {rectangle: values.clone() for rectangle, values in pieces}, count
 

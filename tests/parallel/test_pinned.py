@@ -94,3 +94,6 @@ def test_threads_of_the_host_follow_the_local_ranks(monkeypatch: pytest.MonkeyPa
     assert launch.host_threads({"OMP_NUM_THREADS": "1"}, 8, True) == 8  # torchrun's, not the user's
     assert launch.host_threads({"OMP_NUM_THREADS": "4"}, 8, True) is None
     assert launch.host_threads({}, 100, True) == 1
+    # Cores bound to each task of a host, or shared by torchrun's ranks inside of one.
+    assert launch.host_threads({"SLURM_CPUS_PER_TASK": "12"}, 8, False) == 12
+    assert launch.host_threads({"SLURM_CPUS_PER_TASK": "12", "RANK": "0"}, 8, False) == 8

@@ -366,6 +366,34 @@ COPIED_GRID = (
     Case(deep(fewer(_QWEN2, 1), 3), data=2, tensor=2, pipeline=2, schedule="zb_h1", zero=2),
     Case(fewer(_DROPPED_LLAMA, 2), data=2, tensor=4, zero=3, recompute="full"),
 )
+
+
+def adapted(variant: Variant, what: str, train: Sequence[str] | str = "all", **lora: Any) -> Variant:
+    """The variant with adapters, or with frozen weights only."""
+    model = {**variant.model, "train": train, **({"lora": lora} if lora else {})}
+    return replace(variant, name=f"{variant.name}, {what}", model=model)
+
+
+_ALL = {"rank": 3, "alpha": 5.0}
+_SOME = {**_ALL, "targets": ["q", "v", "ffn.down"]}
+_DROP = {**_ALL, "dropout": 0.2}
+_TAIL = ("layers.1", "*norm*", "*.bias")  # nothing of the first stage's layers but vectors
+_ADAPTED = (
+    Case(adapted(_QWEN2, "LoRA with dropout", **_DROP), 2, 2, True, 2, "zb_h1", zero=2),
+    Case(adapted(fewer(_DROPPED_LLAMA, 2), "LoRA", **_DROP), 2, 4, zero=3, recompute="full"),
+    Case(adapted(VARIANTS[2], "last layer and vectors trained", _TAIL), 2, 2, pipeline=2, zero=1),
+    Case(adapted(_LLAMA, "LoRA", **_ALL), tensor=2),
+    Case(adapted(_LLAMA, "LoRA", **_ALL), tensor=2, data=2, sequence=False, zero=1),
+    Case(
+        adapted(VARIANTS[3], "LoRA of q, v, down; head", ["head"], **_SOME),
+        2,
+        2,
+        zero=3,
+        recompute="selective",
+    ),
+    Case(adapted(VARIANTS[1], "last layer trained", ["layers.1"]), data=2, pipeline=2, zero=3),
+)
+ADAPTED_GRID, EVERY_ADAPTED = _ADAPTED[:3], _ADAPTED[3:]
 EVERY_COPIED = (
     *(
         Case(fewer(variant, kv_heads), 1, tensor, sequence)
@@ -454,7 +482,7 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
     with mutations.applied(mutation, mesh) if mutation else nullcontext():
         engine = Engine(config, mesh)
         results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(case.steps)]
-        gradients = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.gradient)]
+        gradients = [piece for bucket in engine.trained for piece in _pieces(bucket, bucket.gradient)]
         weights = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.master)]
     return [r.loss for r in results], [r.grad_norm for r in results], gradients, weights
 

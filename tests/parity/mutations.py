@@ -18,11 +18,11 @@ from hexad.parallel.data import buckets, gradients, rounds
 from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.inventory import Parameter
 from hexad.parallel.pipeline import executor
-from hexad.parallel.tensor import cross_entropy, embedding, linear, loss
+from hexad.parallel.tensor import cross_entropy, embedding, linear, lora, loss
 from hexad.topology.mesh import Mesh
 from hexad.train import language
 
-from .harness import VARIANTS, Case, deep, fewer
+from .harness import EVERY_ADAPTED, VARIANTS, Case, deep, fewer
 from .mutation import Mutation, Patches, same, same_async
 from .state_mutations import STATE_MUTATIONS
 
@@ -195,6 +195,10 @@ def _drop_boundary_gradient(mesh: Mesh) -> Patches:
     return [mock.patch.object(executor._Walk, "_backward", backward)]
 
 
+def _drop_adapter_gradient(mesh: Mesh) -> Patches:
+    return [mock.patch.object(lora.Adapters, "add_input_gradient_", lambda *_: None)]
+
+
 def _forget_product(mesh: Mesh) -> Patches:
     original = gradients.Gradients.compute
 
@@ -287,6 +291,7 @@ MUTATIONS = {
     "count a tied weight twice in the norm": Mutation(_count_copies, _in(pipeline=2, variant=1)),
     "clip by this stage's norm": Mutation(_stage_norm, _in(pipeline=2)),
     "number layers from each stage's first": Mutation(_local_layer_names, _in(pipeline=2)),
+    "keep adapters' part of the input's gradient back": Mutation(_drop_adapter_gradient, EVERY_ADAPTED[0]),
     **STATE_MUTATIONS,
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..pool import Pool
 from .harness import (
+    ADAPTED_GRID,
     COMPILED_GRID,
     COPIED_GRID,
     EVERY_STATE,
@@ -25,7 +26,7 @@ from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
-_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID)
+_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID)
 _OTHERS = len(PIPELINE_GRID) + len(_LATER)
 _HEAD = f"""\
 <!-- Written by 'python -m tests.parity.table'. Do not edit. -->
@@ -60,7 +61,8 @@ ZeRO levels 0 to 3 with replicas, recompute and pipelines, all with dropout in e
 and attention. Of the {len(EVERY_STATE)} combinations of up to 8 ranks these {len(STATE_GRID)} contain every
 pair of settings; `pytest -m slow` runs all, and every test run adds a random sample. In the rows with
 `compile pointwise` pointwise functions are compiled (`run.compile: pointwise`), against one process in which
-they are not. In the last {len(COPIED_GRID)} rows several tensor ranks hold the same KV heads.
+they are not. In the {len(COPIED_GRID)} rows with `kv_heads` several tensor ranks hold the same KV heads; in
+the last {len(ADAPTED_GRID)} rows weights are frozen (`model.train`), with adapters (`model.lora`) or without.
 
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""

@@ -12,8 +12,10 @@ import pytest
 
 from ..pool import Pool
 from .harness import (
+    ADAPTED_GRID,
     COMPILED_GRID,
     COPIED_GRID,
+    EVERY_ADAPTED,
     EVERY_COMPILED,
     EVERY_COPIED,
     EVERY_LAYOUT,
@@ -47,7 +49,9 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", (*GRID, *PIPELINE_GRID, *STATE_GRID, *COMPILED_GRID, *COPIED_GRID), ids=name_of
+    "case",
+    (*GRID, *PIPELINE_GRID, *STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID),
+    ids=name_of,
 )
 def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:
     found = errors(run(pool, case), references.of(case))
@@ -79,7 +83,9 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", (*EVERY_LAYOUT, *EVERY_PIPELINE, *EVERY_STATE, *EVERY_COMPILED, *EVERY_COPIED), ids=name_of
+    "case",
+    (*EVERY_LAYOUT, *EVERY_PIPELINE, *EVERY_STATE, *EVERY_COMPILED, *EVERY_COPIED, *EVERY_ADAPTED),
+    ids=name_of,
 )
 def test_every_layout(case: Case, pool: Pool, references: References) -> None:
     found = errors(run(pool, case), references.of(case))

@@ -53,6 +53,7 @@ def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
         "checkpoint.resume",
         "run.compile",
         "data.bos",
+        "data.packing",
         "parallel.schedule",
         "parallel.schedule_memory",
     }

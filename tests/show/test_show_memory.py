@@ -8,6 +8,7 @@ import pytest
 
 from hexad.plan.memory import MemoryPlan
 from hexad.show.memory import MOST_BARS, memory_figure
+from hexad.topology.devices import published_peaks, usable_memory
 
 from .common import document_of, error_of, labels_of, text_of
 
@@ -46,16 +47,69 @@ def test_zero_and_recompute_save_memory(path: str) -> None:
 
 
 def test_table_and_picture(path: str, tmp_path: Path) -> None:
-    total = document_of("memory", path)["total"] / 2**20
+    total = document_of("memory", path)["total"] / 2**30
     text = text_of("memory", path)
-    assert "activations: feed forward" in text and f"total {total:.1f}" in " ".join(text.split())
+    assert "activations: feed forward" in text and f"total {total:.5f}" in " ".join(text.split())
     labels = labels_of("memory", path, file=tmp_path / "memory.svg")
-    assert {"Predicted peak memory, MiB", "parameters", "buffers", f"{total:.3g}"} <= set(labels)
+    title = "Predicted peak memory: llama, 4 layers, bf16, 4 ranks: tensor 2 x pipeline 2"
+    assert {title, "GiB", "parameters", "buffers", f"{total:.3g}"} <= set(labels)
+
+
+def test_whether_it_fits_is_said_everywhere(path: str, tmp_path: Path) -> None:
+    need = document_of("memory", path)["total"]
+    for size, fits in ((need, True), (need - 1, False)):
+        found = document_of("memory", path, "--device", f"{size}B")["device"]
+        margin = size - need
+        assert found == {"name": f"{size}B", "capacity": size, "fits": fits, "margin": margin}
+    usable = 79.1 * 2**30
+    found = document_of("memory", path, "--device", "H100")["device"]
+    assert found["fits"] and found["margin"] == pytest.approx(usable - need, abs=1)
+    assert "fits: yes, 0.00 of 79.10 GiB on h100" in text_of("memory", path, "--device", "h100")
+    assert "fits: no, " in text_of("memory", path, "--device", "100KB")
+    labels = labels_of("memory", path, "--device", "a100-40gb", file=tmp_path / "memory.svg")
+    assert "a100-40gb: 39.30 GiB" in labels and any("fits: yes" in label for label in labels)
+
+
+def test_a_rank_asked_for_does_not_change_whether_the_run_fits(path: str) -> None:
+    whole = document_of("memory", path, "--device", "1MB")
+    least = document_of("memory", path, "--device", "1MB", "--rank", "3")
+    assert least["total"] < whole["total"] and least["device"] == whole["device"]
+
+
+def test_devices_are_gpus_or_sizes(path: str) -> None:
+    wrong = error_of("memory", path, "--device", "h10")
+    assert wrong.startswith(
+        "--device: found 'h10', expected a GPU or a size such as 80GB (did you mean 'h100'"
+    )
+    assert "expected a GPU or a size" in error_of("memory", path, "--device", "80")
+    assert "expected a GPU or a size" in error_of("memory", path, "--device", "")
+    # Of a GPU by name the run's memory there is predicted, whatever run.device is.
+    assert (
+        document_of("memory", path, "run.device=cpu", "--device", "h100")["total"]
+        == document_of("memory", path)["total"]
+        != document_of("memory", path, "run.device=cpu")["total"]
+    )
+    names = usable_memory()
+    assert names["a100"] == names["a100-80gb"] > names["a100-40gb"]
+    assert all(published_peaks(name.upper().replace("-", " ")) for name in names if "pcie" not in name)
+
+
+def test_the_legend_has_no_empty_entries_and_no_colour_twice() -> None:
+    def plan(rank: int, **kinds: int) -> MemoryPlan:
+        return MemoryPlan(rank, 2**20, 2**20, 0, 2**21, kinds, 2**20, 0, "F")
+
+    large = dict.fromkeys(("residual", "norm", "attention", "feed_forward", "loss", "boundary"), 2**19)
+    (axes,) = memory_figure([plan(0, **large, positions=7), plan(1, residual=2**19)]).axes
+    _, names = axes.get_legend_handles_labels()
+    assert "master" not in names and "activations: positions" not in names
+    assert names.count("activations: other") == 1 and names[-1] == "buffers"
+    colours = [container.patches[0].get_facecolor() for container in axes.containers]
+    assert len(set(colours)) == len(colours) == len(names)
 
 
 def test_bars_are_as_high_as_the_plan() -> None:
     def plan(rank: int) -> MemoryPlan:
-        return MemoryPlan(rank, 2**20, 2**20, 0, 2**21, {"residual": 3 * 2**20}, 2**20, 0, "F")
+        return MemoryPlan(rank, 2**30, 2**30, 0, 2**31, {"residual": 3 * 2**30}, 2**30, 0, "F")
 
     (axes,) = memory_figure([plan(0), plan(5)]).axes
     tops: dict[float, float] = {}

@@ -62,7 +62,7 @@ def test_costs_are_of_all_stages_of_a_rank() -> None:
         for entries in document_of(*common, "--schedule", name)["ranks"]:
             assert sum(e["end"] - e["start"] for e in entries) == pytest.approx(8 * (2 + 3 + 4))
     two = ("schedule", "--pipeline", "2", "--microbatches", "1", "--costs")
-    plain, delayed = (document_of(*two, costs)["makespan"] for costs in ("1,1,1", "1,1,1,5"))
+    plain, delayed = (document_of(*two, costs)["makespan"] for costs in ("1,1,1,0", "1,1,1,5"))
     assert delayed == plain + 2 * 5
 
 
@@ -106,7 +106,7 @@ def test_a_configuration_determines_the_schedule(tmp_path: Path) -> None:
     assert error_of("schedule", file, "batch.global=18").startswith("batch.global: found 18, expected a mult")
     assert error_of("schedule", file, "parallel.pipeline=9").startswith("parallel.pipeline: found 18 stages")
     assert "FLOPs" in text_of("schedule", file)
-    assert "F 2, B 2, W 2" in text_of("schedule", file, "--costs", "2,2,2")
+    assert "F 2, B 2, W 2" in text_of("schedule", file, "--costs", "2,2,2,0")
 
 
 def timeline(change: Callable[[dict[str, Any]], object] = lambda tree: None) -> str:
@@ -134,7 +134,7 @@ def test_a_run_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:
     assert document["step"] == 30
     assert document["measured"]["ranks"][0][0]["start"] == 0.0
     assert "time, s" in labels_of("schedule", tmp_path, file=tmp_path / "both.svg")
-    assert "leave it out" in error_of("schedule", tmp_path, "--costs", "1,1,1")
+    assert "leave it out" in error_of("schedule", tmp_path, "--costs", "1,1,1,0")
     assert "leave it out" in error_of("schedule", tmp_path, "--schedule", "1f1b")
     assert "found overrides" in error_of("schedule", tmp_path, "parallel.pipeline=2")
 
@@ -283,7 +283,18 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert "did you mean 'zb_v'" in error_of("schedule", "--schedule", "zb_w")
     assert "1f1b has one stage" in error_of("schedule", "--schedule", "1f1b", "--virtual-stages", "2")
     assert "interleaved" in error_of("schedule", "--schedule", "1f1b", "--group", "2")
-    for costs in ("1,1", "1,1,1,1,1", "a,b,c", "", "1;1;1", "1,1,-1", "1,1,1,-0.5", "nan,1,1", "0,0,0,1"):
+    for costs in (
+        "1,1",
+        "1,1,1",
+        "1,1,1,1,1",
+        "a,b,c",
+        "",
+        "1;1;1",
+        "1,1,-1",
+        "1,1,1,-0.5",
+        "nan,1,1",
+        "0,0,0,1",
+    ):
         assert error_of("schedule", "--costs", costs).startswith(
             f"--costs: found '{costs}', expected F,B,W,P2P"
         )

@@ -9,7 +9,7 @@ import torch
 
 from hexad.config import AgreedError, HexadError
 from hexad.model.configuration import load_config
-from hexad.topology.cluster import published_peaks
+from hexad.topology.devices import published_peaks
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine

@@ -17,7 +17,7 @@ MISTAKES = [
     (
         ["parallel.tensor=4", "model.heads=12", "model.kv_heads=6", "model.head_dim=4"],
         "parallel.tensor: found 4, expected a divisor or a multiple of model.kv_heads 6",
-        "use 1, 2, 3, 6 or 12",
+        "use 1 or 2",
     ),
     (["parallel.data=3"], "batch.global: found 4", "nearest are 3 or 6"),
     (["batch.micro=3"], "batch.global: found 4", "nearest are 3 or 6"),
@@ -55,7 +55,7 @@ MISTAKES = [
     (["layers"], "layers: an override has the form name=value", ""),
     (["data.train=null"], "data.train: found null", "prefix"),
     (["data.train=no/such"], "data.train: no/such.idx: no such file", ""),
-    (["validate.every=2"], "data.validation: found null", "validate.every"),
+    (["validate.every=2"], "data.validation: found no data", "validate.every"),
     (["validate.every=2", "data.validation=no/such"], "data.validation: no/such.idx: no such file", ""),
     (["data.tokenizer=nope"], "data.tokenizer: tokenizer 'nope': no such file", "byte"),
     (["run.device=cuda"], "run.device: found cuda", "use auto or cpu"),

@@ -144,17 +144,11 @@ def test_peers_that_never_come(make_run: MakeRun, monkeypatch: pytest.MonkeyPatc
 Joined = Callable[[int], None]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_the_first_rank_alone_tells_what_all_know(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, launcher: str, rank: int
+def test_whoever_is_first_says_what_all_know_once(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, launcher: str, ranks: tuple[int, int]
 ) -> None:
-    if launcher == "torchrun":
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    else:
-        variables = {**SLURM, "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
     run = make_run()
     for overrides, message in (
         (["parallel.tensor=3"], "parallel.tensor: found 3"),
@@ -162,9 +156,60 @@ def test_the_first_rank_alone_tells_what_all_know(
         (["--nproc", "2"], "--nproc: "),
         (["--no-such-option"], "No such option"),
     ):
-        result = run.train(*overrides)
-        assert result.status == 2
-        if rank == 0:
-            assert result.error.startswith(message)
-        else:
-            assert not result.err
+        for rank in (*ranks, *ranks):  # started twice
+            if launcher == "torchrun":
+                variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+            else:
+                variables = {**SLURM, "SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            result = run.train(*overrides)
+            assert result.status == 2
+            if rank == ranks[0]:
+                assert result.error.startswith(message)
+            else:
+                assert not result.err
+
+
+def test_the_message_outlives_the_rank_that_ends_first(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """torchrun ends all ranks as soon as one has ended; the first rank is slow."""
+    late = "if os.environ['RANK'] == '0':\n    time.sleep(4)\n"
+    code = f"import os, time\nfrom hexad.cli.main import main\n{late}main()\n"
+    (tmp_path / "rank.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = make_run().arguments("parallel.tensor=3")
+    result = Process([*torchrun, str(tmp_path / "rank.py"), *arguments], tmp_path).wait()
+    assert result.err.count("hexad: error: parallel.tensor: found 3") == 1, result.err
+
+
+def test_a_rank_beyond_its_world_is_named(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "5", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert make_run().train().error == "RANK: found 5, expected 0 to 0 (WORLD_SIZE 1)"
+
+
+def test_missing_ranks_are_reported_while_they_are_waited_for(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hexad.train.rendezvous._EVERY", 0.3)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 4, "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    result = make_run().train("parallel.tensor=2", "run.timeout=1")
+    waiting = [line for line in result.err.splitlines() if "1 of 4 ranks have joined at 127.0.0.1:" in line]
+    assert len(waiting) >= 3 and "WORLD_SIZE=4 is set in the environment; unset it" in waiting[0]
+    assert result.status == 2 and "1 of 4 ranks have joined" in result.error
+
+
+@pytest.mark.parametrize(("address", "problem"), [("nohost.invalid", "not known"), ("127.0.0.1", "refused")])
+def test_a_first_rank_that_is_not_there_is_reported_in_one_line(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, address: str, problem: str
+) -> None:
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", address)
+    result = make_run().train("parallel.tensor=2", "run.timeout=1")
+    assert result.status == 2 and f"rendezvous at {address}:" in result.error and problem in result.error
+    assert len(result.err.splitlines()) == 1

@@ -328,7 +328,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(HexadError, match="stages: found numbers"):
         Engine({1: linear()}, mesh_of(), config_of(0))
     experts = Experts(Shard({}, dtype=FLOAT), Axis("expert"))
-    with pytest.raises(HexadError, match=r"experts\.weight: found requires_grad False; only plain"):
+    with pytest.raises(HexadError, match=r"experts\.weight: found requires_grad False, but it is declared"):
         build(experts.requires_grad_(False))
     with pytest.raises(HexadError, match=r"weight: found torch\.complex64"):
         build(nn.Linear(2, 2, dtype=torch.complex64))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from hexad.dataset.indexed import IndexedWriter
 from hexad.dataset.loader import loader_from_config
 from hexad.dataset.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
-from hexad.model.counts import flops_per_token
+from hexad.model.counts import flops_per_token, parameter_count
 from hexad.train.engine import Engine
 
 from ..pool import Pool
-from .command import FOUR, RunFile, call
+from .command import FOUR, Process, RunFile, call
 from .conftest import MakeRun
 
 KEYS = {
@@ -144,10 +145,13 @@ def test_dry_run(make_run: MakeRun) -> None:
     result = run.train("--dry-run", *FOUR)
     assert result.status == 0 and not result.err
     assert yaml.safe_load(result.out)["model"]["vocab"] == 257  # the rest is comments
-    assert "# 4 rank(s): tensor 2 x data 2" in result.out
+    assert "\n# ranks       4: tensor 2 x data 2\n" in result.out
+    assert result.out.startswith("# parameters  ")  # what people ask first
     document = json.loads(run.train("--dry-run", "--json", *FOUR).out)
     assert document["world"] == 4 and document["degrees"] == {"tensor": 2, "data": 2}
     assert document["config"]["batch"]["global"] == 4
+    checked = call("config", "check", str(run.path), "--json", *FOUR)
+    assert document["summary"] == json.loads(checked.out)["summary"]
     memory = document["memory_bytes_per_rank"]
     parts = ("parameters", "gradients", "master", "optimizer", "buffers")
     assert memory["total"] == sum(memory[name] for name in parts) + sum(memory["activations"].values())
@@ -157,6 +161,39 @@ def test_dry_run(make_run: MakeRun) -> None:
     assert not run.directory.exists()
 
 
+def test_json_says_how_a_run_ended(make_run: MakeRun, data: str) -> None:
+    run = make_run(
+        run={"steps": 6}, validate={"every": 6, "batches": 1}, data={"validation": data}, log={"every": 4}
+    )
+    result = run.train("--json")
+    assert result.status == 0, result.err
+    document = json.loads(result.out)  # one document, nothing else
+    assert document.pop("validation_loss") == run.metrics[-1]["validation_loss"]
+    assert document == {
+        "finished": True,
+        "stopped_by": None,
+        "step": 6,
+        "steps": 6,
+        "loss": run.metrics[-1]["loss"],
+        "samples": 24,
+        "tokens": 24 * 16,
+        "run_dir": str(run.directory),
+        "checkpoint": str(run.newest),
+    }
+    again = json.loads(run.train("--json").out)  # nothing left to do
+    assert (again["step"], again["loss"]) == (6, document["loss"])
+    refused = run.train("--json", "model.hidden=32")
+    assert refused.status == 2 and refused.out == "" and refused.error
+
+
+@pytest.mark.slow
+def test_json_is_printed_by_one_of_several_ranks(make_run: MakeRun, start: Callable[..., Process]) -> None:
+    run = make_run(run={"steps": 3})
+    result = start([*run.arguments("--json"), "--nproc", "2"]).wait()
+    assert result.status == 0, result.err
+    assert json.loads(result.out)["step"] == 3
+
+
 def test_config_show_and_check(make_run: MakeRun) -> None:
     run = make_run()
     path = str(run.path)
@@ -164,8 +201,17 @@ def test_config_show_and_check(make_run: MakeRun) -> None:
     assert shown.status == 0 and yaml.safe_load(shown.out)["optimizer"]["lr"] == 0.5
     assert json.loads(call("config", "show", path, "--json").out)["model"]["hidden"] == 16
     good = call("config", "check", path, *FOUR)
-    assert good.out.strip() == f"{path}: valid for 4 rank(s): tensor 2 x data 2"
+    first, *facts = good.out.splitlines()
+    assert first == f"{path}: valid for 4 rank(s): tensor 2 x data 2"
+    assert [line.split()[0] for line in facts[:6]] == [
+        "parameters", "tokens", "ranks", "step", "precision", "memory"
+    ]  # fmt: skip
     document = json.loads(call("config", "check", path, "--world", "2", "--json").out)
+    summary = document.pop("summary")
     assert document == {"ok": True, "world": 2, "degrees": {"data": 2}}
+    assert (summary["tokens_per_step"], summary["steps"], summary["tokens"]) == (64, 12, 768)
+    assert summary["parameters"] == parameter_count(load_config(path, ["model.vocab=257"]).model)
+    complete = call("config", "check", path, "--all")
+    assert "\nparallel:\n" in complete.out and "\nparallel:\n" not in good.out
     refused = call("config", "check", path, "parallel.tensor=3")
     assert refused.status == 2 and refused.error.startswith("parallel.tensor: found 3")

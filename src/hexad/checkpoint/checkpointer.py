@@ -17,16 +17,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hexad.comm import Trace, agreed, among_neighbours, collected, from_first
+from hexad.comm import Trace, among_neighbours, collected, from_first
 from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
 
 from .chunks import Chunk, to_write
-from .directory import CheckpointDirectory, check_same_model, find_checkpoint, wait_until_visible
+from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .index import Index
-from .loading import load
-from .manifest import Manifest, manifest_checksum
+from .kept_tokenizer import copy_into, saved_form
+from .loading import chosen, load
+from .manifest import Manifest
 from .manifest_writer import is_large, write_manifest
 from .separately import separately
 from .verification import check_size
@@ -37,10 +38,6 @@ T = TypeVar("T")
 
 _ALIGNMENT = 64
 """Bytes: every copy is aligned for any format."""
-
-_LONGEST_LAG = 90.0
-"""Seconds until a rank must see the checkpoint that the first rank has chosen: NFS keeps attributes and
-listings of directories for up to 60 by default (acdirmax)."""
 
 _LONGEST_SAVE = 1800.0
 """Seconds that ranks wait for each other's files, where run.timeout is less: a save moves the whole state."""
@@ -170,17 +167,7 @@ class Checkpointer:
         Raises:
             HexadError: ``must`` without a checkpoint, ``never`` with one, or as for :meth:`newest`.
         """
-        return self._chosen(self._to_start_from)
-
-    def source(self) -> Path:
-        """The checkpoint that ``model.load`` names; all ranks together.
-
-        Raises:
-            HexadError: there is none, or some rank does not see it.
-        """
-        found = self._chosen(lambda: find_checkpoint(str(self.config.model.load)))
-        assert found is not None
-        return found
+        return chosen(self._to_start_from, self._axis, self.directory.path)
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of this run, or None; all ranks together.
@@ -188,25 +175,7 @@ class Checkpointer:
         Raises:
             HexadError: the directory cannot be read, or some rank does not see the checkpoint.
         """
-        return self._chosen(self.directory.newest)
-
-    def _chosen(self, choose: Callable[[], Path | None]) -> Path | None:
-        """What the first rank chooses, as soon as every rank sees it: each for itself, ranks of other hosts
-        could choose by old listings of a network file system."""
-
-        def first() -> tuple[Path, bytes | None] | None:
-            try:
-                path = choose()
-            except OSError as error:
-                where = error.filename or self.directory.path
-                raise HexadError(f"{where}: cannot be read: {error.strerror}") from None
-            return None if path is None else (path, manifest_checksum(path))
-
-        found = self._on_first(first)
-        if found is None:
-            return None
-        agreed(lambda: wait_until_visible(*found, _LONGEST_LAG), self._axis)
-        return found[0]
+        return chosen(self.directory.newest, self._axis, self.directory.path)
 
     def _to_start_from(self) -> Path | None:
         resume, load = self.config.checkpoint.resume, self.config.checkpoint.load
@@ -254,8 +223,9 @@ class Checkpointer:
             try:
                 if written.error is not None:
                     raise written.error
-                origin = self._origin(reason)
-                write_manifest(directory, written.files, written.held, self.config, progress, origin)
+                origin, config = self._origin(reason), saved_form(self.config)
+                others = copy_into(directory, config.run.dir)
+                write_manifest(directory, written.files, written.held, config, progress, origin, others)
                 for name, record in written.files.files.items():
                     check_size(directory, name, record)
                 self.directory.commit(directory, step)

@@ -27,11 +27,18 @@ class Chunk:
         tensor: its values; saving reads them, loading overwrites them.
         holder: (i, n): this is rank number i of n that hold the same rectangle; None where ranks that are not
             among them write it.
+        rounded: loading may round values to the tensor's format; otherwise floats are only widened.
     """
 
     rectangle: Rectangle
     tensor: torch.Tensor
     holder: tuple[int, int] | None = (0, 1)
+    rounded: bool = False
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Whether values of this format may be loaded."""
+        floats = dtype.is_floating_point and self.tensor.dtype.is_floating_point
+        return (self.rounded and floats) or torch.promote_types(dtype, self.tensor.dtype) == self.tensor.dtype
 
     @property
     def name(self) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, HexadError
-from hexad.model.sources import FREE
+from hexad.model.sources import FREE, TRAINED
 
 from .manifest import MANIFEST_FILE, STEP_NAME, manifest_checksum, read_manifest
 from .verification import check_size
@@ -132,8 +132,13 @@ def _looks_whole(checkpoint: Path) -> bool:
     return True
 
 
-def check_same_model(path: Path, saved_config: dict[str, Any], config: Config) -> None:
-    """Refuse a checkpoint whose model differs from the configuration's.
+_OLDER = {"train": "all", "lora": None}
+"""What checkpoints mean that are older than a setting."""
+
+
+def check_same_model(path: Path, saved_config: dict[str, Any], config: Config, adapters: bool = True) -> None:
+    """Refuse a checkpoint whose model differs from the configuration's; with ``adapters`` also one that
+    trains other parts of it.
 
     Raises:
         HexadError: naming the first setting that differs.
@@ -141,10 +146,17 @@ def check_same_model(path: Path, saved_config: dict[str, Any], config: Config) -
     saved = saved_config.get("model", {})
     wanted = config.model.model_dump(mode="json", by_alias=True)
     for name, value in wanted.items():
-        if name in ("preset", "load", "max_positions", *FREE):
+        if name in ("preset", "load", "max_positions", *FREE) or (not adapters and name in TRAINED):
             continue
-        if name in saved and saved[name] != value:
-            raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {saved[name]!r}")
+        has = saved.get(name, _OLDER.get(name, value))
+        if has != value:
+            raise HexadError(f"model.{name}: found {value!r}, but checkpoint {path} has {has!r}")
+
+
+_SHAPING = (
+    "run", "model", "data", "batch", "parallel", "precision", "memory", "optimizer", "lr_schedule"
+)  # fmt: skip
+"""Groups of settings that shape the training, or how it is computed."""
 
 
 def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
@@ -154,7 +166,7 @@ def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
     silent = {"run.dir", "run.device", "run.timeout", "run.steps", "model.init_std"}
     return [
         f"{group}.{name}: {saved[group][name]} -> {value}"
-        for group in ("run", "model", "data", "batch", "precision", "optimizer", "lr_schedule")
+        for group in _SHAPING
         for name, value in wanted[group].items()
         if f"{group}.{name}" not in silent and (group != "model" or name in FREE)
         if saved.get(group, {}).get(name, "auto") not in (value, "auto")  # auto: as older versions saved it

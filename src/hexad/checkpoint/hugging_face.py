@@ -97,7 +97,7 @@ class HuggingFaceModel:
                 found = "it is missing" if place is None else f"its shape is {place.shape}"
                 raise HexadError(f"{self.directory}: {name} of shape {shape}: {found}")
             dtype = self.dtypes[name]
-            if torch.promote_types(dtype, chunk.tensor.dtype) != chunk.tensor.dtype:
+            if not chunk.accepts(dtype):
                 raise HexadError(
                     f"precision.dtype: {self.directory} stores {self._names[name]} in {dtype_name(dtype)}, "
                     f"which does not fit into this run's {dtype_name(chunk.tensor.dtype)} master weights; "

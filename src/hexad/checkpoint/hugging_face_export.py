@@ -20,13 +20,13 @@ from .hugging_face import INDEX_FILE, SINGLE_FILE, row_slices
 from .hugging_face_files import (
     GENERATION_FILE,
     appearing,
-    copy_files,
     has_tokenizer,
     special_tokens,
-    tokenizer_files,
     write_byte_tokenizer,
     write_json,
 )
+from .kept_tokenizer import copied_files, tokenizer_of_checkpoint
+from .merged import Weights
 from .published import PublishedTensor, published_tensors
 from .reader import Checkpoint
 from .tensor_file import TensorFileWriter, dtype_name
@@ -69,20 +69,21 @@ class Exported:
 
 
 def saved_config(checkpoint: Checkpoint) -> Config:
-    """The configuration a checkpoint was written with, without ``model.load``."""
+    """The configuration a checkpoint was written with, without ``model.load`` and with its own tokenizer."""
     tree = dict(checkpoint.manifest.config)
+    tree["data"] = {**tree.get("data", {}), "tokenizer": tokenizer_of_checkpoint(checkpoint.path, tree)}
     tree["model"] = {name: value for name, value in tree["model"].items() if name != "load"}
     return build_config(tree)
 
 
 def export_model(
-    checkpoint: Checkpoint, config: Config, to: Path, dtype: str, shard_bytes: int, eod: int | None
+    weights: Weights, config: Config, to: Path, dtype: str, shard_bytes: int, eod: int | None
 ) -> Exported:
     """Write a Hugging Face directory with the weights of a checkpoint, slice by slice.
 
     Args:
-        checkpoint: opened.
-        config: its own, from :func:`saved_config`.
+        weights: from :func:`~hexad.checkpoint.merged.opened_weights`.
+        config: the checkpoint's own, from :func:`saved_config`.
         to: the directory; it is renamed into place when all is on disk.
         dtype: a key of :data:`DTYPES`, or ``auto``: as in training; of an imported model, unchanged.
         shard_bytes: largest size of a weights' file, unless a single tensor is larger.
@@ -100,9 +101,9 @@ def export_model(
         )
     if "dropout" not in kind.keys and config.model.dropout:
         notes.append(f"model.dropout {config.model.dropout} cannot be stored in its {CONFIG_FILE}")
-    wanted = None if dtype == "auto" and checkpoint.manifest.weights_only else DTYPES[_format(config, dtype)]
-    targets = _targets(checkpoint, config, kind, wanted)
-    stored = {checkpoint.manifest.tensors[f"model.{name}"].dtype for t in targets for name, _ in t.parts}
+    wanted = None if dtype == "auto" and weights.weights_only else DTYPES[_format(config, dtype)]
+    targets = _targets(weights, config, kind, wanted)
+    stored = {dtype_name(weights.dtype(name)) for target in targets for name, _ in target.parts}
     word = dtype_name(max(targets, key=lambda target: target.nbytes).dtype)
     narrowed = [name for name in sorted(stored) if wanted is not None and _narrows(name, wanted)]
     if narrowed:
@@ -110,7 +111,7 @@ def export_model(
     with appearing(to, "--to") as partial:
         shards = _shards(targets, shard_bytes)
         for file, members in shards.items():
-            _write_shard(checkpoint, partial / file, members)
+            _write_shard(weights, partial / file, members)
         if len(shards) > 1:
             _write_index(partial, shards)
         notes += _write_beside(partial, config, word, eod)
@@ -122,9 +123,7 @@ def _format(config: Config, dtype: str) -> str:
     return config.precision.dtype if dtype == "auto" else dtype
 
 
-def _targets(
-    checkpoint: Checkpoint, config: Config, kind: Family, dtype: torch.dtype | None
-) -> list[_Target]:
+def _targets(weights: Weights, config: Config, kind: Family, dtype: torch.dtype | None) -> list[_Target]:
     """Their tensors, of family ``kind``; without ``dtype`` in the format in which they are stored."""
     parts: dict[str, list[tuple[str, PublishedTensor]]] = {}
     for ours, place in published_tensors(config.model, kind).items():
@@ -134,14 +133,8 @@ def _targets(
         found.sort(key=lambda entry: entry[1].row)
         kept = torch.float16
         for index, (ours, place) in enumerate(found):
-            tensor = checkpoint.manifest.tensors.get(f"model.{ours}")
-            if tensor is None or tensor.shape != place.shape:
-                problem = "is missing" if tensor is None else f"has shape {tensor.shape}"
-                raise HexadError(
-                    f"checkpoint {checkpoint.path}: tensor model.{ours} {problem}, "
-                    f"the model has {place.shape}"
-                )
-            each: torch.dtype = getattr(torch, tensor.dtype)
+            weights.check(ours, place.shape)
+            each = weights.dtype(ours)
             kept = torch.promote_types(kept, each) if index else each
         targets.append(_Target(name, tuple(found), dtype or kept))
     return targets
@@ -160,20 +153,20 @@ def _shards(targets: Sequence[_Target], limit: int) -> dict[str, list[_Target]]:
     return {f"{stem}-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
 
 
-def _write_shard(checkpoint: Checkpoint, path: Path, targets: Sequence[_Target]) -> None:
+def _write_shard(weights: Weights, path: Path, targets: Sequence[_Target]) -> None:
     tensors = [(target.name, target.dtype, target.shape) for target in targets]
     with TensorFileWriter(path, tensors, {"format": "pt"}) as writer:
         for target in targets:
-            for values in _slices(checkpoint, target):
+            for values in _slices(weights, target):
                 writer.write(_converted(values, target))
         writer.close()
 
 
-def _slices(checkpoint: Checkpoint, target: _Target) -> Iterator[torch.Tensor]:
+def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
     """One of their tensors, slice by slice."""
 
     def read(ours: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        return checkpoint.read(f"model.{ours}", offset, sizes)
+        return weights.read(ours, offset, sizes)
 
     if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
         for row, rows in row_slices(target.shape, 8):
@@ -216,22 +209,14 @@ def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) 
 
 
 def _write_tokenizer(directory: Path, given: str) -> list[str]:
-    path = Path(given)
     if given == "byte":
         write_byte_tokenizer(directory)
-    elif path.is_dir():
-        copy_files(tokenizer_files(path), directory)
-    elif path.is_file():
-        # transformers expects this name.
-        name = "tokenizer.json" if path.suffix == ".json" else path.name
-        write_durably(directory / name, path.read_bytes())
-        copy_files([file for file in tokenizer_files(path.parent) if file.name in _NAMING], directory)
+    for name, content in copied_files(given).items():
+        if name != CONFIG_FILE:  # the model's own is written
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_durably(directory / name, content)
     missing = given != "byte" and not has_tokenizer(directory)
     return [f"no tokenizer found in data.tokenizer {given}"] if missing else []
-
-
-_NAMING = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files beside a tokenizer's that name its special tokens."""
 
 
 def _narrows(stored: str, dtype: torch.dtype) -> bool:

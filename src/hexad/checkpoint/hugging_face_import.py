@@ -22,6 +22,7 @@ from .directory import sync_directory
 from .hugging_face import HuggingFaceModel, row_slices
 from .hugging_face_files import appearing, copy_files, has_tokenizer, tokenizer_files
 from .index import Index
+from .kept_tokenizer import FOLDER
 from .manifest import STEP_NAME, FileRecord
 from .manifest_writer import write_manifest
 from .tensor_file import dtype_name
@@ -29,8 +30,6 @@ from .verification import whole_file
 from .writer import Part, TensorFile
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
-
-_FOLDER = "tokenizer"
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,10 @@ def _with_files(
     precision = config.precision.model_copy(update={"dtype": most})
     config = config.model_copy(update={"precision": precision})
     # config.json has the ids of the tokens that begin and end a text.
-    copy_files([*tokenizer_files(model.directory), model.directory / CONFIG_FILE], partial / _FOLDER)
-    sync_directory(partial / _FOLDER)
-    data = config.data.model_copy(update={"tokenizer": str(final / _FOLDER)})
-    records = {f"{_FOLDER}/{file.name}": whole_file(file) for file in sorted((partial / _FOLDER).iterdir())}
+    copy_files([*tokenizer_files(model.directory), model.directory / CONFIG_FILE], partial / FOLDER)
+    sync_directory(partial / FOLDER)
+    data = config.data.model_copy(update={"tokenizer": str(final / FOLDER)})
+    records = {f"{FOLDER}/{file.name}": whole_file(file) for file in sorted((partial / FOLDER).iterdir())}
     return config.model_copy(update={"data": data}), records
 
 

@@ -11,9 +11,44 @@ from hexad.config import AgreedError, HexadError
 from hexad.topology.mesh import Axis
 
 from .chunks import Chunk
+from .directory import wait_until_visible
 from .index import Index, Need
-from .manifest import MANIFEST_FILE, Manifest, damaged
+from .manifest import MANIFEST_FILE, Manifest, damaged, manifest_checksum
 from .reader import Checkpoint
+
+_LONGEST_LAG = 90.0
+"""Seconds until a rank must see the checkpoint that the first rank has chosen: NFS keeps attributes and
+listings of directories for up to 60 by default (acdirmax)."""
+
+
+def chosen(choose: Callable[[], Path | None], axis: Axis, where: Path) -> Path | None:
+    """What the first rank chooses, as soon as every rank sees it: each for itself, ranks of other hosts
+    could choose by old listings of a network file system.
+
+    Args:
+        choose: finds a checkpoint or None, on the first rank.
+        axis: of all ranks.
+        where: it looks, for messages.
+
+    Raises:
+        AgreedError: what ``choose`` raises, or a rank does not see what was found.
+    """
+
+    def first() -> tuple[Path, bytes | None] | None:
+        try:
+            path = choose()
+        except OSError as error:
+            raise HexadError(f"{error.filename or where}: cannot be read: {error.strerror}") from None
+        return None if path is None else (path, manifest_checksum(path))
+
+    try:
+        found = from_first(first, axis)
+    except HexadError as error:
+        raise AgreedError(str(error), type(error)) from None
+    if found is None:
+        return None
+    agreed(lambda: wait_until_visible(*found, _LONGEST_LAG), axis)
+    return found[0]
 
 
 def load(

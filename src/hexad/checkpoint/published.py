@@ -62,7 +62,7 @@ def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[
     weights = ModelInventory(model).weights()
     fused: dict[str, list[Weight]] = {}
     for weight in weights.values():
-        fused.setdefault(_name(kind, weight.name), []).append(weight)
+        fused.setdefault(kind.published(weight.name), []).append(weight)
     found = {}
     for name, parts in fused.items():
         row, rows = 0, sum(part.shape[0] for part in parts)
@@ -71,16 +71,6 @@ def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[
             found[part.name] = PublishedTensor(name, part.shape, turned, row, rows)
             row += part.shape[0]
     return {name: found[name] for name in weights}
-
-
-def _name(kind: Family, ours: str) -> str:
-    """Their name of one of our tensors."""
-    module, _, what = ours.rpartition(".")
-    layer = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
-    if layer is not None:
-        return f"{kind.base}{kind.layer.format(layer[1])}{kind.modules[layer[2]]}.{what}"
-    base = "" if module == "head" else kind.base
-    return f"{base}{kind.modules[module]}.{what}"
 
 
 def base_prefix(model: ModelSettings) -> str:

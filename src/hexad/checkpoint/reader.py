@@ -141,7 +141,7 @@ class Checkpoint:
                 f"checkpoint {self.path}: tensor {chunk.name} has shape {tensor.shape}, "
                 f"the model has {chunk.rectangle.shape}"
             )
-        if torch.promote_types(_dtype(tensor.dtype), chunk.tensor.dtype) != chunk.tensor.dtype:
+        if not chunk.accepts(_dtype(tensor.dtype)):
             raise HexadError(
                 f"precision.dtype: checkpoint {self.path} stores {chunk.name} in {tensor.dtype}, which does "
                 f"not fit into this run's {str(chunk.tensor.dtype).removeprefix('torch.')}; set the dtype it "

@@ -149,18 +149,35 @@ def import_command(source: str, target: str, as_json: bool) -> None:
     help="Format of the weights; auto: precision.dtype, or an imported model's own.",
 )
 @click.option("--shard-size", default="5GB", show_default=True, help="Largest weights' file.")
+@click.option("--adapter", is_flag=True, help="Of a LoRA run: write the adapters alone, in PEFT's format.")
+@click.option(
+    "--base", metavar="hf:DIR|RUN", help="Of a LoRA run: where the base model is, if it has been moved."
+)
 @json_option
-def export_command(source: str, target: str, dtype: str, shard_size: str, as_json: bool) -> None:
-    """Write a Hugging Face model that transformers can load."""
+def export_command(
+    source: str, target: str, dtype: str, shard_size: str, adapter: bool, base: str | None, as_json: bool
+) -> None:
+    """Write a Hugging Face model that transformers can load.
+
+    Adapters (model.lora) are merged with the model that they were trained on, unless --adapter is given.
+    """
     from hexad.checkpoint.directory import find_checkpoint
     from hexad.checkpoint.hugging_face_export import export_model, saved_config
     from hexad.checkpoint.hugging_face_files import parse_size
+    from hexad.checkpoint.merged import opened_weights
+    from hexad.checkpoint.peft_export import export_adapters
     from hexad.checkpoint.reader import Checkpoint
 
-    limit, path = parse_size(shard_size, "--shard-size"), find_checkpoint(source)
+    if adapter and base is not None:
+        raise HexadError("--base: found it with --adapter, which writes the adapters alone; leave out one")
+    limit, path, to = parse_size(shard_size, "--shard-size"), find_checkpoint(source), Path(target)
     with Checkpoint(path) as opened:
         config = saved_config(opened)
-        exported = export_model(opened, config, Path(target), dtype, limit, _end_of_document(config))
+        if adapter:
+            exported = export_adapters(opened, config, to, dtype)
+        else:
+            with opened_weights(opened, config, base) as weights:
+                exported = export_model(weights, config, to, dtype, limit, _end_of_document(config))
     where = Path(target).resolve()
     if as_json:
         print_json({"path": str(where), "checkpoint": str(path), **asdict(exported)})

@@ -1,10 +1,15 @@
-"""``hexad config``: the complete configuration, and whether it would be accepted."""
+"""``hexad config``: a first configuration, presets, the complete one, and whether it would be accepted."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
+from shlex import quote
+from shutil import get_terminal_size
+
 import click
 
-from hexad.config import dump_config
+from hexad.config import ConfigError, dump_config
 from hexad.model.configuration import load_config
 
 from .options import degrees, json_option, overrides_argument, print_json
@@ -12,7 +17,7 @@ from .options import degrees, json_option, overrides_argument, print_json
 
 @click.group("config")
 def config() -> None:
-    """Show and check configurations."""
+    """Write, show and check configurations; list the models that have a name."""
 
 
 @config.command("show")
@@ -34,18 +39,100 @@ def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.option(
     "--world", type=click.IntRange(1), help="Ranks to check for. [default: as few as the degrees allow]"
 )
+@click.option("--all", "complete", is_flag=True, help="Print the resolved configuration too.")
+@click.option("--elsewhere", is_flag=True, help="For another machine: run.device: cuda needs no GPU here.")
 @json_option
-def check(path: str, overrides: tuple[str, ...], world: int | None, as_json: bool) -> None:
-    """Check a configuration as 'hexad train' would before starting."""
+def check(
+    path: str, overrides: tuple[str, ...], world: int | None, complete: bool, elsewhere: bool, as_json: bool
+) -> None:
+    """Check a configuration as 'hexad train' would before starting, and print its size, tokens and memory."""
+    from hexad.plan.memory import per_pipeline_rank
     from hexad.resolve import resolve, smallest_world
+    from hexad.show.summary import summary, summary_lines
+    from hexad.topology.devices import gpu_visible
     from hexad.topology.layout import Layout
 
     given = load_config(path, overrides)
     layout = Layout.from_settings(given.parallel, world or smallest_world(given))
-    resolve(given, layout)
+    resolved = resolve(given, layout)
+    if given.run.device == "cuda" and not elsewhere and not gpu_visible():
+        raise ConfigError(
+            "run.device",
+            "found cuda, but no GPU is visible; use auto or cpu, or --elsewhere to check for another machine",
+        )
+    ranks = per_pipeline_rank(resolved)
     sizes = degrees(layout)
     if as_json:
-        print_json({"ok": True, "world": layout.world, "degrees": sizes})
-    else:
-        shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
-        click.echo(f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}")
+        tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
+        facts = {"ok": True, "world": layout.world, "degrees": sizes, "summary": summary(resolved, ranks)}
+        print_json(facts | tree)
+        return
+    shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
+    click.echo(f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}")
+    click.echo("\n".join(summary_lines(given, resolved, ranks)))
+    if complete:
+        click.echo("\n" + dump_config(resolved.config), nl=False)
+
+
+@config.command("presets")
+@json_option
+def presets_command(as_json: bool) -> None:
+    """List the published models that model.preset names."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hexad.model.presets import preset_table
+    from hexad.show.summary import rounded
+
+    rows = preset_table()
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("preset", no_wrap=True)
+    for name in ("parameters", "layers", "hidden", "heads", "kv heads", "vocabulary", "context"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        numbers = (row.layers, row.hidden, row.heads, row.kv_heads, row.vocab, row.context)
+        cells = [f"{number:,}" if number is not None else "" for number in numbers]
+        table.add_row(row.name, rounded(row.parameters), *cells)
+    Console(highlight=False, width=max(90, get_terminal_size().columns)).print(table)
+
+
+@config.command("init")
+@click.argument("path", metavar="[run.yaml]", default="run.yaml")
+@overrides_argument
+@click.option("--preset", metavar="NAME", help="A published model; see 'hexad config presets'.")
+@click.option("--data", metavar="PREFIX", help="Training data, as 'hexad data build' wrote it.")
+@click.option("--validation", metavar="PREFIX", help="Validation data; turns evaluation on.")
+@click.option("--tokenizer", metavar="byte|PATH", help="The tokenizer that built the data. [default: byte]")
+@click.option("--nproc", type=click.IntRange(1), help="Ranks. [default: as few as the degrees allow]")
+@json_option
+def init(
+    path: str,
+    overrides: tuple[str, ...],
+    preset: str | None,
+    data: str | None,
+    validation: str | None,
+    tokenizer: str | None,
+    nproc: int | None,
+    as_json: bool,
+) -> None:
+    """Write a first configuration, commented; further settings as in parallel.tensor=2.
+
+    An existing file is never overwritten.
+    """
+    from .config_init import first_run, write_new
+
+    if "=" in path:
+        path, overrides = "run.yaml", (path, *overrides)
+    text, config = first_run(preset, data, validation, tokenizer, nproc, overrides)
+    write_new(Path(path), text)
+    if as_json:
+        print_json({"path": path, "config": config.model_dump(mode="json", by_alias=True)})
+        return
+    check, start = (f" --{option} {nproc}" if nproc else "" for option in ("world", "nproc"))
+    name = quote(path)
+    click.echo(f"wrote {path}; next: hexad config check {name}{check}, then hexad train {name}{start}")
+    if config.data.train is None:
+        click.echo("note: data.train is null; name the prefix that 'hexad data build' wrote")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +14,37 @@ if TYPE_CHECKING:
     from hexad.dataset.build import BuildSummary
 
 
-class _ManyInputs(click.Command):
-    """Lets ``--input`` accept several values, as in ``--input a b c``, which click's options cannot."""
+class ManyValues(click.Command):
+    """Lets some options accept several values, as in ``--input a b c``, which click's options cannot."""
+
+    MANY: tuple[str, ...] = ("--input", "--include", "--exclude", "--special-token")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         spread: list[str] = []
-        taking = False
+        taking = waiting = ""
         for arg in args:
             if arg.startswith("-") and arg != "-":
-                taking = arg == "--input"
+                self._refuse(waiting, ctx)
+                taking = waiting = arg if arg in self.MANY else ""
                 if not taking:
                     spread.append(arg)
                 continue
-            if taking:
-                spread += ["--input", arg]
-            else:
-                spread.append(arg)
+            if taking and self.takes(arg):
+                waiting = ""
+                spread.append(taking)
+            spread.append(arg)
+        self._refuse(waiting, ctx)
         return super().parse_args(ctx, spread)
+
+    @staticmethod
+    def _refuse(option: str, ctx: click.Context) -> None:
+        """An option that still waits for its first value."""
+        if option:
+            raise click.BadOptionUsage(option, f"Option '{option}' requires an argument.", ctx)
+
+    def takes(self, value: str) -> bool:
+        """Whether a value belongs to the option before it."""
+        return True
 
 
 @click.group("data")
@@ -37,15 +52,41 @@ def data() -> None:
     """Build and inspect token files."""
 
 
-@data.command("build", cls=_ManyInputs)
-@click.option(
-    "--input",
-    "inputs",
-    metavar="PATH...",
-    multiple=True,
-    required=True,
-    help="Files or directories: .jsonl, .parquet, or text (one document per file).",
+_INPUTS = (
+    click.option(
+        "--input",
+        "inputs",
+        metavar="PATH...",
+        multiple=True,
+        required=True,
+        help="Files or directories: .jsonl, .parquet, or text (one document per file); .jsonl and text also "
+        "as .gz, .bz2, .xz, .zst.",
+    ),
+    click.option(
+        "--include",
+        metavar="GLOB...",
+        multiple=True,
+        help="Read only files that match, as in --include '*.md'.",
+    ),
+    click.option("--exclude", metavar="GLOB...", multiple=True, help="Leave out files that match."),
+    click.option(
+        "--json-key",
+        metavar="KEY",
+        help="Key (.jsonl) or column (.parquet) of the text or conversation. Default: text, messages, or "
+        "prompt and completion.",
+    ),
 )
+
+
+def input_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of commands that read data."""
+    for option in reversed(_INPUTS):
+        function = option(function)
+    return function
+
+
+@data.command("build", cls=ManyValues)
+@input_options
 @click.option("--output", "prefix", metavar="PREFIX", required=True, help="Writes PREFIX.bin and PREFIX.idx.")
 @click.option(
     "--tokenizer",
@@ -56,9 +97,7 @@ def data() -> None:
 @click.option(
     "--workers", type=click.IntRange(min=1), help="Tokenizing processes. Default: one per usable core."
 )
-@click.option(
-    "--json-key", default="text", show_default=True, help="Key (.jsonl) or column (.parquet) of the text."
-)
+@click.option("--chat-template", metavar="FILE", help="Of conversations. Default: the tokenizer's own.")
 @click.option("--no-eod", is_flag=True, help="Do not end documents with the end-of-document token.")
 @click.option("--no-bos", is_flag=True, help="Do not begin documents as the tokenizer says (data.bos: no).")
 @json_option
@@ -67,12 +106,19 @@ def build_command(
     prefix: str,
     tokenizer: str,
     workers: int | None,
-    json_key: str,
+    json_key: str | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    chat_template: str | None,
     no_eod: bool,
     no_bos: bool,
     as_json: bool,
 ) -> None:
-    """Tokenize text into a Megatron .bin/.idx dataset."""
+    """Tokenize text, conversations or prompts with completions into a Megatron .bin/.idx dataset.
+
+    Conversations and completions have a loss mask beside it (PREFIX.mask): answers are trained, the rest is
+    not.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -88,6 +134,9 @@ def build_command(
             tokenizer,
             workers=workers,
             json_key=json_key,
+            chat_template=chat_template,
+            include=include,
+            exclude=exclude,
             append_eod=not no_eod,
             prepend_bos=not no_bos,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
@@ -99,23 +148,41 @@ def build_command(
 
 
 def _sentence(summary: BuildSummary) -> str:
-    skipped = f"; {summary.skipped:,} without text were skipped" if summary.skipped else ""
+    names = {"empty": "without text", "binary": "binary", "not UTF-8": "not UTF-8"}
+    counts = ", ".join(
+        f"{summary.skipped_kinds[k]:,} {n}" for k, n in names.items() if k in summary.skipped_kinds
+    )
+    skipped = f"; skipped: {counts}" if counts else ""
+    left_out = f"; {summary.left_out:,} files left out by pattern" if summary.left_out else ""
+    trained = ""
+    if summary.trained is not None:
+        part = summary.trained / summary.tokens
+        trained = f", of which {summary.trained:,} ({part:.0%}) are trained ({summary.prefix}.mask)"
     return (
-        f"{summary.prefix}.bin and .idx: {summary.documents:,} documents, {summary.tokens:,} tokens "
-        f"({summary.dtype}, vocabulary {summary.vocab:,}) from {summary.bytes_read:,} bytes{skipped}"
+        f"{summary.prefix}.bin and .idx: {summary.documents:,} documents, {summary.tokens:,} tokens{trained} "
+        f"({summary.dtype}, vocabulary {summary.vocab:,}) from {summary.bytes_read:,} bytes"
+        f"{skipped}{left_out}"
     )
 
 
 @data.command("inspect")
 @click.argument("prefix")
 @click.option("--tokenizer", metavar="byte|PATH", help="To decode the first tokens. Default: what built it.")
+@click.option(
+    "--sequence",
+    type=click.IntRange(1, 2**24),
+    metavar="TOKENS",
+    help="Show how whole documents fill samples of this length (data.packing).",
+)
 @click.option("--first", default=32, show_default=True, type=click.IntRange(min=0), help="Tokens to show.")
 @json_option
-def inspect_command(prefix: str, tokenizer: str | None, first: int, as_json: bool) -> None:
+def inspect_command(
+    prefix: str, tokenizer: str | None, sequence: int | None, first: int, as_json: bool
+) -> None:
     """Show what a .bin/.idx dataset holds."""
     from hexad.dataset.inspect import inspect
 
-    facts = inspect(prefix, tokenizer=tokenizer, first=first)
+    facts = inspect(prefix, tokenizer=tokenizer, first=first, sequence=sequence)
     if as_json:
         print_json(facts)
         return
@@ -125,7 +192,7 @@ def inspect_command(prefix: str, tokenizer: str | None, first: int, as_json: boo
 
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {number:,}" for name, number in value.items())
+        return ", ".join(f"{name.replace('_', ' ')} {number:,}" for name, number in value.items())
     if isinstance(value, bool) or value is None:
         return "unknown" if value is None else str(value)
     return f"{value:,}" if isinstance(value, int) else (repr(value) if "\n" in str(value) else str(value))

@@ -86,6 +86,8 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
 
     from .train import start
 
+    if not directory.strip():
+        raise HexadError("--dir: found an empty name, expected a directory such as runs/demo")
     load_config(None, overrides)  # refuse wrong settings first
     where = Path(directory)
     click.echo("1. tokenizer and dataset from Python's standard library", err=True)

@@ -1,29 +1,44 @@
-"""``hexad generate``: continue a prompt with a run's or checkpoint's model."""
+"""``hexad generate``: continue prompts with a run's, checkpoint's or published model."""
 
 from __future__ import annotations
 
 import json
-from copy import deepcopy
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import ConfigError, blaming
+from hexad.config import ConfigError, HexadError
 
 from .options import overrides_argument, start_local
 
 if TYPE_CHECKING:
-    from hexad.config import Config
-    from hexad.dataset.tokenizer import Tokenizer
-    from hexad.generate.sampling import Sampling
+    from hexad.generate.texts import Continuation, Wanted
 
 
 @click.command("generate")
-@click.argument("source", metavar="RUN_OR_CHECKPOINT")
+@click.argument("source", metavar="RUN|CHECKPOINT|hf:DIR")
 @overrides_argument
-@click.option("--prompt", required=True, help="Text to continue.")
-@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="New tokens at most.")
+@click.option("--prompt", "prompt", multiple=True, help="Text to continue; may be repeated.")
+@click.option(
+    "--prompts",
+    "file",
+    metavar="FILE.jsonl",
+    help='Prompts, a line each: {"prompt": ...} or {"messages": [...]}; "-": stdin. Prints the same lines '
+    "with what was written.",
+)
+@click.option(
+    "--tokens", type=click.IntRange(1, 2**20), default=128, show_default=True, help="New tokens at most."
+)
+@click.option(
+    "--stop", multiple=True, metavar="TEXT", help="End before this text; several with several options."
+)
+@click.option(
+    "--samples", type=click.IntRange(1), default=1, show_default=True, help="Texts for each prompt."
+)
+@click.option("--batch", type=click.IntRange(1), default=16, show_default=True, help="Texts written at once.")
 @click.option(
     "--temperature", type=float, default=0.0, show_default=True, help="0 selects the most likely token."
 )
@@ -33,7 +48,9 @@ if TYPE_CHECKING:
 @click.option(
     "--top-p", type=float, default=1.0, show_default=True, help="Sample the most likely up to this sum only."
 )
-@click.option("--seed", type=int, default=1234, show_default=True, help="Seed of sampling.")
+@click.option(
+    "--seed", type=int, default=1234, show_default=True, help="Seed of sampling; sample n has seed + n."
+)
 @click.option(
     "--nproc",
     type=click.IntRange(1),
@@ -42,18 +59,25 @@ if TYPE_CHECKING:
     help="Ranks: tensor-parallel unless overridden.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def generate(source: str, nproc: int, **options: Any) -> int:
-    """Continue a prompt. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32.
+def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None, **options: Any) -> int:
+    """Continue prompts. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32.
 
     The model is sharded over --nproc tensor-parallel ranks; with parallel.pipeline=2 over half as many in
-    each of two stages.
+    each of two stages. Every layout writes the same text.
     """
-    from hexad.checkpoint.directory import find_checkpoint
+    from hexad.resolve.saved import encoded, find_model, generating_model
     from hexad.train.environment import environment
 
-    checkpoint = find_checkpoint(source)
-    request = {**options, "checkpoint": str(checkpoint), "nproc": nproc}
-    _tokenizer(_config(request)), _sampling(request)  # refuse wrong settings before any rank is started
+    nproc = environment().world if environment().joined else nproc
+    request = {**options, "checkpoint": find_model(source), "nproc": nproc}
+    request["prompts"] = [{"prompt": text} for text in prompt] + list(_read_prompts(file))
+    request["lines"] = file is not None
+    if not request["prompts"]:
+        raise ConfigError("--prompt", "found none; give --prompt TEXT or --prompts FILE.jsonl")
+    # Refuse what is wrong before any rank is started.
+    model = generating_model(request["checkpoint"], request["overrides"], nproc)
+    _wanted(request)
+    encoded(request["prompts"], model.config, model.tokenizer())
     if nproc > 1 and not environment().joined:
         return start_local("generate", [json.dumps(request)], nproc)
     from .outcome import work
@@ -61,97 +85,79 @@ def generate(source: str, nproc: int, **options: Any) -> int:
     return work(lambda: generate_here(request))
 
 
-def _config(request: dict[str, Any]) -> Config:
-    from hexad.checkpoint.directory import check_same_model
-    from hexad.checkpoint.manifest import read_manifest
-    from hexad.config import apply_override
-    from hexad.model.configuration import build_config
-    from hexad.model.families import family
-    from hexad.resolve import resolve
-    from hexad.topology.layout import Layout
+def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
+    """The lines of ``--prompts``.
 
-    path = Path(request["checkpoint"])
-    saved = read_manifest(path).config
-    tree = deepcopy(saved)
-    tree["parallel"] = {"sequence": False}
-    tree["batch"] = {"micro": 1, "global": 1}
-    if tree.get("precision", {}).get("dtype") == "fp8":
-        tree["precision"]["dtype"] = "bf16"  # what the weights are kept in: any device generates
-    model = tree.get("model", {})
-    model.pop("load", None)  # the weights are the checkpoint's
-    if family(model["family"]).rotary:
-        model.pop("max_positions", None)  # there is no table of them
-    for override in request["overrides"]:
-        apply_override(tree, override)
-    config = build_config(tree)
-    if config.precision.dtype == "fp8":
-        raise ConfigError("precision.dtype", "found fp8, which generation does not support; use bf16")
-    config = _with_ranks(config, "tensor" in tree["parallel"], request["nproc"])
-    check_same_model(path, saved, config)
-    return resolve(config, Layout.from_settings(config.parallel, request["nproc"])).config
-
-
-def _with_ranks(config: Config, tensor_given: bool, nproc: int) -> Config:
-    """The configuration with a tensor degree that uses all ranks."""
-    parallel = config.parallel
-    if not tensor_given and nproc % parallel.pipeline == 0:
-        parallel = parallel.model_copy(update={"tensor": nproc // parallel.pipeline})
-    if parallel.tensor * parallel.pipeline != nproc:
-        raise ConfigError(
-            "--nproc",
-            f"found {nproc}, expected parallel.tensor {parallel.tensor} x parallel.pipeline "
-            f"{parallel.pipeline} = {parallel.tensor * parallel.pipeline}",
-        )
-    stages = parallel.virtual_stages * parallel.pipeline
-    if parallel.schedule != "1f1b" or stages != parallel.pipeline:
-        raise ConfigError(
-            "parallel.schedule",
-            f"found {parallel.schedule}, but generation has one stage per rank; remove it",
-        )
-    return config.model_copy(update={"parallel": parallel})
+    Raises:
+        HexadError: the file cannot be read, or a line has no prompt.
+    """
+    if file is None:
+        return
+    name = "stdin" if file == "-" else file
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HexadError(
+            f"--prompts: {name}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
+    for number, line in enumerate(text.split("\n"), 1):  # other separators may stand inside a JSON string
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise HexadError(f"--prompts: {name}:{number}: not JSON: {error}") from None
+        given = [key for key in ("prompt", "messages") if isinstance(entry, dict) and key in entry]
+        if len(given) != 1 or not isinstance(entry[given[0]], str if given == ["prompt"] else list):
+            raise HexadError(
+                f'--prompts: {name}:{number}: expected an object with "prompt", a text, or "messages", a list'
+            )
+        yield entry
 
 
-def _tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer, possibly another than the checkpoint's, but without ids that the model lacks."""
-    from hexad.dataset.tokenizer import load_tokenizer
-
-    with blaming("data.tokenizer"):
-        tokenizer = load_tokenizer(config.data.tokenizer)
-    vocab = int(config.model.vocab)
-    if tokenizer.vocab_size > vocab:
-        raise ConfigError(
-            "data.tokenizer",
-            f"found {config.data.tokenizer} with {tokenizer.vocab_size} ids, more than the model's {vocab}; "
-            "give the one that the model was trained with",
-        )
-    return tokenizer
-
-
-def _sampling(request: dict[str, Any]) -> Sampling:
+def _wanted(request: dict[str, Any]) -> Wanted:
     from hexad.generate.sampling import Sampling
+    from hexad.generate.texts import Wanted
 
-    return Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
+    sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
+    return Wanted(request["tokens"], sampling, request["samples"], tuple(request["stop"]), request["batch"])
 
 
 def generate_here(request: dict[str, Any]) -> None:
-    """Be one rank of the generation; the first prints the text."""
-    from hexad.dataset.tokenizer import bos_ids
-    from hexad.generate.generator import generate as generate_tokens
-    from hexad.generate.generator import load_model
+    """Be one rank of the generation; the first prints the texts."""
+    from hexad.generate.session import generated
+    from hexad.resolve.saved import generating_model
     from hexad.train.launch import launch
 
-    config = _config(request)
-    sampling = _sampling(request)
-    with launch(config) as run:
-        tokenizer = run.agreed(lambda: _tokenizer(config))
-        layers = run.resolved.plan.layers
-        model = load_model(config, Path(request["checkpoint"]), run.mesh, layers)
-        prompt = [*bos_ids(tokenizer, config.data.bos), *tokenizer.encode(request["prompt"])]
-        count, eod = request["tokens"], tokenizer.eod
-        new = list(generate_tokens(model, prompt, count, sampling, eod, run.mesh.pipeline))
+    saved = generating_model(request["checkpoint"], request["overrides"], request["nproc"])
+    with launch(saved.config) as run:
+        found = generated(run.mesh, run.resolved, saved, request["prompts"], _wanted(request), _warn)
         if run.mesh.rank == 0:
-            text = tokenizer.decode(new)
-            if request["as_json"]:
-                click.echo(json.dumps({"prompt": request["prompt"], "text": text, "tokens": new}))
-            else:
-                click.echo(request["prompt"] + text)
+            _print(request, found)
+        else:
+            list(found)
+
+
+def _warn(message: str) -> None:
+    click.echo(f"warning: {message}", err=True)
+
+
+def _print(request: dict[str, Any], found: Iterable[Continuation]) -> None:
+    """Each text as soon as its batch is complete; with ``--json`` all in one document."""
+    several = request["lines"] or len(request["prompts"]) * request["samples"] > 1
+    documents = []
+    for each in found:
+        entry = request["prompts"][each.prompt]
+        document = {**entry, "text": each.text, "tokens": each.tokens, "ended": each.ended}
+        if request["samples"] > 1:
+            document["sample"] = each.sample
+        if request["as_json"]:
+            documents.append(document)
+        elif request["lines"]:
+            click.echo(json.dumps(document, ensure_ascii=False))
+        else:
+            if several and (each.prompt or each.sample):
+                click.echo("---")
+            click.echo(entry["prompt"] + each.text)
+    if request["as_json"]:
+        click.echo(json.dumps({"results": documents} if several else documents[0]))

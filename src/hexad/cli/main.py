@@ -12,17 +12,19 @@ from hexad import __version__
 from hexad.config import HexadError, did_you_mean
 from hexad.train.environment import end_with, hold_back_notice
 
-from .messages import fail, speaks
+from .messages import fail_once, print_once
 
 # command -> (module, attribute, first line of help)
 _COMMANDS = {
     "demo": ("hexad.cli.demo", "demo", "Train a small model on real text, on this machine."),
     "train": ("hexad.cli.train", "train", "Train a model from a configuration."),
+    "evaluate": ("hexad.cli.evaluate", "evaluate", "Loss and bits per byte of a model on data sets."),
     "generate": ("hexad.cli.generate", "generate", "Continue a prompt with a trained model."),
     "data": ("hexad.cli.data", "data", "Build and inspect datasets."),
+    "tokenizer": ("hexad.cli.tokenizer", "tokenizer", "Train and show tokenizers."),
     "checkpoint": ("hexad.cli.checkpoint", "checkpoint", "Inspect, verify, import and export checkpoints."),
     "show": ("hexad.cli.show", "show", "Draw layouts, schedules and runs."),
-    "config": ("hexad.cli.config", "config", "Show and check configurations."),
+    "config": ("hexad.cli.config", "config", "Write, show and check configurations; presets."),
 }
 
 
@@ -82,9 +84,12 @@ def run(arguments: list[str]) -> int:
         result = hexad.main(arguments, prog_name="hexad", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except HexadError as error:
-        return fail(str(error), debug) if speaks() else 2
+        return fail_once(str(error), debug)
+    except click.exceptions.NoArgsIsHelpError as error:
+        text = error.format_message()
+        return print_once(text, lambda: click.echo(text, err=True))
     except click.UsageError as error:
-        return fail(error.format_message() + _usage_hint(error), debug) if speaks() else 2
+        return fail_once(error.format_message() + _usage_hint(error), debug)
     except (click.Abort, KeyboardInterrupt):
         print("hexad: interrupted", file=sys.stderr)
         return 130

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hexad.comm import CommError
 from hexad.config import USER_ERROR, AgreedError, ConfigError, HexadError
 
-from .messages import fail, speaks
+from .messages import fail, fail_once
 
 
 def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
@@ -34,10 +34,10 @@ def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
 
 
 def work(action: Callable[[], None]) -> int:
-    """Do this rank's work without a parent that collects messages; one rank prints a common message."""
+    """Do this rank's work without a parent that collects messages; one rank of a host prints a common one."""
     status, message, same = attempt(action)
-    if status and (speaks() or not same):
-        fail(message, status=status)
+    if status:
+        (fail_once if same else fail)(message, status=status)
     end_if_deserted(status)
     return status
 

@@ -6,8 +6,9 @@ Nothing here imports torch, and matplotlib is imported for ``--output`` only: ``
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from math import lcm
+from math import isfinite, lcm
 from shutil import get_terminal_size
 from typing import Any
 
@@ -20,7 +21,7 @@ from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import write_schedule
 from hexad.show.figure import save_figure
 from hexad.show.layout import layout_figure, layout_json, layout_text
-from hexad.show.memory import memory_figure, memory_json, memory_text
+from hexad.show.memory import memory_figure, memory_json, memory_text, memory_title
 from hexad.show.run import read_metrics, run_figure, run_text, summary
 from hexad.show.schedule import schedule_text
 from hexad.show.schedule_figure import schedule_figure
@@ -33,7 +34,7 @@ from .show_schedule import chosen
 
 
 def _check_ending(_context: click.Context, _parameter: click.Parameter, path: str | None) -> str | None:
-    if path and not path.lower().endswith((".png", ".svg", ".html")):
+    if path is not None and not path.lower().endswith((".png", ".svg", ".html")):
         raise HexadError(f"--output: found '{path}', expected a name that ends in .png, .svg or .html")
     return path
 
@@ -82,7 +83,7 @@ def layout_command(
 
 @show.command("schedule")
 @click.argument("settings", metavar="[RUN_DIR|RUN.YAML] [KEY=VALUE]...", nargs=-1)
-@click.option("--pipeline", type=_POSITIVE, help="Pipeline ranks. Default: 4.")
+@click.option("--pipeline", type=click.IntRange(1, 1024), help="Pipeline ranks. Default: 4.")
 @click.option("--microbatches", type=_POSITIVE, help="Microbatches of a step. Default: twice the ranks.")
 @click.option("--schedule", help="Name of a schedule, as for parallel.schedule. Default: 1f1b.")
 @click.option("--virtual-stages", type=_POSITIVE, help="Stages per rank. Default: 1, interleaved 2.")
@@ -127,15 +128,31 @@ def schedule_command(
 @click.argument("settings", metavar="RUN.YAML [KEY=VALUE]...", nargs=-1)
 @click.option("--rank", type=int, help="Global rank. Default: one that needs the most memory.")
 @click.option("--world", type=int, help="Number of ranks. Default: the fewest that the run's degrees need.")
+@click.option(
+    "--device",
+    metavar="NAME|SIZE",
+    help="Say whether the run fits: a GPU such as h100 or a100-40gb, or a size such as 80GB.",
+)
 @json_option
 @_output_option
 def memory_command(
-    settings: tuple[str, ...], rank: int | None, world: int | None, as_json: bool, output: str | None
+    settings: tuple[str, ...],
+    rank: int | None,
+    world: int | None,
+    device: str | None,
+    as_json: bool,
+    output: str | None,
 ) -> None:
-    """Show how many bytes a run will need on a rank, by component, without starting it."""
-    plan, ranks = planned(settings, world, rank)
-    tree = partial(memory_json, plan, ranks)
-    _present(as_json, output, tree, partial(memory_figure, ranks), partial(memory_text, plan))
+    """Show how many bytes a run will need on a rank, by component, without starting it.
+
+    With --device, whether the rank that needs the most fits into the device's memory; the exit status is 0
+    either way.
+    """
+    found = planned(settings, world, rank, device)
+    title = memory_title(found.resolved)
+    tree = partial(memory_json, found.plan, found.ranks, found.device)
+    figure = partial(memory_figure, found.ranks, title, found.device)
+    _present(as_json, output, tree, figure, partial(memory_text, found.plan, found.ranks, found.device))
 
 
 @show.command("run")
@@ -194,8 +211,7 @@ def _fewest_ranks(parallel: ParallelSettings) -> int:
 
 def _reference(text: str) -> tuple[str, float]:
     name, _, value = text.rpartition("=")
-    try:
-        return name, float(value)
-    except ValueError:
-        expected = "NAME=NATS such as 'unigram entropy=7.1'"
-        raise HexadError(f"--reference: found '{text}', expected {expected}") from None
+    with suppress(ValueError):
+        if name.strip() and isfinite(float(value)):
+            return name, float(value)
+    raise HexadError(f"--reference: found '{text}', expected NAME=NATS such as 'unigram entropy=7.1'")

@@ -2,31 +2,71 @@
 
 from __future__ import annotations
 
-from hexad.config import HexadError
+from typing import NamedTuple
+
+from hexad.config import HexadError, did_you_mean
 from hexad.model.configuration import load_config
 from hexad.plan.memory import MemoryPlan, per_pipeline_rank, predict
 from hexad.resolve import Resolved, resolve, smallest_world
+from hexad.show.memory import Device
+from hexad.topology.devices import usable_memory
 from hexad.topology.layout import Layout
 
 from .options import split_settings
 
 
-def planned(
-    settings: tuple[str, ...], world: int | None, rank: int | None
-) -> tuple[MemoryPlan, list[MemoryPlan]]:
-    """:func:`plans_of` a configuration file with overrides, in the smallest world if none is given.
+class Planned(NamedTuple):
+    """What ``hexad show memory`` shows.
+
+    Attributes:
+        resolved: the run.
+        plan: of the rank asked for, or of one that needs the most.
+        ranks: plans by pipeline coordinate.
+        device: whose memory the largest plan is compared with, if any.
+    """
+
+    resolved: Resolved
+    plan: MemoryPlan
+    ranks: list[MemoryPlan]
+    device: Device | None
+
+
+def planned(settings: tuple[str, ...], world: int | None, rank: int | None, device: str | None) -> Planned:
+    """The plans of a configuration file with overrides, in the smallest world if none is given.
 
     Raises:
-        HexadError: the settings are refused, or there is no such rank.
+        HexadError: the settings are refused, or there is no such rank or device.
     """
     path, overrides = split_settings("show memory", settings)
     if path is None:
         raise HexadError("show memory: found no configuration file; give one")
+    found = None if device is None else device_of(device)
+    if found is not None and found.gpu:
+        overrides += ["run.device=cuda"]  # planned for the GPU that is named
     config = load_config(path, overrides)
     layout = Layout.from_settings(config.parallel, smallest_world(config) if world is None else world)
     if rank is not None and not 0 <= rank < layout.world:
         raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
-    return plans_of(resolve(config, layout), rank)
+    resolved = resolve(config, layout)
+    return Planned(resolved, *plans_of(resolved, rank), found)
+
+
+def device_of(text: str) -> Device:
+    """A GPU by name, or a size such as ``80GB``.
+
+    Raises:
+        HexadError: it is neither.
+    """
+    from hexad.checkpoint.hugging_face_files import parse_size
+
+    known = usable_memory()
+    word = "-".join(text.lower().replace("_", " ").replace("-", " ").split())
+    if word in known:
+        return Device(word, known[word], True)
+    if text[:1].isdigit() and not text.isdigit():
+        return Device(text, parse_size(text, "--device"), False)
+    hint = did_you_mean(word, known) or f"; known: {', '.join(known)}"
+    raise HexadError(f"--device: found '{text}', expected a GPU or a size such as 80GB{hint}")
 
 
 def plans_of(resolved: Resolved, rank: int | None = None) -> tuple[MemoryPlan, list[MemoryPlan]]:

@@ -113,7 +113,6 @@ def _equal(placement: tuple[int, ...], times: Times) -> Costs:
 def _times(text: str) -> Times:
     try:
         times = tuple(float(part) for part in text.split(","))
-        times = (*times, 0.0) if len(times) == 3 else times
         if len(times) == 4 and all(isfinite(time) and time >= 0 for time in times) and any(times[:3]):
             return times
     except ValueError:

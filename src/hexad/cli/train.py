@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
 from hexad.config import Config, ConfigError, blaming, dump_config
 from hexad.model.configuration import load_config
 from hexad.resolve import Resolved, check_config, resolve, smallest_world, working_layout
 from hexad.train.environment import environment
+from hexad.train.run_lock import refuse_locked
 
 from .options import degrees, json_option, overrides_argument, print_json, start_local
+
+if TYPE_CHECKING:
+    from hexad.train.loop import Outcome
 
 
 @click.command("train")
@@ -19,7 +26,9 @@ from .options import degrees, json_option, overrides_argument, print_json, start
     "--nproc", type=click.IntRange(1), help="Local ranks to start. [default: as few as the degrees allow]"
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Check, print the resolved configuration and layout, start nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Check, print size, layout, memory and the resolved configuration, start nothing.",
 )
 @json_option
 def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: bool, as_json: bool) -> int:
@@ -31,10 +40,13 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     joined = environment().joined
     if joined and nproc is not None:
         raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
+    arguments = [*(["--json"] if as_json else []), path, *overrides]
     if joined and not dry_run:
         from .outcome import work
 
-        return work(lambda: train_here([path, *overrides]))
+        return work(lambda: train_here(arguments))
+    if not dry_run:
+        refuse_locked(config.run.dir)
     ranks = environment().world if joined else nproc or smallest_world(config)
     layout = working_layout(config, ranks)
     check_config(config, layout)
@@ -42,9 +54,9 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     if dry_run or ranks > 1:  # a single rank resolves it itself
         resolved = resolve(config, layout, vocab)
     if dry_run:
-        _print_plan(resolved, as_json)
+        _print_plan(config, resolved, as_json)
         return 0
-    return start(ranks, [path, *overrides], config.faults.restarts)
+    return start(ranks, arguments, config.faults.restarts)
 
 
 def start(ranks: int, arguments: list[str], restarts: int = 0) -> int:
@@ -58,36 +70,66 @@ def start(ranks: int, arguments: list[str], restarts: int = 0) -> int:
 
 
 def train_here(arguments: list[str]) -> None:
-    """Be one rank of the run: ``[run.yaml, key=value...]``."""
+    """Be one rank of the run: ``[--json] run.yaml key=value...``; with ``--json`` the first one prints how it
+    ended."""
     from hexad.train.loop import train as train_run
 
-    path, *overrides = arguments
-    train_run(load_config(path, overrides))
+    as_json = arguments[0] == "--json"
+    path, *overrides = arguments[as_json:]
+    config = load_config(path, overrides)
+    outcome = train_run(config)
+    if as_json and environment().rank == 0:
+        print_json(_ending(config, outcome))
+
+
+def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
+    """How a run ended, for scripts; losses are the last ones in ``metrics.jsonl``."""
+    from hexad.checkpoint.directory import CheckpointDirectory
+    from hexad.show.run import METRICS, read_metrics
+
+    directory = Path(config.run.dir)
+    lines = read_metrics(directory).lines if (directory / METRICS).exists() else ()
+
+    def last(name: str) -> Any:
+        return next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
+
+    newest = CheckpointDirectory(directory).newest()
+    return {
+        "finished": outcome.stopped_by is None,
+        "stopped_by": outcome.stopped_by,
+        "step": outcome.step,
+        "steps": config.run.steps,
+        **{name: last(name) for name in ("loss", "validation_loss", "samples", "tokens")},
+        "run_dir": str(directory),
+        "checkpoint": None if newest is None else str(newest),
+    }
 
 
 def _check_data(config: Config) -> int:
     """Check the data before any process is started; returns the tokenizer's vocabulary size."""
-    from hexad.dataset.indexed import IndexedDataset
+    from hexad.checkpoint.kept_tokenizer import tokenizer_of_run
     from hexad.dataset.tokenizer import load_tokenizer
+    from hexad.dataset.whole_samples import check_samples
 
     with blaming("data.tokenizer"):
-        vocab = load_tokenizer(config.data.tokenizer).vocab_size
+        vocab = load_tokenizer(tokenizer_of_run(config)).vocab_size
     if config.data.train is None:
         raise ConfigError("data.train", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]")
     wanted = {"data.train": config.data.train}
     if config.validate_.every:
-        if config.data.validation is None:
-            raise ConfigError("data.validation", "found null, but validate.every turns evaluation on")
-        wanted["data.validation"] = config.data.validation
+        sets, several = config.data.validation_sets, isinstance(config.data.validation, dict)
+        wanted |= {f"data.validation.{name}" if several else "data.validation": sets[name] for name in sets}
     for field, data in wanted.items():
         for _, prefix in [(1.0, data)] if isinstance(data, str) else data:
             with blaming(field):
-                IndexedDataset(prefix)
+                check_samples(prefix, config.data.packing, config.data.sequence, config.data.too_long)
     return vocab
 
 
-def _print_plan(resolved: Resolved, as_json: bool) -> None:
-    from hexad.show.memory import components
+def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
+    """What people ask first, each line a comment, then the stages and the resolved configuration."""
+    from hexad.show.summary import summary, summary_lines
+    from hexad.topology.devices import gpu_visible
 
     from .show_memory import plans_of
 
@@ -97,6 +139,7 @@ def _print_plan(resolved: Resolved, as_json: bool) -> None:
     if as_json:
         print_json(
             {
+                "summary": summary(resolved, per_rank),
                 "config": config.model_dump(mode="json", by_alias=True),
                 "world": layout.world,
                 "degrees": sizes,
@@ -110,12 +153,12 @@ def _print_plan(resolved: Resolved, as_json: bool) -> None:
             }
         )
         return
-    click.echo(dump_config(config))
-    shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
-    click.echo(f"# {layout.world} rank(s){': ' if shape else ''}{shape}")
-    for name, count in {**components(memory), "total": memory.total}.items():
-        click.echo(f"# {name:26s} {count / 2**20:10.1f} MiB per rank{' at most' * (layout.pipeline > 1)}")
+    if config.run.device == "cuda" and not gpu_visible():
+        click.echo("note: no GPU is visible here, so that run.device: cuda cannot start here", err=True)
+    for line in summary_lines(given, resolved, per_rank):
+        click.echo(f"# {line}")
     if layout.pipeline > 1:
         for stage, (part, rank) in enumerate(zip(plan.layers, plan.schedule.placement)):
             held = f"layers {part.start} to {part.stop - 1}" if part else "no layer"
             click.echo(f"# stage {stage} on pipeline rank {rank}: {held}")
+    click.echo("\n" + dump_config(config), nl=False)

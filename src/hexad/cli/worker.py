@@ -4,12 +4,14 @@ run.yaml key=value``, where PARENT is the process id of the command."""
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 from hexad.train.environment import end_with, hold_back_notice
 
 if __name__ == "__main__":
-    # The imports below take seconds.
+    # The imports below take seconds. Until the run handles signals, Ctrl-C ends a rank without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     hold_back_notice()
     end_with(int(sys.argv[1]))
 
@@ -30,6 +32,10 @@ def main() -> None:
         from .generate import generate_here
 
         action = lambda: generate_here(json.loads(arguments[0]))  # noqa: E731
+    elif command == "evaluate":
+        from .evaluate import evaluate_here
+
+        action = lambda: evaluate_here(json.loads(arguments[0]))  # noqa: E731
     else:
         raise SystemExit(f"unknown worker command {command!r}")
     status, message, _ = attempt(action)

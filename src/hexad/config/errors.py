@@ -1,4 +1,4 @@
-"""The one kind of exception that a user can cause and mend."""
+"""The one kind of exception that a user can cause and fix."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 
 USER_ERROR = 2
-"""Exit status of a command that met a mistake the user can mend."""
+"""Exit status of a command that met a mistake the user can fix."""
 
 
 class HexadError(Exception):
-    """A mistake the user can mend: shown as one line, without a traceback, with exit status 2."""
+    """A mistake the user can fix: shown as one line, without a traceback, with exit status 2."""
 
 
 class AgreedError(HexadError):
@@ -32,7 +32,7 @@ class ConfigError(HexadError):
 
     Args:
         field: dotted name of the setting, such as ``parallel.tensor``.
-        problem: what was found, what was expected, and how to mend it.
+        problem: what was found, what was expected, and how to fix it.
     """
 
     def __init__(self, field: str, problem: str) -> None:

@@ -107,8 +107,10 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
 # What to expect where several forms are good, or an item of a list has one: setting -> (whole, item).
 _FORMS = {
     "data.train": ("a prefix or [[weight, prefix], ...]", "[weight, prefix]"),
-    "data.validation": ("a prefix or [[weight, prefix], ...]", "[weight, prefix]"),
+    "data.validation": ("a prefix, [[weight, prefix], ...] or {name: prefix, ...}", "[weight, prefix]"),
     "parallel.split": ("'cost', 'even' or [layers, ...]", "an integer"),
+    "model.train": ("'all' or [pattern, ...]", "a string"),
+    "model.lora.targets": ("'all' or [pattern, ...]", "a string"),
     "optimizer.betas": ("[beta1, beta2]", "a number"),
 }
 _WRONG_FORM = {"string_type", "list_type", "tuple_type", "literal_error", "missing", "too_short", "too_long"}
@@ -124,14 +126,19 @@ def _readable(error: ValidationError) -> ConfigError:
     # Locations carry the tried branches of a union too ("constrained-int", "literal[...]"): keep settings.
     field, model = _field_of(problem["loc"])
     if problem["type"] in ("extra_forbidden", "invalid_key"):
-        return ConfigError(field, f"unknown key{_nearest(field, model)}")
+        return ConfigError(field, _unknown(field, str(problem["loc"][-1]), model))
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return ConfigError(field, f"found {problem['input']!r}, expected {_group_of(field, model)}")
     found = problem["input"]
-    if isinstance(found, Mapping) and problem["type"] not in ("model_type", "dict_type"):
+    if isinstance(found, Mapping):
         found = dict(found)
     indices = _indices(problem["loc"])
     if problem["type"] == "missing":  # of an item: what was found is the list that lacks it
         indices = indices[:-1]
     alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]
+    # What our own checks refuse has the right form; that other forms were tried is no help then.
+    alike = [p for p in alike if p["type"] == "value_error" and p["input"] == ""] or alike
+    problem = alike[0] if problem not in alike else problem
     if field in _FORMS and len(indices) < 2 and problem["type"] in _WRONG_FORM:
         whole, item = _FORMS[field]
         expected = f"expected {item} ({field} is {whole})" if indices else f"expected {whole}"
@@ -145,6 +152,9 @@ def _readable(error: ValidationError) -> ConfigError:
 
 def _expectation(message: str) -> str:
     message = message.removeprefix("Input should be ").removeprefix("Value error, ")
+    if "exceeded maximum size" in message:
+        return "expected a smaller number"
+    message = message.partition(", unable to parse string")[0]
     return f"expected {message}".replace("a valid integer", "an integer").replace("a valid", "a")
 
 
@@ -199,6 +209,26 @@ def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str
     return names
 
 
+def _unknown(field: str, key: str, model: type[BaseModel]) -> str:
+    """What is wrong with a key that the settings do not have."""
+    if "." not in key:
+        return f"unknown key{_nearest(field, model)}"
+    *groups, last = key.split(".")
+    nested = f"{''.join(f'{group}: {{' for group in groups)}{last}: ...{'}' * len(groups)}"
+    return f"unknown key; names with dots are for the command line, in a file they are nested: {nested}"
+
+
+def _group_of(field: str, model: type[BaseModel]) -> str:
+    """What to write where a group of settings is expected."""
+    info = next(
+        (f for n, f in model.model_fields.items() if (f.alias or n) == field.rsplit(".", 1)[-1]), None
+    )
+    group = next((t for t in _types(info.annotation) if issubclass(t, BaseModel)), None) if info else None
+    names = [f.alias or n for n, f in group.model_fields.items()] if group else []
+    some = f" such as {', '.join(names[:3])}" if names else ""
+    return f"settings{some}; to keep the defaults, leave out the line"
+
+
 def _nearest(field: str, model: type[BaseModel]) -> str:
     """Suggest the same word elsewhere in the tree, else the most similar sibling, else list the siblings."""
     parent, _, last = field.rpartition(".")
@@ -209,6 +239,33 @@ def _nearest(field: str, model: type[BaseModel]) -> str:
     if hint := did_you_mean(last, siblings):
         return hint.replace("'", f"'{parent}." if parent else "'", 1)
     return f"; known here: {', '.join(siblings)}"
+
+
+def anchored(config: Config) -> Config:
+    """The configuration with absolute paths: relative ones are relative to the working directory."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, str):
+            prefix = "hf:" if value.startswith("hf:") else ""  # of model.load
+            return prefix + str(Path(value.removeprefix(prefix)).absolute())
+        if isinstance(value, Mapping):
+            return {name: absolute(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(absolute(each) for each in value)
+        return value
+
+    update = {
+        "run": {"dir": absolute(config.run.dir)},
+        "model": {"load": absolute(config.model.load)},
+        "data": {name: absolute(getattr(config.data, name)) for name in ("train", "validation")},
+        "checkpoint": {"load": absolute(config.checkpoint.load)},
+    }
+    if config.data.tokenizer != "byte":
+        update["data"]["tokenizer"] = absolute(config.data.tokenizer)
+    if config.parallel.schedule.endswith(".json"):
+        update["parallel"] = {"schedule": absolute(config.parallel.schedule)}
+    groups = {name: getattr(config, name).model_copy(update=values) for name, values in update.items()}
+    return config.model_copy(update=groups)
 
 
 def dump_config(config: Config) -> str:

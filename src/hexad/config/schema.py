@@ -7,23 +7,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-
-def _not_a_switch(value: Any) -> Any:
-    """Refuse ``true`` for 1, which Python accepts: it hides a mistyped line."""
-    if isinstance(value, bool):
-        raise ValueError("a number, not true or false")
-    return value
-
-
-Integer = Annotated[int, BeforeValidator(_not_a_switch)]
-Number = Annotated[float, BeforeValidator(_not_a_switch)]
-Positive = Annotated[Integer, Field(ge=1)]
-Count = Annotated[Integer, Field(ge=0)]
-PositiveFloat = Annotated[Number, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[Number, Field(ge=0, allow_inf_nan=False)]
-Fraction = Annotated[Number, Field(ge=0, lt=1, allow_inf_nan=False)]
+from .values import (
+    Count,
+    Degree,
+    Fraction,
+    Integer,
+    Layers,
+    Name,
+    NonNegativeFloat,
+    Number,
+    Positive,
+    PositiveFloat,
+    ScheduleFile,
+    Seed,
+    Width,
+)
 
 
 class Settings(BaseModel):
@@ -35,9 +35,9 @@ class Settings(BaseModel):
 class RunSettings(Settings):
     """The run as a whole."""
 
-    dir: str = "runs/demo"
+    dir: Name = "runs/demo"
     """Directory for everything the run writes: resolved configuration, metrics, logs, checkpoints."""
-    seed: Count = 1234
+    seed: Seed = 1234
     """Seed of weights and data order. The same seed gives the same run in every layout."""
     steps: Positive = 200
     """Optimizer steps in total, counted from the first start."""
@@ -76,29 +76,44 @@ class RopeScaling(Settings):
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gpt2", "mixtral", "qwen3_moe"]
 
 
-class ModelSettings(Settings):
-    """The transformer's architecture."""
+class LoraSettings(Settings):
+    """Low-rank adapters (LoRA: Hu et al., arXiv 2106.09685)."""
 
-    preset: str | None = None
+    rank: Positive = 8
+    """Rank of the products that are added to the matrices."""
+    alpha: PositiveFloat = 16.0
+    """What these products are multiplied by, times ``rank``."""
+    dropout: Fraction = 0.0
+    """Probability with which elements of the adapters' inputs are dropped in training; the adapters of one
+    linear layer (query, key and value; gate and up) drop the same ones."""
+    targets: Literal["all"] | tuple[str, ...] = "all"
+    """The linear layers' outputs that are adapted: ``all``, or patterns as for ``model.train``, such as
+    ``[q_proj, v_proj]``."""
+
+
+class ModelSettings(Settings):
+    """The transformer's architecture, and what of it is trained."""
+
+    preset: Name | None = None
     """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys that are also
     given override it."""
-    load: str | None = None
+    load: Name | None = None
     """Initial weights if ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, or a run or
     checkpoint of Hexad. Only the weights are loaded; the settings that follow are filled in from there."""
     family: Family = "llama"
     """Architecture family; it also sets the defaults of the variant switches below."""
-    layers: Positive = 4
+    layers: Layers = 4
     """Transformer blocks."""
-    hidden: Positive = 256
+    hidden: Width = 256
     """Width of the residual stream."""
-    heads: Positive = 8
+    heads: Width = 8
     """Query heads per layer."""
-    kv_heads: Positive | Literal["auto"] = "auto"
+    kv_heads: Width | Literal["auto"] = "auto"
     """Key/value heads per layer (grouped-query attention). ``auto``: ``heads`` for gpt2; otherwise 4 where
     that divides ``heads``, else ``heads``."""
-    head_dim: Positive | Literal["auto"] = "auto"
+    head_dim: Width | Literal["auto"] = "auto"
     """Width of one head. ``auto``: ``hidden / heads``."""
-    ffn_hidden: Positive | Literal["auto"] = "auto"
+    ffn_hidden: Width | Literal["auto"] = "auto"
     """Inner width of the feed-forward layer. ``auto``: ``4 * hidden`` for gpt2, else ``8/3 * hidden`` rounded
     up to a multiple of 64."""
     vocab: Positive | Literal["auto"] = "auto"
@@ -140,6 +155,13 @@ class ModelSettings(Settings):
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; projections back into the residual stream are divided by
     ``sqrt(2 * layers)`` (GPT-2 paper)."""
+    train: Literal["all"] | tuple[str, ...] = "all"
+    """Which weights are trained: ``all``, or patterns, each of which (with ``*``, ``?``, ``[...]``) is one or
+    more consecutive parts of a weight's name, in Hexad or in ``transformers``: ``[head, "layers.3"]``,
+    ``["*.bias"]``. The rest is frozen: no gradients, no optimizer state, no reductions. With ``lora``,
+    ``all`` are the adapters, and patterns are trained besides."""
+    lora: LoraSettings | None = None
+    """Low-rank adapters, which are trained in place of the weights; null for none."""
     moe: None = None
     """Mixture-of-experts settings. Not supported in this version."""
 
@@ -155,28 +177,54 @@ class ModelSettings(Settings):
         return int(int(self.head_dim) * self.rotary_fraction)
 
 
+Source = Name | list[tuple[PositiveFloat, Name]]
+"""A prefix, or a blend."""
+
+
 class DataSettings(Settings):
     """Where samples come from."""
 
-    train: str | list[tuple[PositiveFloat, str]] | None = None
+    train: Source | None = None
     """A ``.bin/.idx`` prefix, or a blend ``[[weight, prefix], ...]``."""
-    validation: str | list[tuple[PositiveFloat, str]] | None = None
-    """Like ``train``, for evaluation."""
-    tokenizer: str = "byte"
+    validation: Source | dict[Name, Source] | None = None
+    """Like ``train``, for evaluation; or several sets by name, ``{web: prefix, code: prefix}``."""
+    tokenizer: Name = "byte"
     """``byte``, or a directory or file: Hugging Face ``tokenizer.json``, SentencePiece ``.model``, or
     ``.tiktoken``."""
-    sequence: Positive = 512
+    sequence: Width = 512
     """Tokens per sample."""
     bos: Literal["auto", "no"] = "auto"
     """Whether a beginning-of-text token stands before each document and prompt. ``auto``: as the tokenizer
     says (Hugging Face: its post-processor). ``no``: none. Data known to be built otherwise is refused."""
     documents: Literal["join", "isolate"] = "join"
     """``isolate`` confines attention and positions to each document of a packed sample."""
+    packing: Literal["auto", "cut", "whole"] = "auto"
+    """How documents fill samples. ``cut``: joined into one stream, which is cut every ``sequence`` tokens.
+    ``whole``: only whole documents share a sample, isolated from each other, and its rest is padding without
+    loss. ``auto``: ``whole`` for data with a loss mask (``hexad data build`` of conversations or of prompts
+    and completions), else ``cut``."""
+    too_long: Literal["refuse", "truncate", "skip"] = "refuse"
+    """What to do with documents longer than ``sequence`` where they are not cut: ``refuse`` the data, use
+    their first ``sequence`` tokens (``truncate``), or ``skip`` them; how many is reported."""
+
+    @field_validator("train", "validation", mode="before")
+    @classmethod
+    def _not_without_members(cls, value: Any) -> Any:
+        if value == []:
+            raise ValueError("a prefix or [[weight, prefix], ...], not an empty list")
+        return value
 
     @field_validator("bos", mode="before")
     @classmethod
     def _no(cls, value: Any) -> Any:
         return "no" if value is False else value  # as YAML reads it
+
+    @property
+    def validation_sets(self) -> dict[str, Source]:
+        """Name -> data of every validation set; one without a name is called ``validation``."""
+        if isinstance(self.validation, dict):
+            return self.validation
+        return {} if self.validation is None else {"validation": self.validation}
 
 
 class BatchSettings(Settings):
@@ -184,39 +232,29 @@ class BatchSettings(Settings):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    micro: Positive = 2
+    micro: Width = 2
     """Sequences per microbatch and data rank."""
-    global_: Annotated[Integer, Field(ge=1, alias="global")] = 32
-    """Sequences per step, over all data ranks."""
-
-
-def _schedule_file(path: str) -> str:
-    """a `.json` file"""
-    if not path.endswith(".json"):
-        raise ValueError("a file ending in .json")
-    return path
-
-
-ScheduleFile = Annotated[str, AfterValidator(_schedule_file)]
+    global_: Annotated[Integer, Field(ge=1, le=2**24, alias="global")] = 32
+    """Sequences per step, over all data ranks. Microbatches times pipeline stages are at most 2^20."""
 
 
 class ParallelSettings(Settings):
     """The layout: how the work is divided among ranks."""
 
-    tensor: Positive = 1
+    tensor: Degree = 1
     """Tensor-parallel degree: every layer's matrices are sharded over this many ranks. It divides
     ``model.heads``, and divides ``model.kv_heads`` or is a multiple of it: several ranks then hold each KV
     head."""
     sequence: bool = True
     """Sequence parallel: activations outside attention and feed-forward are sharded over the tensor ranks
     too. Effective where ``tensor > 1``."""
-    context: Positive = 1
+    context: Degree = 1
     """Context-parallel degree: every sequence is sharded over this many ranks."""
     context_method: Literal["ring", "ulysses", "all_gather"] = "ring"
     """How attention reaches across context ranks."""
-    pipeline: Positive = 1
+    pipeline: Degree = 1
     """Pipeline-parallel degree: the layers are divided among this many ranks."""
-    virtual_stages: Positive = 1
+    virtual_stages: Degree = 1
     """Stages per pipeline rank. ``zb_v`` and ``dualpipe_v`` always have two; ``auto`` may choose two where
     this is 1."""
     schedule: (
@@ -232,16 +270,16 @@ class ParallelSettings(Settings):
     ``auto``: the pipeline degree, as many as ``1f1b``."""
     split: Literal["cost", "even"] | list[Count] = "cost"
     """How layers are divided among stages: by cost, evenly, or an explicit list of layers per stage."""
-    expert: Positive = 1
+    expert: Degree = 1
     """Expert-parallel degree."""
-    expert_tensor: Positive = 1
+    expert_tensor: Degree = 1
     """Tensor-parallel degree inside each expert."""
-    data: Positive | Literal["auto"] = "auto"
+    data: Degree | Literal["auto"] = "auto"
     """Data-parallel degree. ``auto``: ``world / (tensor * context * pipeline)``."""
     zero: Annotated[Integer, Field(ge=0, le=3)] = 0
     """What is sharded over the data ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
     too."""
-    replicas: Positive = 1
+    replicas: Degree = 1
     """Hybrid sharding: state is sharded inside ``data / replicas`` ranks and replicated across."""
     order: str = "tensor-context-expert-data-pipeline"
     """Rank order, fastest-varying axis first."""
@@ -258,9 +296,13 @@ class ParallelSettings(Settings):
 class PrecisionSettings(Settings):
     """Number formats."""
 
-    dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "bf16"
-    """Format of parameters and activations. bf16 and fp16 keep fp32 master weights and optimizer state. fp8
-    is bf16 whose layers multiply inputs, weights and output gradients in 8 bits; it needs a GPU with fp8
+    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16", "fp8"] = "auto"
+    """Format of parameters and activations. ``auto``: bf16 if the devices of all ranks compute it in hardware
+    (NVIDIA GPUs of compute capability 8.0 and later, GPUs of ROCm, CPUs with AVX512-BF16, AMX-BF16 or Arm's
+    BF16), else fp32; ``config.yaml`` and checkpoints hold the result. Commands that start nothing assume
+    bf16, or with ``run.device: cpu`` what this host's CPU has. bf16 and fp16 keep fp32 master weights and
+    optimizer state. fp8 is bf16 whose layers multiply inputs, weights and output gradients in 8 bits; it
+    needs a GPU with fp8
     units."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are sent and reduced over data ranks; ``bf16`` in bf16 and fp8 runs only."""
@@ -335,7 +377,7 @@ class CheckpointSettings(Settings):
     resume: Literal["auto", "never", "must"] = "auto"
     """``auto``: resume from the newest complete checkpoint of ``run.dir`` if there is one. ``must``: fail
     without one. ``never``: start from the beginning, refused if the directory already holds checkpoints."""
-    load: str | None = None
+    load: Name | None = None
     """Checkpoint to start from (weights, optimizer and data position) when ``run.dir`` has none."""
     verify: bool = True
     """Verify every value's checksum while loading. Sizes and the manifest's own checksum always are."""
@@ -388,7 +430,7 @@ class LogSettings(Settings):
     """Steps between lines of ``metrics.jsonl``."""
     tensorboard: bool = False
     """Write TensorBoard scalars to ``run.dir/tensorboard`` (``pip install hexad[tensorboard]``)."""
-    wandb: str | None = None
+    wandb: Name | None = None
     """Weights & Biases project to log to (``pip install hexad[wandb]``)."""
     profile: ProfileSettings | None = None
     """Steps of which every rank writes a trace of torch's profiler, and on a GPU a snapshot of its memory, to

@@ -1,11 +1,11 @@
-"""From raw text to an indexed dataset, in many processes, with the same bytes for any number of them."""
+"""From raw data to an indexed dataset, in many processes, with the same bytes for any number of them."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
+from .chat import load_chat_template
 from .indexed import IndexedDataset, IndexedWriter, dtype_for
+from .records import Document, Reading
 from .sidecar import describe, sidecar_path, write_sidecar
-from .sources import Piece, cut, find_files, read
-from .tokenizer import Tokenizer, load_tokenizer
+from .sources import NotText, Piece, cut, find_files, read, streamed
+from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 
 _TASK_BYTES = 1 << 20
 """Least text of a task, if there is enough: sending a task costs as much as a small file."""
@@ -39,18 +41,27 @@ class BuildSummary:
     Attributes:
         prefix: of the files written.
         documents, tokens: counts; what begins and ends every document is among the tokens.
-        skipped: inputs without any text.
+        trained: tokens that have a loss; None: all, and there is no ``PREFIX.mask``.
+        skipped: how many inputs were not used.
+        skipped_kinds: the same by reason: ``empty`` (files and documents without text), and of files in
+            directories ``binary`` and ``not UTF-8``.
+        left_out: files that include and exclude patterns left out.
         bytes_read: size of the inputs on disk.
         dtype: name of the token dtype.
         tokenizer, vocab, eod: as in :class:`~hexad.dataset.sidecar.Sidecar`; ``eod`` is None if none was
             appended.
         bos: ids before each document.
+
+    Conversations have neither ``eod`` nor ``bos`` but what their template writes.
     """
 
     prefix: str
     documents: int
     tokens: int
+    trained: int | None
     skipped: int
+    skipped_kinds: dict[str, int]
+    left_out: int
     bytes_read: int
     dtype: str
     tokenizer: str
@@ -61,11 +72,14 @@ class BuildSummary:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The documents of one task: ids one after another, the length of each, and how many had no text."""
+    """The documents of one task: ids one after another, which of them are trained (None: all), the length of
+    each document, whether it has what begins and ends documents, and what was skipped."""
 
     tokens: NDArray[Any]
+    trained: NDArray[np.bool_] | None
     lengths: NDArray[np.int64]
-    skipped: int
+    framed: bool
+    skipped: Counter[str]
     size: int
 
 
@@ -75,24 +89,31 @@ def build(
     tokenizer: str,
     *,
     workers: int | None = None,
-    json_key: str = "text",
+    json_key: str | None = None,
+    chat_template: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     append_eod: bool = True,
     prepend_bos: bool = True,
     progress: Callable[[int, int], object] | None = None,
 ) -> BuildSummary:
-    """Tokenize ``inputs`` into ``PREFIX.bin`` and ``PREFIX.idx``.
+    """Tokenize ``inputs`` into ``PREFIX.bin`` and ``PREFIX.idx``; ``PREFIX.mask`` where not all is trained.
 
     Documents keep the order of the inputs (directories: sorted), so that the result does not depend on
-    ``workers``. Documents without text are skipped. Both files appear when all is on disk; a build that fails
+    ``workers``. Documents without text are skipped. The files appear when all is on disk; a build that fails
     leaves an earlier dataset of that name unchanged. So does one that is killed, unless it was just replacing
     the old one: then there is none.
 
     Args:
-        inputs: files or directories: .jsonl, .parquet, and any other extension is one document of UTF-8 text.
+        inputs: files or directories: .jsonl, .parquet, and any other extension is one document of UTF-8 text;
+            .jsonl and text also compressed (.gz, .bz2, .xz, .zst).
         prefix: of the files to write.
         tokenizer: as for :func:`~hexad.dataset.tokenizer.load_tokenizer`.
         workers: processes that tokenize; None: one per usable CPU core. One works in this process.
-        json_key: key (.jsonl) or column (.parquet) of the text.
+        json_key: key (.jsonl) or column (.parquet) of the text or conversation; None: ``text``, ``messages``,
+            or ``prompt`` and ``completion``, whichever a record has.
+        chat_template: file of the template of conversations; None: the tokenizer's own.
+        include, exclude: glob patterns of files, see :func:`~hexad.dataset.sources.find_files`.
         append_eod: end every document with the tokenizer's end-of-document token, if it has one.
         prepend_bos: begin every document with what the tokenizer puts before each text, if anything.
         progress: called with (bytes done, bytes in all) from time to time.
@@ -101,29 +122,40 @@ def build(
         HexadError: an input cannot be read or decoded (naming file and line), there is no text, or the output
             cannot be written.
     """
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise HexadError(f"--output: found '{prefix}', expected a prefix such as data/train")
     encoder = load_tokenizer(tokenizer)
-    pieces = cut(find_files(inputs))
+    reading = reading_of(encoder, json_key, chat_template)
+    files, left_out = find_files(inputs, include, exclude)
+    pieces = cut(files)
     total = sum(piece.size for piece in pieces)
     eod = encoder.eod if append_eod else None
     bos = encoder.bos if prepend_bos else ()
-    work = partial(_encode, key=json_key, bos=bos, eod=eod, dtype=dtype_for(encoder.vocab_size))
-    tasks = list(_group(pieces))
-    count = min(workers or _usable_cores(), len(tasks))
-    done = skipped = 0
+    work = partial(_encode, reading=reading, bos=bos, eod=eod, dtype=dtype_for(encoder.vocab_size))
+    count = min(workers or _usable_cores(), max(1, total // _TASK_BYTES + 1, len(list(_group(pieces)))))
+    done, skipped, framed = 0, Counter[str](), False
     with IndexedWriter(prefix, dtype_for(encoder.vocab_size)) as writer:
-        for encoded in _run(work, tasks, encoder, count):
-            writer.add_documents(encoded.tokens, encoded.lengths)
+        for encoded in _run(work, _group(streamed(pieces)), encoder, count):
+            writer.add_documents(encoded.tokens, encoded.lengths, encoded.trained)
             skipped += encoded.skipped
+            framed = framed or encoded.framed
             done += encoded.size
             if progress:
                 progress(done, total)
         if not writer.tokens:
-            raise HexadError(f"{', '.join(map(str, inputs))}: no text found in {len(pieces)} files")
+            why = f" ({_listed(skipped)})" if skipped else ""
+            raise HexadError(f"{', '.join(map(str, inputs))}: no text found in {len(files)} files{why}")
         with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
             sidecar_path(prefix).unlink(missing_ok=True)
     data = IndexedDataset(prefix)
+    # A template writes what begins a conversation: the run's data.bos has no part in it.
     facts = describe(
-        data, writer.max_token, tokenizer=encoder.name, vocab=encoder.vocab_size, eod=eod, bos=bos
+        data,
+        writer.max_token,
+        tokenizer=encoder.name,
+        vocab=encoder.vocab_size,
+        eod=eod if framed else encoder.eod,
+        bos=bos if framed else None,
     )
     with suppress(OSError):  # the sidecar only saves time
         write_sidecar(prefix, facts)
@@ -131,22 +163,47 @@ def build(
         prefix=str(prefix),
         documents=writer.documents,
         tokens=writer.tokens,
-        skipped=skipped,
+        trained=writer.mask.trained if writer.mask.used else None,
+        skipped=skipped.total(),
+        skipped_kinds=dict(skipped),
+        left_out=left_out,
         bytes_read=total,
         dtype=data.dtype.name,
         tokenizer=encoder.name,
         vocab=encoder.vocab_size,
-        eod=eod,
-        bos=bos,
+        eod=eod if framed else None,
+        bos=bos if framed else (),
     )
 
 
-def _group(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _listed(skipped: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
+
+
+def reading_of(encoder: Tokenizer, key: str | None, chat_template: str | None) -> Reading:
+    """How records are read for a tokenizer.
+
+    Raises:
+        HexadError: the chat template cannot be read.
+    """
+    name = encoder.name
+    if not isinstance(encoder, HuggingFaceTokenizer | ByteTokenizer):
+        # Their special tokens are no text: what a template writes could not be tokenized.
+        return Reading(key, None, f"conversations need a Hugging Face tokenizer.json, and {name} is none")
+    template = load_chat_template(name, chat_template)
+    missing = (
+        f"conversations need a chat template, and tokenizer {name} has none (chat_template.jinja, or "
+        "chat_template of tokenizer_config.json); give one with --chat-template FILE"
+    )
+    return Reading(key, template, missing)
+
+
+def _group(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     group: list[Piece] = []
     size = 0
     for piece in pieces:
         group.append(piece)
-        size += piece.size
+        size += piece.size if piece.lines is None else len(piece.lines)
         if size >= _TASK_BYTES:
             yield group
             group, size = [], 0
@@ -158,35 +215,71 @@ def _encode(
     pieces: Sequence[Piece],
     tokenizer: Tokenizer,
     *,
-    key: str,
+    reading: Reading,
     bos: tuple[int, ...],
     eod: int | None,
     dtype: np.dtype[Any],
 ) -> _Encoded:
     """Read and tokenize the documents of some pieces."""
     parts: list[NDArray[Any]] = []
+    marks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []
-    skipped = 0
+    skipped = Counter[str]()
+    some_framed = False
     begin, end = np.array(bos, dtype=dtype), np.array([] if eod is None else [eod], dtype=dtype)
-    texts = (text for piece in pieces for text in read(piece, key))
-    for batch in _batches(texts):
-        for ids in tokenizer.encode_batch(batch):
+    for batch in _batches(_documents(pieces, reading, skipped)):
+        for document, (ids, trained) in zip(batch, _tokenized(batch, tokenizer)):
             if not len(ids):
-                skipped += 1
+                skipped["empty"] += 1
                 continue
-            parts += [begin, ids.astype(dtype), end]
-            lengths.append(len(begin) + len(ids) + len(end))
+            before, after = (begin, end) if document.framed else (begin[:0], end[:0])
+            parts += [before, ids.astype(dtype), after]
+            marks += [np.full(len(before), document.trained is None), trained, np.full(len(after), True)]
+            lengths.append(len(before) + len(ids) + len(after))
+            some_framed = some_framed or document.framed
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
-    return _Encoded(tokens, np.array(lengths, dtype=np.int64), skipped, sum(p.size for p in pieces))
+    mask = np.concatenate(marks) if marks else None
+    return _Encoded(
+        tokens,
+        None if mask is None or mask.all() else mask,
+        np.array(lengths, dtype=np.int64),
+        some_framed,
+        skipped,
+        sum(p.size for p in pieces),
+    )
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Texts in groups of a few megabytes, which bounds what the tokenizer holds at once."""
-    batch: list[str] = []
+def _documents(pieces: Sequence[Piece], reading: Reading, skipped: Counter[str]) -> Iterator[Document]:
+    """The documents of some pieces; files that are not text are counted."""
+    for piece in pieces:
+        try:
+            yield from map(reading.document, read(piece, reading.columns))
+        except NotText as error:
+            skipped[error.kind] += 1
+
+
+def _tokenized(
+    batch: Sequence[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    """The ids of each document's text, and which of them are trained: those with a trained character."""
+    plain = iter(tokenizer.encode_batch([each.text for each in batch if each.trained is None]))
+    marked = iter(tokenizer.encode_offsets([each.text for each in batch if each.trained is not None]))
+    for document in batch:
+        if document.trained is None:
+            ids = next(plain)
+            yield ids, np.ones(len(ids), dtype=np.bool_)
+        else:
+            places = next(marked)
+            yield places.ids, places.within(document.trained)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents in groups of a few megabytes, which bounds what the tokenizer holds at once."""
+    batch: list[Document] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
         if size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -225,7 +318,7 @@ def _usable_cores() -> int:
 
 def _run(
     work: Callable[[list[Piece], Tokenizer], _Encoded],
-    tasks: Sequence[list[Piece]],
+    tasks: Iterable[list[Piece]],
     tokenizer: Tokenizer,
     workers: int,
 ) -> Iterator[_Encoded]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .build import BuildSummary, build
 from .indexed import IndexedDataset
-from .tokenizer import train_bpe
+from .tokenizer_training import train_bpe
 
 _SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}

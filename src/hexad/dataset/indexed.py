@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 from hexad.config.errors import HexadError
 
 from .files import sampled_hash, sync_and_close, sync_directory, temporary_name
+from .masks import MaskWriter, TokenMask, has_mask, mask_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -78,10 +79,12 @@ class IndexedDataset:
         tokens: ``[tokens]`` in the file's dtype, all documents one after another; read-only, on disk.
         lengths: int32 ``[sequences]``, tokens in each sequence; read-only, on disk.
         boundaries: int64 ``[documents + 1]``, first sequence of each document; read-only, on disk.
+        mask: which tokens are trained; None: all.
 
     Raises:
         HexadError: a file is missing, of another format or version, truncated or longer than its index
-            states, or the dataset has no tokens. Empty documents are allowed: they contribute nothing.
+            states, the mask is of other data, or the dataset has no tokens. Empty documents are allowed: they
+            contribute nothing.
     """
 
     tokens: NDArray[Any]
@@ -101,6 +104,8 @@ class IndexedDataset:
         if max(sequences, boundaries) <= SMALL:
             self.verify()
         self._map_tokens()
+        files = (self._idx, self._bin)
+        self.mask = TokenMask(mask_path(prefix), len(self.tokens), files) if has_mask(prefix) else None
 
     def _header(self) -> tuple[np.dtype[Any], int, int]:
         with self._idx.open("rb") as stream:
@@ -282,6 +287,7 @@ class IndexedWriter:
 
     Attributes:
         tokens, documents: what was written so far.
+        mask: which of the tokens are trained.
         max_token: largest id written so far, -1 before the first.
     """
 
@@ -293,6 +299,7 @@ class IndexedWriter:
         self._code = code
         self._bin, self._idx = bin_path(prefix), idx_path(prefix)
         self._temporary = (temporary_name(self._bin), temporary_name(self._idx))
+        self.mask = MaskWriter(prefix)
         self._lengths = array("i")
         self._boundaries = array("q", [0])
         self.tokens = 0
@@ -308,54 +315,68 @@ class IndexedWriter:
         """Documents written so far."""
         return len(self._boundaries) - 1
 
-    def add_document(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> None:
+    def add_document(
+        self,
+        tokens: ArrayLike,
+        lengths: ArrayLike | None = None,
+        trained: NDArray[np.bool_] | None = None,
+    ) -> None:
         """Append one document.
 
         Args:
             tokens: ids ``[length]``; may be empty.
             lengths: tokens of each of its sequences, summing to ``length``; None: it is one sequence.
+            trained: bool ``[length]``, which of the tokens have a loss as targets; None: all.
 
         Raises:
             ValueError: the lengths do not add up, or an id does not fit the dtype.
             HexadError: the disk is full or the file cannot be written.
         """
-        count = self._append(tokens, lengths)
+        count = self._append(tokens, lengths, trained)
         self._boundaries.append(self._boundaries[-1] + count)
 
-    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
+    def add_documents(
+        self, tokens: ArrayLike, lengths: ArrayLike, trained: NDArray[np.bool_] | None = None
+    ) -> None:
         """Append many documents of one sequence each.
 
         Args:
             tokens: ids ``[sum(lengths)]``, the documents one after another.
             lengths: tokens of each document.
+            trained: as for :meth:`add_document`.
 
         Raises:
             ValueError, HexadError: as for :meth:`add_document`.
         """
-        count = self._append(tokens, lengths)
+        count = self._append(tokens, lengths, trained)
         first = self._boundaries[-1] + 1
         self._boundaries.extend(range(first, first + count))
 
-    def _append(self, tokens: ArrayLike, lengths: ArrayLike | None) -> int:
+    def _append(self, tokens: ArrayLike, lengths: ArrayLike | None, trained: NDArray[np.bool_] | None) -> int:
         ids = np.asarray(tokens).reshape(-1)
         sizes = np.asarray([len(ids)] if lengths is None else lengths, dtype=np.int64).reshape(-1)
         if sizes.sum() != len(ids) or (sizes < 0).any() or (sizes > np.iinfo(np.int32).max).any():
             raise ValueError(f"lengths of {int(sizes.sum())} tokens for {len(ids)} tokens")
+        if trained is not None and trained.shape != ids.shape:
+            raise ValueError(f"a mask of shape {trained.shape} for {len(ids)} tokens")
         if len(ids):
             low, high, limits = int(ids.min()), int(ids.max()), np.iinfo(self.dtype)
             if low < limits.min or high > limits.max:
                 raise ValueError(f"token ids {low} to {high} do not fit {self.dtype.name}")
             self.max_token = max(self.max_token, high)
+        path = self._bin
         try:
             self._stream.write(ids.astype(self.dtype, copy=False).tobytes())
+            path = self.mask.path
+            self.mask.add(len(ids), trained)
         except OSError as error:
-            raise _unwritable(self._bin, error) from None
+            raise _unwritable(path, error) from None
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
         self.tokens += len(ids)
         return len(sizes)
 
     def finish(self) -> None:
-        """Complete both files on disk, then rename them.
+        """Complete the files on disk, then rename them.
 
         The index is renamed last and an old one removed first: an index always has its tokens, and a process
         killed between these renames leaves none.
@@ -370,7 +391,11 @@ class IndexedWriter:
             with self._temporary[1].open("wb") as stream:
                 self._write_index(stream)
                 sync_and_close(stream)
+            path = self.mask.path
+            self.mask.complete(self._temporary[1], self._temporary[0])
+            path = self._idx
             self._idx.unlink(missing_ok=True)
+            self.mask.publish()
             self._temporary[0].replace(self._bin)
             self._temporary[1].replace(self._idx)
             sync_directory(self._idx.parent)
@@ -395,6 +420,7 @@ class IndexedWriter:
         """Remove what was written."""
         with suppress(OSError):
             self._stream.close()
+        self.mask.discard()
         for path in self._temporary:
             with suppress(OSError):
                 path.unlink(missing_ok=True)

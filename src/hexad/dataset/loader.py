@@ -7,6 +7,7 @@ Samples are numbered over the whole run. The step that begins at ``consumed`` ta
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,9 +24,12 @@ from hexad.config.errors import ConfigError, HexadError
 from .blend import Blend
 from .indexed import IndexedDataset
 from .microbatch import IGNORED, Microbatch
-from .samples import SampleSource
-from .sidecar import Sidecar, read_sidecar, sidecar_path
+from .samples import Samples, SampleSource, Source
+from .sidecar import Sidecar, check_mask, read_sidecar, sidecar_path
 from .tokenizer import Tokenizer, bos_ids
+from .whole_samples import Packing, TooLong, WholeSamples, whole_documents
+
+log = logging.getLogger("hexad")
 
 Data = str | Sequence[tuple[float, str]]
 
@@ -45,6 +49,9 @@ class DataLoader:
         sequence: inputs per sample, in tokens.
         documents: ``join``, or ``isolate``: positions whose target lies in the next document get no label,
             and microbatches contain the offsets of documents.
+        packing: ``cut`` documents into samples, take ``whole`` ones, which isolates them, or ``auto``: whole
+            ones of data with a loss mask.
+        too_long: what to do with documents that are longer than a sample of whole ones.
         micro: samples per microbatch.
         global_batch: samples per step, over all data ranks.
         seed: of the order of documents and samples.
@@ -68,6 +75,8 @@ class DataLoader:
         *,
         sequence: int,
         documents: Literal["join", "isolate"] = "join",
+        packing: Packing = "auto",
+        too_long: TooLong = "refuse",
         micro: int,
         global_batch: int,
         seed: int,
@@ -90,23 +99,58 @@ class DataLoader:
         if not blend:
             raise ConfigError(setting, "an empty blend; give a prefix or [[weight, prefix], ...]")
         self.sequence, self.documents = sequence, documents
+        self._setting = setting
         self.micro, self.global_batch = micro, global_batch
         self.data_rank, self.data_size = data_rank, data_size
         self._blend = Blend([weight for weight, _ in blend])
         try:
             opened = [_open(prefix, vocab, eod, bos) for _, prefix in blend]
             self._sources = [
-                SampleSource(
-                    data, sequence=sequence, seed=seed, source=number, cache_dir=cache_dir, patience=patience
-                )
-                for number, data in enumerate(opened)
+                self._source(each, number, seed, packing, too_long, cache_dir, patience)
+                for number, each in enumerate(opened)
             ]
         except HexadError as error:
             raise ConfigError(setting, str(error)) from None
-        self._setting = setting
+        self._isolates = documents == "isolate"
+        self._offsets = self._isolates or any(source.isolated for source in self._sources)
         # One worker: reads are in order, and a source's caches need no lock.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-data")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+
+    def _source(
+        self,
+        data: IndexedDataset,
+        number: int,
+        seed: int,
+        packing: Packing,
+        too_long: TooLong,
+        cache_dir: str | Path | None,
+        patience: float,
+    ) -> Source:
+        """The samples of one dataset of the blend."""
+        if not whole_documents(packing, data):
+            return SampleSource(
+                data, sequence=self.sequence, seed=seed, source=number, cache_dir=cache_dir, patience=patience
+            )
+        whole = WholeSamples(
+            data,
+            sequence=self.sequence,
+            too_long=too_long,
+            seed=seed,
+            source=number,
+            cache_dir=cache_dir,
+            patience=patience,
+        )
+        _report(self._setting, whole)
+        return whole
+
+    @property
+    def samples(self) -> int:
+        """Of one epoch. Of a blend, as many as it takes until one of its sources has been read once."""
+        if len(self._sources) == 1:
+            return self._sources[0].per_epoch
+        period, shares = self._blend.period, self._blend.shares
+        return min(source.per_epoch * period // share for source, share in zip(self._sources, shares))
 
     @property
     def microbatches(self) -> int:
@@ -160,22 +204,38 @@ class DataLoader:
         ]
 
     def _microbatches(self, samples: NDArray[np.int64]) -> Iterator[Microbatch]:
+        found = self._samples(samples)
+        for at in range(0, len(samples), self.micro):
+            part = slice(at, at + self.micro)
+            trained = None if found.trained is None else found.trained[part]
+            yield self._microbatch(found.tokens[part], found.begins[part], trained)
+
+    def _samples(self, samples: NDArray[np.int64]) -> Samples:
+        """Samples of the blend; documents begin where they are isolated."""
         sources, numbers = self._blend.locate(samples)
         if len(self._sources) == 1:
-            tokens, begins = self._sources[0].read(numbers)
-        else:
-            tokens = np.empty((len(samples), self.sequence + 1), dtype=np.int64)
-            begins = np.empty(tokens.shape, dtype=np.bool_)
-            for source in np.unique(sources):
-                rows = np.flatnonzero(sources == source)
-                tokens[rows], begins[rows] = self._sources[source].read(numbers[rows])
-        for at in range(0, len(samples), self.micro):
-            yield self._microbatch(tokens[at : at + self.micro], begins[at : at + self.micro])
+            return self._sources[0].read(numbers)
+        shape = (len(samples), self.sequence + 1)
+        tokens, begins = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.bool_)
+        trained = None
+        for number in np.unique(sources):
+            rows, source = np.flatnonzero(sources == number), self._sources[number]
+            found = source.read(numbers[rows])
+            tokens[rows] = found.tokens
+            begins[rows] = found.begins & (self._isolates or source.isolated)
+            if found.trained is not None:
+                trained = np.ones(shape, dtype=np.bool_) if trained is None else trained
+                trained[rows] = found.trained
+        return Samples(tokens, begins, trained)
 
-    def _microbatch(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> Microbatch:
+    def _microbatch(
+        self, tokens: NDArray[np.int64], begins: NDArray[np.bool_], trained: NDArray[np.bool_] | None
+    ) -> Microbatch:
         inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         offsets = None
-        if self.documents == "isolate":
+        if trained is not None:
+            labels[~trained[:, 1:]] = IGNORED
+        if self._offsets:
             labels[begins[:, 1:]] = IGNORED
             inside = begins[:, :-1].copy()
             inside[:, 0] = True
@@ -195,10 +255,34 @@ class DataLoader:
         self.close()
 
 
+def _report(setting: str, source: WholeSamples) -> None:
+    facts = source.facts
+    log.info(
+        "%s: %s: %s documents in %s samples per epoch, %.1f %% of their positions; the longest has %s tokens",
+        setting,
+        source.data.prefix,
+        f"{facts.documents:,}",
+        f"{facts.samples:,}",
+        100 * facts.efficiency,
+        f"{facts.longest:,}",
+    )
+    if facts.too_long:
+        log.warning(
+            "%s: %s documents are longer than data.sequence %d: %s truncated, %s skipped (data.too_long %s)",
+            setting,
+            f"{facts.too_long:,}",
+            facts.sequence,
+            f"{facts.too_long - facts.left_out:,}",
+            f"{facts.left_out:,}",
+            source.too_long,
+        )
+
+
 def _open(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
     """A dataset that fits the run, by what its sidecar records."""
     data = IndexedDataset(prefix)
     if (built := read_sidecar(prefix)) is not None:
+        check_mask(data, built)
         _check_built(prefix, built, vocab, eod)
         if bos is not None and built.bos is not None and list(bos) != list(built.bos):
             raise HexadError(
@@ -228,7 +312,7 @@ def loader_from_config(
     data_rank: int,
     data_size: int,
     tokenizer: Tokenizer,
-    which: Literal["train", "validation"] = "train",
+    which: str = "train",
 ) -> DataLoader:
     """The loader that a configuration describes.
 
@@ -236,12 +320,13 @@ def loader_from_config(
         config: uses ``data``, ``batch``, ``run.seed``, ``run.dir`` and ``model.vocab``.
         data_rank, data_size: this rank's place on the data axis, and its degree.
         tokenizer: of ``data.tokenizer``; its vocabulary is the model's where ``model.vocab`` is ``auto``.
-        which: ``data.train`` or ``data.validation``.
+        which: ``train``, ``validation``, or ``validation.NAME`` of several sets.
 
     Raises:
         ConfigError: the setting is null, or as for :class:`DataLoader`.
     """
-    data = config.data.train if which == "train" else config.data.validation
+    sets = config.data.validation_sets
+    data = config.data.train if which == "train" else sets.get(which.removeprefix("validation."))
     if data is None:
         raise ConfigError(
             f"data.{which}", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]"
@@ -250,6 +335,8 @@ def loader_from_config(
         data,
         sequence=config.data.sequence,
         documents=config.data.documents,
+        packing=config.data.packing,
+        too_long=config.data.too_long,
         micro=config.batch.micro,
         global_batch=config.batch.global_,
         seed=config.run.seed,

@@ -13,8 +13,10 @@ document of the shuffled order begins in the stream (see :mod:`.stream`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +28,87 @@ from .permutation import permute
 from .stream import Stream, document_order
 
 
-class SampleSource:
+class Samples(NamedTuple):
+    """Some samples, each with one token more than it has inputs: the label of the last one.
+
+    Attributes:
+        tokens: int64 ``[n, sequence + 1]``.
+        begins: bool of the same shape, where a document (or what pads a sample) begins.
+        trained: bool of the same shape, which tokens have a loss as labels; None: all.
+    """
+
+    tokens: NDArray[np.int64]
+    begins: NDArray[np.bool_]
+    trained: NDArray[np.bool_] | None
+
+
+class Source(ABC):
     """Random access to the samples of a dataset, over any number of epochs.
+
+    Args:
+        key: (seed, number of the dataset in a blend), of all orders.
+        per_epoch: samples in an epoch.
+
+    Attributes:
+        isolated: whether the documents of a sample never see each other, whatever ``data.documents`` is.
+    """
+
+    isolated = False
+    sequence: int
+
+    def __init__(self, key: tuple[int, int], per_epoch: int) -> None:
+        self._key, self.per_epoch = key, per_epoch
+        self._indexes: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+
+    def prepare(self, sample: int) -> None:
+        """Have the index that a sample needs.
+
+        Raises:
+            HexadError: the dataset is damaged, or its index cannot be stored or is not completed in time.
+        """
+        self._index(sample // self.per_epoch)
+
+    def read(self, samples: NDArray[np.int64]) -> Samples:
+        """Some samples.
+
+        Args:
+            samples: int64 ``[n]``, counted from 0 over all epochs.
+        """
+        epochs, numbers = np.divmod(samples, self.per_epoch)
+        if len(samples) and (epochs == epochs[0]).all():
+            return self._cut(int(epochs[0]), numbers)
+        shape = (len(samples), self.sequence + 1)
+        tokens, begins = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.bool_)
+        trained = None
+        for epoch in np.unique(epochs):
+            rows = np.flatnonzero(epochs == epoch)
+            found = self._cut(int(epoch), numbers[rows])
+            tokens[rows], begins[rows] = found.tokens, found.begins
+            if found.trained is not None:
+                trained = np.empty(shape, dtype=np.bool_) if trained is None else trained
+                trained[rows] = found.trained
+        return Samples(tokens, begins, trained)
+
+    @abstractmethod
+    def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
+        """Samples of one epoch."""
+
+    @abstractmethod
+    def _make_index(self, epoch: int) -> NDArray[np.int64]:
+        """What an epoch's samples are found by."""
+
+    def _index(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._indexes:
+            self._indexes[epoch] = self._make_index(epoch)
+            # Two: a step may span the end of an epoch, and the next step is read ahead.
+            while len(self._indexes) > 2:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(epoch)
+        return self._indexes[epoch]
+
+
+class SampleSource(Source):
+    """The samples of a dataset whose documents are joined and cut.
 
     Args:
         data: the dataset.
@@ -58,45 +139,16 @@ class SampleSource:
         patience: float = 600.0,
     ) -> None:
         self.data, self.sequence = data, sequence
-        self.per_epoch = (len(data.tokens) - 1) // sequence
+        super().__init__((seed, source), (len(data.tokens) - 1) // sequence)
         if self.per_epoch < 1:
             raise HexadError(
                 f"{data.prefix}: holds {len(data.tokens)} tokens, expected at least data.sequence + 1 = "
                 f"{sequence + 1}; give more data or a smaller data.sequence"
             )
-        self._key = (seed, source)
         places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
         self._stream = Stream(data, self._key, places, in_memory, patience)
-        self._indexes: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
 
-    def prepare(self, sample: int) -> None:
-        """Have the index that a sample needs.
-
-        Raises:
-            HexadError: the dataset is damaged, or its index cannot be stored or is not completed in time.
-        """
-        self._index(sample // self.per_epoch)
-
-    def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Some samples.
-
-        Args:
-            samples: int64 ``[n]``, counted from 0 over all epochs.
-
-        Returns:
-            Token ids, int64 ``[n, sequence + 1]``, and, of the same shape, where a document begins.
-        """
-        epochs, numbers = np.divmod(samples, self.per_epoch)
-        if len(samples) and (epochs == epochs[0]).all():
-            return self._cut(int(epochs[0]), numbers)
-        tokens = np.empty((len(samples), self.sequence + 1), dtype=np.int64)
-        begins = np.empty(tokens.shape, dtype=np.bool_)
-        for epoch in np.unique(epochs):
-            rows = np.flatnonzero(epochs == epoch)
-            tokens[rows], begins[rows] = self._cut(int(epoch), numbers[rows])
-        return tokens, begins
-
-    def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
         """Samples of one epoch, all gathered at once."""
         width = self.sequence + 1
         order = permute(numbers, self.per_epoch, *self._key, epoch, "samples")
@@ -107,7 +159,7 @@ class SampleSource:
         highest = np.searchsorted(stream, first + (width - 1), side="right") - 1
         counts = highest - lowest + 1
         rows = np.repeat(np.arange(len(first)), counts)
-        documents = _ranges(lowest, counts)
+        documents = ranges(lowest, counts)
         begin = stream[documents]
         low = np.maximum(begin, first[rows])
         high = np.minimum(stream[documents + 1], first[rows] + width)
@@ -116,24 +168,20 @@ class SampleSource:
         shuffled = document_order(documents, self.data.documents, self._key, epoch)
         origin = self.data.starts(shuffled) + (low - begin)
         lengths = high - low
-        tokens = self.data.tokens[_ranges(origin, lengths)].astype(np.int64)
+        positions = ranges(origin, lengths)
+        tokens = self.data.tokens[positions].astype(np.int64)
         begins = np.zeros(len(tokens), dtype=np.bool_)
         target = rows * width + (low - first[rows])
         begins[target[low == begin]] = True
-        return tokens.reshape(-1, width), begins.reshape(-1, width)
+        trained = None if self.data.mask is None else self.data.mask.at(positions).reshape(-1, width)
+        return Samples(tokens.reshape(-1, width), begins.reshape(-1, width), trained)
 
-    def _index(self, epoch: int) -> NDArray[np.int64]:
+    def _make_index(self, epoch: int) -> NDArray[np.int64]:
         """Where each document of an epoch's order begins in its stream, int64 ``[documents + 1]``."""
-        if epoch not in self._indexes:
-            self._indexes[epoch] = self._stream.index(epoch)
-            # Two: a step may span the end of an epoch, and the next step is read ahead.
-            while len(self._indexes) > 2:
-                self._indexes.popitem(last=False)
-        self._indexes.move_to_end(epoch)
-        return self._indexes[epoch]
+        return self._stream.index(epoch)
 
 
-def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """``start .. start + count - 1`` of each pair, one after another, int64 ``[sum(counts)]``."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)

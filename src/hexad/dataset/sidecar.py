@@ -12,8 +12,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hexad.config.errors import HexadError
+
 from .files import sampled_hash, write_whole
 from .indexed import IndexedDataset, bin_path, idx_path
+from .masks import has_mask, mask_path
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Sidecar:
         vocab: the tokenizer's vocabulary size.
         eod: id of its end-of-document token, if it has one.
         bos: ids before each document; None if not known.
+        mask: hash of the loss mask beside the data (``PREFIX.mask``); None where all tokens are trained.
     """
 
     fingerprint: str
@@ -42,6 +46,7 @@ class Sidecar:
     vocab: int | None = None
     eod: int | None = None
     bos: Sequence[int] | None = None
+    mask: str | None = None
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -52,6 +57,12 @@ def sidecar_path(prefix: str | Path) -> Path:
 def fingerprint(prefix: str | Path) -> str:
     """A hash of the sizes and of parts of both files; independent of names and times."""
     return sampled_hash(idx_path(prefix), bin_path(prefix))
+
+
+def identity(prefix: str | Path) -> str:
+    """As :func:`fingerprint`, with the loss mask if there is one: what all ranks of a run must have alike."""
+    mask = [mask_path(prefix)] if has_mask(prefix) else []
+    return sampled_hash(idx_path(prefix), bin_path(prefix), *mask)
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
@@ -94,4 +105,21 @@ def describe(
         vocab=vocab,
         eod=eod,
         bos=None if bos is None else list(bos),
+        mask=None if data.mask is None else data.mask.fingerprint(),
     )
+
+
+def check_mask(data: IndexedDataset, built: Sidecar) -> None:
+    """Refuse data whose loss mask is not the one it was built with.
+
+    Raises:
+        HexadError: it is missing, or another one.
+    """
+    path = mask_path(data.prefix)
+    if built.mask is not None and data.mask is None:
+        raise HexadError(
+            f"{path}: missing: {data.prefix} was built with a loss mask "
+            f"({sidecar_path(data.prefix).name}); copy it too, or build the data again"
+        )
+    if built.mask is not None and data.mask is not None and data.mask.fingerprint() != built.mask:
+        raise HexadError(f"{path}: damaged: not what was written; build the data again, or copy it again")

@@ -1,4 +1,4 @@
-"""Raw text on disk, divided into pieces that any process can read independently."""
+"""Raw data on disk, divided into pieces that any process can read independently."""
 
 from __future__ import annotations
 
@@ -6,26 +6,47 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import Any, Literal, NamedTuple
 
 from hexad.config.errors import HexadError
 
+from .compressed import ARCHIVES, compression, inner_suffix, opened
+
 _JSONL_PIECE = 4 << 20
 """Bytes of a .jsonl file that one process reads at a time."""
+_HEAD = 8192
+"""Bytes in which a NUL makes a file binary, as in git."""
 
 Kind = Literal["text", "jsonl", "parquet"]
+Skipped = Literal["empty", "binary", "not UTF-8"]
+
+
+class Found(NamedTuple):
+    """A file to read.
+
+    Attributes:
+        path: the file.
+        named: whether the user gave its path, and not that of a directory in which it is: it is then an error
+            if it is not text.
+    """
+
+    path: Path
+    named: bool
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an input: a whole text file, a byte range of a .jsonl, or a row group of a .parquet.
+    """A part of an input: a whole text file, lines of a .jsonl, or a row group of a .parquet.
 
     Attributes:
         path: the file.
         kind: how it is read.
         start, stop: bytes (jsonl: lines that begin in the range) or row groups.
         size: bytes on disk, for progress.
+        named: as of :class:`Found`.
+        lines: of a compressed .jsonl, already decompressed; ``start`` is then the number of the first one.
     """
 
     path: Path
@@ -33,89 +54,206 @@ class Piece:
     start: int
     stop: int
     size: int
+    named: bool = True
+    lines: bytes | None = None
 
 
-def find_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files named by ``inputs``, directories recursed in sorted order; hidden files are skipped.
+@dataclass(frozen=True)
+class Place:
+    """Where a record stands: its line is counted only for a message."""
+
+    path: Path
+    line: int | None = None
+    offset: int | None = None
+    row: int | None = None
+
+    def __str__(self) -> str:
+        if self.row is not None:
+            return f"{self.path}: row {self.row}"
+        if self.offset is not None:
+            return f"{self.path}:{_line_number(self.path, self.offset)}"
+        return str(self.path) if self.line is None else f"{self.path}:{self.line}"
+
+
+class Record(NamedTuple):
+    """What a file holds: the text of a text file, or an object of a .jsonl or .parquet."""
+
+    content: str | dict[str, Any]
+    place: Place
+
+
+class NotText(Exception):
+    """A file of a directory that is left out, and why."""
+
+    def __init__(self, kind: Skipped) -> None:
+        super().__init__(kind)
+        self.kind: Skipped = kind
+
+
+def find_files(
+    inputs: Sequence[str | Path], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> tuple[list[Found], int]:
+    """The files named by ``inputs``, directories recursed in sorted order; hidden files are left out.
+
+    Args:
+        inputs: files or directories.
+        include: glob patterns; if there are any, a file must match one of them.
+        exclude: glob patterns of files to leave out. A pattern with a ``/`` is compared with the path below
+            the directory given, one without with the file's name and those of the directories it is in; ``*``
+            matches any characters.
+
+    Returns:
+        The files, and how many the patterns left out.
 
     Raises:
         HexadError: an input does not exist, or nothing is found.
     """
-    files: list[Path] = []
+    files: list[Found] = []
+    left_out = 0
     for given in map(Path, inputs):
         if given.is_dir():
-            files += _walk(given)
+            found = [(path, path.relative_to(given)) for path in _walk(given)]
         elif given.exists():
-            files.append(given)
+            found = [(given, given)]
         else:
             raise HexadError(f"{given}: no such file or directory")
+        for path, inside in found:
+            if (include and not _matches(inside, include)) or _matches(inside, exclude):
+                left_out += 1
+            else:
+                files.append(Found(path, not given.is_dir()))
     if not files:
-        raise HexadError(f"{', '.join(map(str, inputs))}: no files found; give text, .jsonl or .parquet")
-    return files
+        what = (
+            f"all {left_out} files are left out by --include and --exclude" if left_out else "no files found"
+        )
+        raise HexadError(f"{', '.join(map(str, inputs))}: {what}")
+    return files, left_out
+
+
+def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
+    return any(
+        fnmatchcase(path.as_posix(), pattern)
+        if "/" in pattern
+        else any(fnmatchcase(part, pattern) for part in path.parts)
+        for pattern in patterns
+    )
 
 
 def _walk(directory: Path) -> Iterator[Path]:
     for parent, directories, names in os.walk(directory):
-        directories[:] = sorted(d for d in directories if not d.startswith("."))
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
-def cut(files: Iterable[Path]) -> list[Piece]:
-    """The pieces of ``files``, in order.
+def cut(files: Iterable[Found]) -> list[Piece]:
+    """Divide files into pieces, in order. A compressed .jsonl is one: :func:`streamed` divides it.
 
     Raises:
-        HexadError: a file cannot be read, or a .parquet needs pyarrow.
+        HexadError: a file cannot be read, is an archive of files, or a .parquet needs pyarrow.
     """
     pieces: list[Piece] = []
-    for path in files:
+    for path, named in files:
         try:
             size = path.stat().st_size
         except OSError as error:
             raise HexadError(f"{path}: cannot be read: {error.strerror}") from None
-        if path.suffix == ".jsonl":
+        suffix = inner_suffix(path)
+        if suffix in ARCHIVES and named:
+            raise HexadError(f"{path}: an archive of files; extract it, and give the directory")
+        if suffix == ".jsonl" and not compression(path):
             for start in range(0, size, _JSONL_PIECE):
                 stop = min(start + _JSONL_PIECE, size)
-                pieces.append(Piece(path, "jsonl", start, stop, stop - start))
-        elif path.suffix == ".parquet":
+                pieces.append(Piece(path, "jsonl", start, stop, stop - start, named))
+        elif suffix == ".jsonl":
+            pieces.append(Piece(path, "jsonl", 0, size, size, named))
+        elif suffix == ".parquet" and not compression(path):
             groups = _parquet(path).metadata.num_row_groups
-            pieces += [Piece(path, "parquet", g, g + 1, size // groups) for g in range(groups)]
+            pieces += [Piece(path, "parquet", g, g + 1, size // groups, named) for g in range(groups)]
         else:
-            pieces.append(Piece(path, "text", 0, size, size))
+            pieces.append(Piece(path, "text", 0, size, size, named))
     return pieces
 
 
-def read(piece: Piece, key: str) -> Iterator[str]:
-    """The documents of a piece, in order.
+def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces, with compressed .jsonl files divided: they can be read only from their beginning, so that
+    one process decompresses what the others tokenize.
+
+    Raises:
+        HexadError: such a file is damaged or cannot be read.
+    """
+    for piece in pieces:
+        if piece.kind != "jsonl" or not compression(piece.path):
+            yield piece
+            continue
+        line = 1
+        done = 0
+        with _reporting(piece.path), opened(piece.path) as (stream, raw):
+            while block := stream.read(_JSONL_PIECE):
+                block += stream.readline()
+                position = min(raw.tell(), piece.size)
+                yield Piece(piece.path, "jsonl", line, line, position - done, piece.named, block)
+                line, done = line + block.count(b"\n"), position
+
+
+class _reporting:
+    """Turns what the operating system reports about a file into a user's error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise HexadError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+
+
+def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
+    """The records of a piece, in order.
 
     Args:
         piece: what to read.
-        key: key (.jsonl) or column (.parquet) that holds the text.
+        columns: of a .parquet, those to read where it has them, beside ``tools``; None: all.
 
     Raises:
-        HexadError: the text is not UTF-8, a line is not a JSON object with ``key``; naming file and line.
+        HexadError: the text is not UTF-8, or a line is not a JSON object; naming file and line.
+        NotText: so for a file of a directory.
     """
-    try:
+    with _reporting(piece.path):
         if piece.kind == "jsonl":
-            yield from _read_jsonl(piece, key)
+            yield from _read_jsonl(piece)
         elif piece.kind == "parquet":
-            yield from _read_parquet(piece, key)
+            yield from _read_parquet(piece, columns)
         else:
-            yield _decode(piece.path.read_bytes(), piece.path)
-    except OSError as error:
-        raise HexadError(f"{piece.path}: cannot be read: {error.strerror or error}") from None
+            yield Record(_read_text(piece), Place(piece.path))
 
 
-def _decode(raw: bytes, path: Path) -> str:
+def _read_text(piece: Piece) -> str:
+    with opened(piece.path) as (stream, _):
+        raw = stream.read(_HEAD)
+        if not piece.named and b"\0" in raw:
+            raise NotText("binary")
+        raw += stream.read()
+    if not piece.named and not raw:
+        raise NotText("empty")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
+        if not piece.named:
+            raise NotText("not UTF-8") from None
         line = raw.count(b"\n", 0, error.start) + 1
-        raise HexadError(
-            f"{path}:{line}: byte 0x{raw[error.start]:02x} is not UTF-8; convert the file or leave it out"
-        ) from None
+        found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+    raise HexadError(f"{piece.path}:{line}: {found}; convert the file or leave it out")
 
 
-def _read_jsonl(piece: Piece, key: str) -> Iterator[str]:
+def _read_jsonl(piece: Piece) -> Iterator[Record]:
+    if piece.lines is not None:
+        for number, line in enumerate(piece.lines.split(b"\n"), piece.start):
+            if line.strip():
+                place = Place(piece.path, line=number)
+                yield Record(_object(line, place), place)
+        return
     with piece.path.open("rb") as stream:
         if piece.start:
             # A line belongs to the piece it begins in.
@@ -124,24 +262,22 @@ def _read_jsonl(piece: Piece, key: str) -> Iterator[str]:
         while (offset := stream.tell()) < piece.stop:
             line = stream.readline()
             if line.strip():
-                yield _text_of(line, key, piece.path, offset)
+                place = Place(piece.path, offset=offset)
+                yield Record(_object(line, place), place)
 
 
-def _text_of(line: bytes, key: str, path: Path, offset: int) -> str:
-    """The text of one JSON line at ``offset`` of its file."""
+def _object(line: bytes, place: Place) -> dict[str, Any]:
+    """The JSON object of a line."""
     try:
         found = json.loads(line)
-        problem = f"a JSON {type(found).__name__}, expected an object"
         if isinstance(found, dict):
-            if isinstance(found.get(key), str):
-                return str(found[key])
-            keys = ", ".join(f"'{k}'" for k in list(found)[:8])
-            problem = f"no text under '{key}'; keys here: {keys}; choose one with --json-key"
+            return found
+        problem = f"a JSON {type(found).__name__}, expected an object"
     except UnicodeDecodeError as error:
         problem = f"byte 0x{line[error.start]:02x} is not UTF-8 text"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problem = f"not valid JSON: {error}"
-    raise HexadError(f"{path}:{_line_number(path, offset)}: {problem}")
+    raise HexadError(f"{place}: {problem}")
 
 
 def _line_number(path: Path, offset: int) -> int:
@@ -166,15 +302,19 @@ def _parquet(path: Path) -> Any:
         raise HexadError(f"{path}: not a readable .parquet file: {' '.join(str(error).split())}") from None
 
 
-def _read_parquet(piece: Piece, key: str) -> Iterator[str]:
+def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Record]:
     file = _parquet(piece.path)
     names = file.schema_arrow.names
-    if key not in names:
+    chosen = names if columns is None else [name for name in columns if name in names]
+    if not chosen:
         raise HexadError(
-            f"{piece.path}: no column '{key}'; columns here: {', '.join(names)}; choose one with --json-key"
+            f"{piece.path}: no column {' or '.join(map(repr, columns or []))}; columns here: "
+            f"{', '.join(names)}; choose one with --json-key"
         )
-    for batch in file.iter_batches(row_groups=list(range(piece.start, piece.stop)), columns=[key]):
-        for value in batch.column(0).to_pylist():
-            if value is not None and not isinstance(value, str):
-                raise HexadError(f"{piece.path}: column '{key}' holds {type(value).__name__}, expected text")
-            yield value or ""
+    if columns is not None and "tools" in names:
+        chosen.append("tools")
+    row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+    for batch in file.iter_batches(row_groups=list(range(piece.start, piece.stop)), columns=chosen):
+        for values in batch.to_pylist():
+            row += 1
+            yield Record(values, Place(piece.path, row=row))

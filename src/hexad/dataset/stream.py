@@ -8,7 +8,7 @@ The file's name is a hash of all it depends on: later runs use it again, and it 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
@@ -77,21 +77,9 @@ class Stream:
     def _stored(self, epoch: int) -> NDArray[np.int64]:
         """The index from a file, which is created if it is missing."""
         words = (_FORMAT, self.data.identity(), *self.key, epoch)
-        name = blake2b(repr(words).encode(), digest_size=16).hexdigest() + ".npy"
-        for place in self.places:
-            if (index := self._mapped(place / name)) is not None:
-                return index
-        problems = []
-        for path in (place / name for place in self.places):
-            try:
-                read, write = partial(self._mapped, path), partial(self._write, path, epoch)
-                return written_once(path, read, write, self.patience)
-            except OSError as error:
-                problems.append(f"{path.parent} ({error.strerror or error})")
-        raise HexadError(
-            f"{self.data.prefix}: the index of {self.data.documents} documents cannot be stored in "
-            f"{' or '.join(problems)}; make one of them writable (8 bytes per document and epoch)"
-        )
+        what = f"{self.data.prefix}: the index of {self.data.documents} documents"
+        write = partial(self._write, epoch=epoch)
+        return stored(words, self.places, self._mapped, write, self.patience, what)
 
     def _mapped(self, path: Path) -> NDArray[np.int64] | None:
         """The file's content if it is complete."""
@@ -118,6 +106,43 @@ class Stream:
                 ends = total + np.cumsum(each)
                 stream.write(ends.astype("<i8", copy=False).tobytes())
                 total = ends[-1:]
+
+
+def stored(
+    words: tuple[object, ...],
+    places: Sequence[Path],
+    read: Callable[[Path], NDArray[np.int64] | None],
+    write: Callable[[Path], None],
+    patience: float,
+    what: str,
+) -> NDArray[np.int64]:
+    """An index from a file, which one process per file system creates if it is missing.
+
+    Args:
+        words: all it depends on; the file's name is their hash.
+        places: directories to store it in, the first that can be written.
+        read: the content of a path if it is complete.
+        write: creates a path.
+        patience: seconds to wait for another process.
+        what: it is, for messages.
+
+    Raises:
+        HexadError: it cannot be stored, or is not completed in time.
+    """
+    name = blake2b(repr(words).encode(), digest_size=16).hexdigest() + ".npy"
+    for place in places:
+        if (index := read(place / name)) is not None:
+            return index
+    problems = []
+    for path in (place / name for place in places):
+        try:
+            return written_once(path, partial(read, path), partial(write, path), patience)
+        except OSError as error:
+            problems.append(f"{path.parent} ({error.strerror or error})")
+    raise HexadError(
+        f"{what} cannot be stored in {' or '.join(problems)}; make one of them writable (8 bytes per "
+        "document and epoch)"
+    )
 
 
 def document_order(

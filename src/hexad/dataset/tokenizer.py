@@ -6,11 +6,10 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,28 @@ from numpy.typing import NDArray
 from hexad.config.errors import HexadError
 
 Ids = NDArray[np.int32]
+
+
+class Offsets(NamedTuple):
+    """The tokens of a text and where they are in it.
+
+    Attributes:
+        ids: int32 ``[length]``.
+        begin, end: int32 ``[length]``, in characters of the text. Tokens that are parts of one character all
+            have its place.
+    """
+
+    ids: Ids
+    begin: Ids
+    end: Ids
+
+    def within(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
+        """Which tokens have a character in one of some (start, stop) ranges, bool ``[length]``."""
+        found = np.zeros(len(self.ids), dtype=np.bool_)
+        for start, stop in spans:
+            found |= (self.end > start) & (self.begin < stop)
+        return found
+
 
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>")
 """Usual names of an end-of-document token, tried in this order where the tokenizer's files name none."""
@@ -33,13 +54,18 @@ class Tokenizer(Protocol):
 
     Attributes:
         name: argument with which :func:`load_tokenizer` loads it.
+        kind: of its files, in words.
         vocab_size: ids are below this.
         eod: id of the end-of-document token, or None. ``encode`` never adds it, nor any other special token.
         bos: ids that it puts before each text, most often of one beginning-of-text token, or none.
+        specials: the ids of special tokens by their text.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -50,12 +76,19 @@ class Tokenizer(Protocol):
     @property
     def bos(self) -> tuple[int, ...]: ...
 
+    @property
+    def specials(self) -> dict[str, int]: ...
+
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``; text equal to the end-of-document token is handled as the file defines."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, int32 ``[length]``."""
+        ...
+
+    def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        """The ids of each text, and the characters each of them stands for."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -67,15 +100,24 @@ class ByteTokenizer:
     """The 256 byte values of UTF-8, and 256 for the end of a document."""
 
     name = "byte"
+    kind = "bytes of UTF-8"
     vocab_size = 257
     eod = 256
     bos: tuple[int, ...] = ()
+    specials: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
+
+    def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        found = []
+        for text, ids in zip(texts, self.encode_batch(texts)):
+            begin = _characters(text)[:-1]
+            found.append(Offsets(ids, begin, begin + np.int32(1)))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
@@ -94,35 +136,48 @@ class HuggingFaceTokenizer:
         HexadError: the file is not a tokenizer.
     """
 
+    kind = "Hugging Face"
+
     def __init__(self, file: Path, name: str) -> None:
         from tokenizers import Tokenizer as Backend
 
         try:
-            self._backend = Backend.from_file(str(file))
+            self.backend = Backend.from_file(str(file))
         except Exception as error:  # the package raises bare Exception
             raise HexadError(f"{file}: not a Hugging Face tokenizer.json: {_one_line(error)}") from None
         # Files saved after use may contain limits that would truncate documents.
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self.backend.no_truncation()
+        self.backend.no_padding()
         self.name = name
         # The largest id, not the count: vocabularies may have gaps.
-        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         named = _named(file.parent, "eos_token")
-        ids = (self._backend.token_to_id(end) for end in ([named] if named else END_NAMES))
+        ids = (self.backend.token_to_id(end) for end in ([named] if named else END_NAMES))
         self.eod: int | None = next((i for i in ids if i is not None), None)
-        encoding = self._backend.encode("a", add_special_tokens=True)
+        encoding = self.backend.encode("a", add_special_tokens=True)
         mask = encoding.special_tokens_mask
         self.bos = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
+        added = self.backend.get_added_tokens_decoder()
+        self.specials = {token.content: number for number, token in sorted(added.items()) if token.special}
+        # Without special tokens it changes nothing but offsets, from which it takes spaces.
+        self.backend.post_processor = None
 
     def encode(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        found = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
 
+    def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        found = []
+        for encoding in self.backend.encode_batch(list(texts), add_special_tokens=False):
+            places = np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)
+            found.append(Offsets(np.array(encoding.ids, dtype=np.int32), places[:, 0], places[:, 1]))
+        return found
+
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._backend.decode([int(i) for i in ids], skip_special_tokens=True))
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
 class SentencePieceTokenizer:
@@ -132,27 +187,44 @@ class SentencePieceTokenizer:
     ``add_bos_token``.
     """
 
+    kind = "SentencePiece"
+
     def __init__(self, file: Path, name: str) -> None:
         backend = _extra("sentencepiece", f"{file} is a SentencePiece model")
         try:
-            self._backend: Any = backend.SentencePieceProcessor(model_file=str(file))
+            self.backend: Any = backend.SentencePieceProcessor(model_file=str(file))
         except Exception as error:
             raise HexadError(f"{file}: not a SentencePiece model: {_one_line(error)}") from None
         self.name = name
-        self.vocab_size = int(self._backend.get_piece_size())
-        end = int(self._backend.eos_id())
+        self.vocab_size = int(self.backend.get_piece_size())
+        end = int(self.backend.eos_id())
         self.eod = end if end >= 0 else None
-        begin = int(self._backend.bos_id())
+        begin = int(self.backend.bos_id())
         self.bos = (begin,) if begin >= 0 and _named(file.parent, "add_bos_token") else ()
+        controls = (number for number in range(self.vocab_size) if self.backend.is_control(number))
+        self.specials = {str(self.backend.id_to_piece(number)): number for number in controls}
 
     def encode(self, text: str) -> list[int]:
-        return list(self._backend.encode(text))
+        return list(self.backend.encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(ids, dtype=np.int32) for ids in self._backend.encode(list(texts))]
+        return [np.array(ids, dtype=np.int32) for ids in self.backend.encode(list(texts))]
+
+    def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        found = []
+        for text in texts:
+            pieces = self.backend.encode(text, return_type="proto").pieces  # with offsets in bytes
+            ids, begin, end = (
+                np.array([[piece.id, piece.begin, piece.end] for piece in pieces], dtype=np.int32)
+                .reshape(-1, 3)
+                .T
+            )
+            character = _characters(text)
+            found.append(Offsets(ids, character[begin], character[np.maximum(end, 1) - 1] + (end > begin)))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._backend.decode([int(i) for i in ids]))
+        return str(self.backend.decode([int(i) for i in ids]))
 
 
 # Llama 3's split pattern and special tokens (meta-llama/llama3, llama/tokenizer.py).
@@ -177,6 +249,7 @@ class TiktokenTokenizer:
     document), and so on. Rank files of other models are split as Llama 3 would.
     """
 
+    kind = "tiktoken"
     bos: tuple[int, ...] = ()
 
     def __init__(self, file: Path, name: str) -> None:
@@ -189,22 +262,40 @@ class TiktokenTokenizer:
             + i
             for i in range(_LLAMA3_SPECIALS)
         }
-        self._backend: Any = tiktoken.Encoding(
+        self.backend: Any = tiktoken.Encoding(
             file.stem, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
         )
         self.name = name
         self._first_special = first
         self.vocab_size = first + _LLAMA3_SPECIALS
         self.eod = specials["<|end_of_text|>"]
+        self.specials = specials
 
     def encode(self, text: str) -> list[int]:
-        return list(self._backend.encode_ordinary(text))
+        return list(self.backend.encode_ordinary(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
+    def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
+        found = []
+        for text in texts:
+            ids = self.encode(text)
+            bounds = np.cumsum([0, *map(len, self.backend.decode_tokens_bytes(ids))])  # in bytes
+            character = _characters(text)
+            begin, end = character[bounds[:-1]], character[bounds[1:] - 1] + np.int32(1)
+            found.append(Offsets(np.array(ids, dtype=np.int32), begin, end))
+        return found
+
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._backend.decode([int(i) for i in ids if i < self._first_special]))
+        return str(self.backend.decode([int(i) for i in ids if i < self._first_special]))
+
+
+def _characters(text: str) -> Ids:
+    """The number of the character that each byte of UTF-8 belongs to, and of one after the last."""
+    raw = np.frombuffer(text.encode() + b"\n", dtype=np.uint8)
+    # Every byte that does not continue a character begins one.
+    return np.cumsum((raw & 0xC0) != 0x80, dtype=np.int32) - np.int32(1)
 
 
 def bos_ids(tokenizer: Tokenizer, setting: str) -> list[int]:
@@ -251,20 +342,28 @@ def _file_in(directory: Path) -> Path:
     )
 
 
-def _named(directory: Path, key: str) -> Any:
-    """A token (its text) or switch of the files beside a tokenizer; None where they have none."""
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+def tokenizer_settings(directory: Path) -> dict[str, Any]:
+    """What ``tokenizer_config.json``, else ``special_tokens_map.json``, in a tokenizer's directory says.
+
+    Raises:
+        HexadError: one of them is not JSON.
+    """
+    found: dict[str, Any] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
-            token = json.loads((directory / file).read_text(encoding="utf-8")).get(key)
+            content = json.loads((directory / file).read_text(encoding="utf-8"))
+            found |= {key: value for key, value in content.items() if value is not None}
         except FileNotFoundError:
             continue
         except (OSError, ValueError, AttributeError) as error:
             raise HexadError(f"{directory / file}: not readable as JSON: {_one_line(error)}") from None
-        if isinstance(token, dict):
-            token = token.get("content")
-        if token is not None:
-            return token
-    return None
+    return found
+
+
+def _named(directory: Path, key: str) -> Any:
+    """A token (its text) or switch of the files beside a tokenizer; None where they have none."""
+    token = tokenizer_settings(directory).get(key)
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _has_ranks(path: Path) -> bool:
@@ -293,53 +392,3 @@ def _extra(package: str, why: str) -> Any:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise HexadError(f"{directory}: cannot be written: {error.strerror}") from None
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> HuggingFaceTokenizer:
-    """Train a byte-level BPE tokenizer with ``<|endoftext|>`` and save it in Hugging Face form.
-
-    Args:
-        texts: what to learn from, one document each.
-        vocab_size: ids to learn, the 256 bytes and ``<|endoftext|>`` included; fewer if the texts have too
-            few pairs.
-        path: directory for ``tokenizer.json`` and ``tokenizer_config.json``; made if missing.
-
-    Returns:
-        The tokenizer, as :func:`load_tokenizer` returns it.
-
-    Raises:
-        HexadError: ``vocab_size`` is below 257, or the directory cannot be written.
-    """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    if vocab_size < 257:
-        raise HexadError(f"vocabulary size {vocab_size}: expected at least 257, every byte and <|endoftext|>")
-    end = END_NAMES[0]
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[end],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    directory = Path(path)
-    with _writing(directory):  # before the work, which takes a while
-        directory.mkdir(parents=True, exist_ok=True)
-    backend.train_from_iterator(texts, trainer)
-    with _writing(directory):
-        (directory / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
-        (directory / "tokenizer_config.json").write_text(
-            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}, indent=2) + "\n"
-        )
-    return HuggingFaceTokenizer(directory / "tokenizer.json", str(directory.resolve()))

@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 
+from hexad.checkpoint.base import load_model_weights
 from hexad.checkpoint.chunks import Chunk
-from hexad.checkpoint.loading import load
 from hexad.comm import all_gather, broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
+from hexad.model.attention_kernels import Spans
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh
-from hexad.parallel.sharding import Shard, declared_parameters
+from hexad.parallel.sharding import Declared, Shard, declared_parameters
 from hexad.topology.mesh import Axis, Mesh
 
+from .cache import KeyValueCache, Lengths
 from .sampling import Sampling, choose
 
 
-class KeyValueCache:
-    """Keys and values of one layer for up to ``capacity`` tokens per sequence."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.length = 0
-        self._keys = torch.empty(0)
-        self._values = torch.empty(0)
-
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``[sequences, heads, new, width]``; returns everything so far."""
-        if self.length == 0:
-            shape = (*keys.shape[:2], self.capacity, keys.shape[3])
-            self._keys, self._values = keys.new_empty(shape), values.new_empty(shape)
-        end = self.length + keys.shape[2]
-        self._keys[:, :, self.length : end] = keys
-        self._values[:, :, self.length : end] = values
-        self.length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
-
-
-def load_model(config: Config, checkpoint: Path, mesh: Mesh, layers: Sequence[range]) -> Transformer:
-    """This rank's stage of a checkpoint's model; each rank reads only its own slices.
+def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[range]) -> Transformer:
+    """This rank's stage of a saved model; each rank reads only its own slices.
 
     Args:
-        config: of the generation; ``model`` is the checkpoint's.
-        checkpoint: its directory.
+        config: of the generation; ``model`` is the source's.
+        source: a checkpoint's directory, or ``hf:DIR``.
         mesh: tensor and pipeline ranks.
         layers: of every stage, one stage per pipeline rank.
 
@@ -57,19 +39,23 @@ def load_model(config: Config, checkpoint: Path, mesh: Mesh, layers: Sequence[ra
     shard = Shard({"tensor": tensor}, False, stored, mesh.device)
     rank = mesh.pipeline.rank
     model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
+    load_model_weights(source, config, _chunks(declared_parameters(model)), mesh.world)
+    return model.to(dtype).eval()
+
+
+def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
+    """What this rank has of the parameters, emptied."""
     chunks = []
-    for declared in declared_parameters(model):
+    for declared in parameters:
         values = declared.parameter.data.zero_()
         for start, rectangle, _ in declared.pieces:
             if rectangle.numel:
                 local = values.narrow(0, start, rectangle.sizes[0])
-                chunks.append(Chunk(rectangle.named(f"model.{rectangle.name}"), local))
+                named = rectangle.named(f"model.{rectangle.name}")
+                chunks.append(Chunk(named, local, rounded=declared.declaration.frozen))
+    return chunks
 
-    load(checkpoint, chunks, mesh.world)
-    return model.to(dtype).eval()
 
-
-@torch.no_grad()
 def generate(
     model: Transformer,
     prompt: list[int],
@@ -78,46 +64,116 @@ def generate(
     stop: int | None = None,
     pipeline: Axis | None = None,
 ) -> Iterator[int]:
-    """Yield up to ``tokens`` new token ids after ``prompt``; ends after the id ``stop``.
+    """Yield up to ``tokens`` new token ids after ``prompt``; ends after the id ``stop``. Otherwise as
+    :func:`generate_all` of one prompt."""
+    for found in _steps(model, [prompt], tokens, sampling, [sampling.seed], pipeline):
+        token = found[0]
+        yield token
+        if token == stop:
+            return
 
-    Every tensor and pipeline rank iterates together, with its own stage as ``model``, and gets the same ids.
+
+def generate_all(
+    model: Transformer,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    sampling: Sampling,
+    ended: Callable[[int, list[int]], bool],
+    seeds: Sequence[int] | None = None,
+    pipeline: Axis | None = None,
+) -> list[list[int]]:
+    """Up to ``tokens`` new token ids after each prompt, all prompts at once.
+
+    Every tensor and pipeline rank calls this together, with its own stage as ``model``, and gets the same
+    ids. A prompt's ids do not depend on those beside it, but for rounding.
+
+    Args:
+        model: of this rank.
+        prompts: ids of each, of any lengths.
+        tokens: new ids at most.
+        sampling: how they are chosen.
+        ended: whether a sequence, by the prompt's number and its new ids, is complete; the same on all ranks.
+        seeds: of each prompt's draws; by default ``sampling.seed`` for all.
+        pipeline: the axis of the stages.
 
     Raises:
         HexadError: an empty prompt, ids outside the vocabulary, or more positions than the model has.
     """
+    new: list[list[int]] = [[] for _ in prompts]
+    seeds = [sampling.seed] * len(prompts) if seeds is None else seeds
+    for found in _steps(model, prompts, tokens, sampling, seeds, pipeline):
+        for number, token in list(found.items()):
+            new[number].append(token)
+            if ended(number, new[number]):
+                del found[number]  # it does not continue
+    return new
+
+
+@torch.no_grad()
+def _steps(
+    model: Transformer,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    pipeline: Axis | None,
+) -> Iterator[dict[int, int]]:
+    """The next id of every prompt that continues, by its number: those that the caller leaves in what was
+    yielded before."""
+    for prompt in prompts:
+        _check(model, prompt, tokens)
+    device, pipeline = model.shard.device, pipeline or Axis("pipeline")
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    lengths = Lengths([*map(len, prompts)], max(map(len, prompts)) + tokens, device)
+    caches = [KeyValueCache(lengths) for _ in model.layers]
+    running = list(range(len(prompts)))  # prompts of the rows
+    fresh = torch.tensor([list(chain(*prompts))], device=device)
+    spans: Spans | None = Spans(fresh.numel(), 1, lengths.bounds)
+    start: torch.Tensor | None = None
+    last = torch.tensor(lengths.bounds[1:], device=device) - 1
+    for _ in range(tokens):
+        inputs = from_stage_before(model, fresh, pipeline)
+        hidden = model(fresh, spans, caches, start, inputs)
+        fresh = torch.zeros((len(running), 1), dtype=torch.int64, device=device)
+        if model.inventory.last:
+            logits = gathered_logits(model, hidden[last])
+            each = zip(logits.split(1), running)
+            fresh[:, 0] = torch.cat([choose(row, sampling, generators[number]) for row, number in each])
+        else:
+            send_async(hidden, pipeline, pipeline.rank + 1).wait()
+        fresh = broadcast(fresh, pipeline, source=pipeline.size - 1)
+        if start is not None:
+            lengths.advance()
+        found = dict(zip(running, fresh[:, 0].tolist()))
+        yield found
+        rows = [row for row, number in enumerate(running) if number in found]
+        if not rows:
+            return
+        if len(rows) < len(running):
+            kept = torch.tensor(rows, device=device)
+            running, fresh = [running[row] for row in rows], fresh[kept]
+            lengths.keep(kept)
+            for cache in caches:
+                cache.keep(kept)
+        spans, start, last = None, lengths.now, torch.arange(len(running), device=device)
+
+
+def _check(model: Transformer, prompt: list[int], tokens: int) -> None:
     if not prompt:
         raise HexadError("--prompt: found no tokens, expected at least one")
     if max(prompt) >= model.vocab or min(prompt) < 0:
         raise ConfigError(
             "data.tokenizer", f"gives token id {max(prompt)}, but the model's vocabulary is {model.vocab}"
         )
-    total = len(prompt) + tokens
-    if model.positions is not None and total > model.positions.weight.shape[0]:
+    if model.positions is not None and len(prompt) + tokens > model.positions.weight.shape[0]:
         raise ConfigError(
             "--tokens",
             f"{len(prompt)} prompt tokens and {tokens} new ones exceed the model's "
             f"{model.positions.weight.shape[0]} positions",
         )
-    device = model.shard.device
-    pipeline = pipeline or Axis("pipeline")
-    generator = torch.Generator().manual_seed(sampling.seed)
-    caches = [KeyValueCache(total) for _ in model.layers]
-    fresh, start = torch.tensor([prompt], device=device), 0
-    for _ in range(tokens):
-        hidden = model(fresh, stores=caches, start=start, inputs=_from_stage_before(model, fresh, pipeline))
-        start += fresh.shape[1]
-        fresh = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        if model.inventory.last:
-            fresh.fill_(choose(_last_logits(model, hidden[-1:]), sampling, generator)[0])
-        else:
-            send_async(hidden, pipeline, pipeline.rank + 1).wait()
-        token = int(broadcast(fresh, pipeline, source=pipeline.size - 1))
-        yield token
-        if token == stop:
-            return
 
 
-def _from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) -> torch.Tensor | None:
+def from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) -> torch.Tensor | None:
     """``[tokens, hidden]`` of the new tokens; None on the first stage."""
     if model.inventory.first:
         return None
@@ -125,7 +181,8 @@ def _from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) 
     return receive_async(buffer, pipeline, pipeline.rank - 1).wait()
 
 
-def _last_logits(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
-    """``[1, vocab]`` logits on the CPU, gathered from the tensor ranks and without padding."""
+def gathered_logits(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
+    """``[sequences, vocab]`` logits on the CPU, gathered from the tensor ranks and without padding."""
     parts = all_gather(model.logits(hidden).contiguous(), model.shard.tensor)
-    return parts.reshape(1, -1)[:, : model.vocab].float().cpu()
+    whole = parts.unflatten(0, (-1, len(hidden))).transpose(0, 1).flatten(1)
+    return whole[:, : model.vocab].float().cpu()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -30,12 +31,14 @@ class Sampling:
     seed: int = 1234
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError("--temperature", f"found {self.temperature}, expected 0 or more")
+        if not 0 <= self.temperature < inf:
+            raise ConfigError("--temperature", f"found {self.temperature}, expected a number from 0")
         if self.top_k < 0:
             raise ConfigError("--top-k", f"found {self.top_k}, expected 0 (all) or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError("--top-p", f"found {self.top_p}, expected a number above 0, at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("--seed", f"found {self.seed}, expected 0 to 2^63 - 1")
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:

@@ -11,8 +11,8 @@ from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 from . import attention_inventory
-from .attention_kernels import Spans, choose
-from .dropout import Dropper, Site
+from .attention_kernels import choose
+from .dropout import AdapterDropper, Dropper, Site
 from .dropped_attention import dropped_attention
 from .norms import RmsNorm
 from .ops import rotate
@@ -23,8 +23,20 @@ from .recompute import recomputable
 class KeyValueStore(Protocol):
     """Keeps one layer's keys and values between forward passes (generation)."""
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append ``[sequences, heads, new, width]`` and return everything so far."""
+    @property
+    def filled(self) -> bool:
+        """Whether it holds the prompts."""
+        ...
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep those of the prompts, ``[tokens, heads, width]``."""
+        ...
+
+    def extend(
+        self, keys: torch.Tensor, values: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Append one token of each sequence, ``[sequences, heads, width]``; returns everything so far,
+        ``[sequences, heads, length, width]``, and a mask of what each new token sees, None for all."""
         ...
 
 
@@ -42,6 +54,11 @@ class Attention(nn.Module):
         self.kernel = choose(shard.device, shard.dtype, *sizes, inventory.scale, inventory.window)
         self.qkv = ColumnParallelLinear(inventory.qkv, shard)
         self.out = RowParallelLinear(inventory.out, shard)
+        features = inventory.heads * inventory.width
+        self.droppers = (
+            AdapterDropper.of(inventory.lora, layer, Site.ADAPTED_QKV, shard),
+            AdapterDropper.of(inventory.lora, layer, Site.ADAPTED_OUT, shard, features),
+        )
         self.q_norm: RmsNorm | None = None
         self.k_norm: RmsNorm | None = None
         if inventory.head_norms:
@@ -56,10 +73,11 @@ class Attention(nn.Module):
             store: keys and values so far (generation).
         """
         heads, kv_heads = self.heads, self.kv_heads
-        parts = self.qkv(x).split([(heads + kv_heads) * self.width, kv_heads * self.width], dim=1)
+        first, second = (dropper.at(where.adapted) for dropper in self.droppers)
+        parts = self.qkv(x, first).split([(heads + kv_heads) * self.width, kv_heads * self.width], dim=1)
         qk = self._queries_and_keys(parts[0], where)
         v = parts[1].view(-1, kv_heads, self.width)
-        return self.out(self._core(qk, v, where, store))
+        return self.out(self._core(qk, v, where, store), second)
 
     @recomputable
     def _queries_and_keys(self, qk: torch.Tensor, where: Geometry) -> torch.Tensor:
@@ -78,8 +96,11 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """``[tokens, this rank's heads * width]``."""
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
+        if store is not None and store.filled:
+            keys, values, mask = store.extend(k, v, self.kernel.window)
+            return self.kernel.dense(q.unsqueeze(2), keys, values, causal=False, mask=mask).flatten(1)
         if store is not None:
-            return self._extend(q, k, v, where.spans.sequences, store)
+            store.fill(k, v)
         if where.queries is None:
             return self.kernel(q, k, v, where.spans)
         length = len(q) // where.spans.sequences
@@ -88,18 +109,3 @@ class Attention(nn.Module):
         return dropped_attention(
             q, k, v, bounds, length, where.queries, self.dropper, kernel.scale, kernel.window
         )
-
-    def _extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: int, store: KeyValueStore
-    ) -> torch.Tensor:
-        """Attention of new tokens to everything stored: all of a prompt, or one token."""
-        first, second = (each.unflatten(0, (sequences, -1)).transpose(1, 2) for each in (k, v))
-        keys, values = store.extend(first, second)
-        if keys.shape[2] == first.shape[2]:
-            return self.kernel(q, k, v, Spans(len(q), sequences))
-        if len(q) != sequences:
-            raise ValueError("several tokens at once need an empty key/value store")
-        if self.kernel.window is not None:
-            keys, values = keys[:, :, -self.kernel.window :], values[:, :, -self.kernel.window :]
-        out = self.kernel.dense(q.unsqueeze(2), keys, values, causal=False)
-        return out.flatten(1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import Linear
+from hexad.parallel.tensor.lora_inventory import Lora
 
 from .norms_inventory import Norm
 
@@ -28,6 +29,9 @@ class Attention:
         dropout: probability with which attention probabilities are dropped.
         sequence: activations outside are divided over tokens.
         std, out_std: standard deviations of the initial weights.
+        lora: the kind of the projections' adapters.
+        frozen: names of the weights that are not trained.
+        adapted: names of the projections that have an adapter.
         copies: tensor ranks that hold the same key/value heads; each computes the part of their gradient that
             its own query heads make.
     """
@@ -49,6 +53,9 @@ class Attention:
     std: float
     out_std: float
     copies: int = 1
+    lora: Lora | None = None
+    frozen: frozenset[str] = frozenset()
+    adapted: frozenset[str] = frozenset()
 
     @property
     def qkv(self) -> Linear:
@@ -66,6 +73,9 @@ class Attention:
             unit=self.unit,
             copied=frozenset([*outputs][1:] if self.copies > 1 else ()),
             copies=self.copies,
+            frozen=self.frozen,
+            lora=self.lora,
+            adapted=self.adapted,
         )
 
     @property
@@ -73,7 +83,8 @@ class Attention:
         """The projection back into the residual stream."""
         name, queries = f"{self.name}.out", self.heads * self.width
         outputs = {name: self.hidden}
-        return Linear(name, queries, outputs, True, self.sequence, self.out_bias, self.out_std, self.unit)
+        linear = Linear(name, queries, outputs, True, self.sequence, self.out_bias, self.out_std, self.unit)
+        return replace(linear, frozen=self.frozen, lora=self.lora, adapted=self.adapted)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -86,7 +97,8 @@ class Attention:
         if self.norm_eps is None:
             return ()
         names = (f"{self.name}.q_norm", f"{self.name}.k_norm")
-        return tuple(Norm(name, "rms", self.width, self.norm_eps, True, self.unit) for name in names)
+        sizes = self.width, self.norm_eps, True, self.unit, self.frozen
+        return tuple(Norm(name, "rms", *sizes) for name in names)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -134,6 +146,7 @@ class Attention:
             kept += 2 * q
             if self._computed and not selective and self.norm_eps is None:
                 kept -= q + 2 * k  # nothing needs the projections' output
+        kept += sum(linear.kept(run) for linear in self.linears)
         return kept + (q + k if self._computed and not selective else 0)
 
     def operands(self, run: Execution) -> int:
@@ -145,13 +158,14 @@ class Attention:
         q, k, statistic = self._sizes(run)
         gathered = run.gathered(self.hidden)
         rotated = q + k if self._computed else 0
-        product = 0 if split else self.out.weight_product(run)
+        product = max(0 if split else self.out.weight_product(run), self.out.dropping(run))
         out = gathered + max(self.out.eight_bits(run), q + product)
         moments = [Moment(out, gathered + q, self.out.matrices)]
         # Recomputed queries and keys; the gradients of all three.
-        live = q + (gathered if split else 0) + (rotated if selective else 0)
+        operands = split and self.out.trained
+        live = q + (gathered if operands else 0) + (rotated if selective else 0)
         core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
-        live -= (q if split else 2 * q) + (statistic * self.heads if self.dropout == 0 else 0)
+        live -= (q if operands else 2 * q) + (statistic * self.heads if self.dropout == 0 else 0)
         rotation = live + (q + 2 * k) + (q + k)
         live -= rotated
         joined = live + 2 * (q + 2 * k)

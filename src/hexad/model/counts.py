@@ -47,7 +47,8 @@ class ModelWork(NamedTuple):
 
 
 def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
-    """Exact number of parameters: unpadded vocabulary, a tied embedding counted once.
+    """Exact number of the model's parameters: unpadded vocabulary, a tied embedding counted once, adapters
+    left out.
 
     Args:
         model: the architecture; what it leaves to its preset or family is filled in.
@@ -58,6 +59,13 @@ def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
     """
     weights = _inventory(model, sequence).weights()
     return sum(prod(weight.shape) for weight in weights.values())
+
+
+def trained_count(model: ModelSettings, sequence: int | None = None) -> int:
+    """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters."""
+    whole = _inventory(model, sequence)
+    weights = [*whole.weights().values(), *whole.adapters().values()]
+    return sum(prod(weight.shape) for weight in weights if not weight.frozen)
 
 
 def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) -> float:

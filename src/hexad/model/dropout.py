@@ -12,16 +12,19 @@ has 64 bits of key, so that rows share a pattern with probability 2^-64 rather t
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import torch
 
+from hexad.parallel.inventory import DRAWN
 from hexad.parallel.pointwise import maybe_compiled
+from hexad.parallel.sharding import Shard
+from hexad.parallel.tensor.lora_inventory import Lora
 
 _HALF = 1 << 31
-_BLOCK = 1 << 20  # elements hashed at a time: what the temporaries of one pass hold
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class Site(IntEnum):
     ATTENTION = 1
     FEED_FORWARD = 2
     PROBABILITIES = 3
+    ADAPTED_QKV = 4
+    ADAPTED_OUT = 5
+    ADAPTED_INNER = 6
+    ADAPTED_DOWN = 7
 
 
 def _words(*values: object) -> tuple[int, int]:
@@ -146,16 +153,48 @@ def _factors(keys: torch.Tensor, first: int, columns: int, dtype: torch.dtype, r
     return kept.to(dtype).mul_(1.0 / (1.0 - rate))
 
 
-def dropped(x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, rate: float) -> torch.Tensor:
-    """``x [rows, width]`` with elements dropped at a site; compiled, one kernel."""
+def dropped(
+    x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, rate: float, first: int = 0
+) -> torch.Tensor:
+    """``x [rows, width]``, of which ``first`` is the number of the first column, with elements dropped at a
+    site; compiled, one kernel."""
     if torch.compiler.is_compiling():
-        return x * _factors(_site_keys(rows, words), 0, x.shape[-1], x.dtype, rate)
+        return x * _factors(_site_keys(rows, words), first, x.shape[-1], x.dtype, rate)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    step = max(1, _BLOCK // x.shape[1])
+    step = max(1, DRAWN // x.shape[1])
     keys = _site_keys(rows, words)
     for block, part, key in zip(out.split(step), x.split(step), keys.split(step, dim=1)):
-        torch.mul(part, _factors(key, 0, x.shape[1], x.dtype, rate), out=block)
+        torch.mul(part, _factors(key, first, x.shape[1], x.dtype, rate), out=block)
     return out
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterDropper:
+    """What is dropped of the input of a linear layer's adapters.
+
+    Attributes:
+        dropper: of the layer.
+        first: number of this rank's first feature.
+    """
+
+    dropper: Dropper
+    first: int
+
+    @classmethod
+    def of(cls, lora: Lora | None, layer: int, site: Site, shard: Shard, divided: int = 0) -> AdapterDropper:
+        """That of a layer whose input has ``divided`` global features over the tensor ranks, or is complete
+        on each."""
+        rate = 0.0 if lora is None else lora.dropout
+        dropper = Dropper(rate, layer, site, shard.device, shard.compiled)
+        return cls(dropper, shard.tensor.rank * (divided // shard.tensor.size))
+
+    def at(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The function that drops, given ``row_keys`` of all tokens; None where there are none."""
+        if rows is None:
+            return None
+        dropper = self.dropper
+        drop = maybe_compiled(dropped, dropper.compiled)
+        return lambda x: drop(x, rows, dropper.words, dropper.rate, self.first)
 
 
 class _Dropout(torch.autograd.Function):

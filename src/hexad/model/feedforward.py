@@ -9,20 +9,27 @@ from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 from . import feedforward_inventory
+from .dropout import AdapterDropper, Site
 from .ops import gelu, swiglu
+from .positions import Geometry
 
 
 class FeedForward(nn.Module):
     """SwiGLU, or GELU without a gate."""
 
-    def __init__(self, inventory: feedforward_inventory.FeedForward, shard: Shard) -> None:
+    def __init__(self, inventory: feedforward_inventory.FeedForward, shard: Shard, layer: int) -> None:
         super().__init__()
         self.gated = inventory.gated
         self.compiled = shard.compiled
         self.inner = ColumnParallelLinear(inventory.inner, shard)
         self.down = RowParallelLinear(inventory.down, shard)
+        self.droppers = (
+            AdapterDropper.of(inventory.lora, layer, Site.ADAPTED_INNER, shard),
+            AdapterDropper.of(inventory.lora, layer, Site.ADAPTED_DOWN, shard, inventory.width),
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
-        inner = self.inner(x)
-        return self.down(swiglu(inner, self.compiled) if self.gated else gelu(inner))
+    def forward(self, x: torch.Tensor, where: Geometry) -> torch.Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``where``: the tokens' geometry."""
+        first, second = (dropper.at(where.adapted) for dropper in self.droppers)
+        inner = self.inner(x, first)
+        return self.down(swiglu(inner, self.compiled) if self.gated else gelu(inner), second)

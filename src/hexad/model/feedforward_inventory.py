@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import Linear
+from hexad.parallel.tensor.lora_inventory import Lora
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class FeedForward:
         bias: biases of both projections.
         sequence: activations outside are divided over tokens.
         std, out_std: standard deviations of the initial weights.
+        lora: the kind of both projections' adapters.
+        frozen: names of the weights that are not trained.
+        adapted: names of the projections that have an adapter.
     """
 
     name: str
@@ -32,6 +36,9 @@ class FeedForward:
     sequence: bool
     std: float
     out_std: float
+    lora: Lora | None = None
+    frozen: frozenset[str] = frozenset()
+    adapted: frozenset[str] = frozenset()
 
     @property
     def inner(self) -> Linear:
@@ -39,14 +46,16 @@ class FeedForward:
         parts = ("gate", "up") if self.gated else ("up",)
         outputs = {f"{self.name}.{part}": self.width for part in parts}
         name = f"{self.name}.inner"
-        return Linear(name, self.hidden, outputs, False, self.sequence, self.bias, self.std, self.unit)
+        linear = Linear(name, self.hidden, outputs, False, self.sequence, self.bias, self.std, self.unit)
+        return replace(linear, frozen=self.frozen, lora=self.lora, adapted=self.adapted)
 
     @property
     def down(self) -> Linear:
         """The projection back into the residual stream."""
         name = f"{self.name}.down"
         outputs = {name: self.hidden}
-        return Linear(name, self.width, outputs, True, self.sequence, self.bias, self.out_std, self.unit)
+        linear = Linear(name, self.width, outputs, True, self.sequence, self.bias, self.out_std, self.unit)
+        return replace(linear, frozen=self.frozen, lora=self.lora, adapted=self.adapted)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -69,7 +78,8 @@ class FeedForward:
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes, its input left out: the inner projection's output; the activated one unless recomputed."""
         activated = run.whole(self.width // run.tensor)
-        return activated * ((2 if self.gated else 1) + (0 if selective else 1))
+        kept = activated * ((2 if self.gated else 1) + (0 if selective or not self.down.trained else 1))
+        return kept + sum(linear.kept(run) for linear in self.linears)
 
     def operands(self, run: Execution) -> int:
         """Bytes held from ``B`` to ``W``."""
@@ -81,19 +91,21 @@ class FeedForward:
         activated = run.whole(self.width // run.tensor)
         weight = self.hidden * self.width // run.tensor
         copies = activated // 2 + (2 if run.rounded_once else 3) * weight if run.fp8 else 0
-        return run.gathered(self.hidden) + max(activated, copies)
+        return run.gathered(self.hidden) + max(activated, copies) + self.down.dropping(run)
 
     def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         activated, gathered = run.whole(self.width // run.tensor), run.gathered(self.hidden)
-        recomputed = activated if selective else 0
+        recomputed = activated if selective and self.down.trained else 0
         product = 0 if split else self.down.weight_product(run)
+        product = max(product, self.down.dropping(run))
         down = gathered + recomputed + max(self.down.eight_bits(run), activated + product)
-        # The gradient of the activated values takes the place of the values.
-        live = recomputed + (activated + gathered if split else 0)
+        # The gradient of the activated values takes the place of the values, if these were kept.
+        live = activated if selective or not self.down.trained else 0
+        live += activated + gathered if split and self.down.trained else 0
         activation = live + activated * (3 if self.gated else 1)
         inner = self.inner.backward(run, selective, split).above(live - activated)
         return [
-            Moment(down, gathered + recomputed + activated, self.down.parameters[:1]),
+            Moment(down, gathered + recomputed + activated, self.down.matrices),
             inner._replace(needed=max(activation, inner.needed)),
         ]

@@ -22,6 +22,7 @@ from .families import family
 from .feedforward_inventory import FeedForward
 from .norms_inventory import Norm
 from .positions_inventory import LearnedPositions
+from .trained import Trained
 
 Recomputed = Literal["none", "selective", "full"]
 
@@ -62,10 +63,15 @@ class Block:
         norms = (self.attention_norm, self.ffn_norm)
         return Counter(
             residual=2 * stream,
-            norm=sum(norm.statistics(run, run.rows) for norm in norms) + (0 if selective else 2 * stream),
+            norm=sum(norm.statistics(run, run.rows) for norm in norms)
+            + sum(self._normed(run, part, selective) for part in (self.attention.qkv, self.ffn.inner)),
             attention=self.attention.kept(run, selective),
             feed_forward=self.ffn.kept(run, selective),
         )
+
+    def _normed(self, run: Execution, linear: Linear, selective: bool) -> int:
+        """Bytes kept of a norm's output, the input of ``linear``."""
+        return 0 if selective or not linear.trained else run.stream(self.attention.hidden)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -92,7 +98,8 @@ class Block:
             live += (part.operands(run) if split else 0) - part.kept(run, selective)
             moments.append(Moment(live + norm.backward(run), live))
             # The norm's input is given up, and what the norm returned.
-            live -= stream + norm.statistics(run, run.rows) + (0 if selective else stream)
+            first = part.linears[0]
+            live -= stream + norm.statistics(run, run.rows) + self._normed(run, first, selective)
         return moments
 
     def weight_moments(self, run: Execution) -> list[Moment]:
@@ -128,8 +135,8 @@ class Stage:
         model = self.model.settings
         if not self.first:
             return None
-        tied = self.tied == "copy"
-        return Embedding(int(model.vocab), model.hidden, self.model.sequence, model.init_std, tied)
+        tied, frozen = self.tied == "copy", self.model.trained.frozen("embedding.weight")
+        return Embedding(int(model.vocab), model.hidden, self.model.sequence, model.init_std, tied, frozen)
 
     @cached_property
     def positions(self) -> LearnedPositions | None:
@@ -137,8 +144,8 @@ class Stage:
         model = self.model.settings
         if not self.first or self.rotary:
             return None
-        rows = int(model.max_positions)
-        return LearnedPositions(rows, model.hidden, self.model.sequence, model.init_std)
+        rows, frozen = int(model.max_positions), self.model.trained.frozen("positions.weight")
+        return LearnedPositions(rows, model.hidden, self.model.sequence, model.init_std, frozen)
 
     @property
     def rotary(self) -> bool:
@@ -148,7 +155,11 @@ class Stage:
     @cached_property
     def norm(self) -> Norm | None:
         """The final norm."""
-        return self.model.residual_norm("norm", "norm") if self.last else None
+        if not self.last:
+            return None
+        names = ("norm.weight", "norm.bias")
+        frozen = frozenset(name for name in names if self.model.trained.frozen(name))
+        return self.model.residual_norm("norm", "norm", frozen)
 
     @cached_property
     def head(self) -> Head | None:
@@ -156,12 +167,23 @@ class Stage:
         model = self.model.settings
         if not self.last:
             return None
-        return Head(int(model.vocab), model.hidden, self.model.sequence, model.init_std, self.tied)
+        frozen = self.model.trained.frozen("head.weight" if self.tied == "own" else "embedding.weight")
+        return Head(int(model.vocab), model.hidden, self.model.sequence, model.init_std, self.tied, frozen)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """Its layers, with names from each layer on: layers of the same sizes are equal."""
         return tuple(self.model.layer(number) for number in self.layers)
+
+    @cached_property
+    def unreached(self) -> int:
+        """Leading layers that no gradient reaches: nothing is trained in them or before. Stages but the first
+        receive hidden states that may depend on trained weights."""
+        before = (self.embedding, self.positions)
+        if not self.first or any(not each.frozen for part in before if part for each in part.parameters):
+            return 0
+        trained = (any(not each.frozen for each in block.parameters) for block in self.blocks)
+        return next((number for number, found in enumerate(trained) if found), len(self.blocks))
 
     def recomputing(self, recompute: Recomputed, count: int) -> list[tuple[Block, Recomputed]]:
         """Its layers, and what each recomputes: the first ``count`` do."""
@@ -181,7 +203,8 @@ class Stage:
         """All bytes from ``F`` to ``B``; the first ``count`` layers recompute."""
         model = self.model.settings
         stream, total = run.stream(model.hidden), Counter[str]()
-        for (block, kind), number in Counter(self.recomputing(recompute, count)).items():
+        reached = self.recomputing(recompute, count)[self.unreached :]
+        for (block, kind), number in Counter(reached).items():
             for name, size in block.kept(run, kind).items():
                 total[name] += number * size
         total["residual" if self.first else "boundary"] += stream
@@ -205,21 +228,31 @@ class Stage:
     def operands(self, run: Execution) -> Kept:
         """Bytes held from ``B`` to ``W``."""
         total = Counter[str]()
-        for block, number in Counter(self.blocks).items():
+        for block, number in Counter(self.blocks[self.unreached :]).items():
             for name, size in block.operands(run).items():
                 total[name] += number * size
         return total
 
     def sent(self, run: Execution, recompute: Recomputed, count: int, split: bool) -> list[Collective]:
         """What moves over the tensor axis for one microbatch; the first ``count`` layers recompute."""
-        layers = self.recomputing(recompute, count)
-        found = [each for block, kind in layers for each in block.sent(run, kind, split)]
+        layers = enumerate(self.recomputing(recompute, count))
+        found = [
+            each
+            for number, (block, kind) in layers
+            for each in block.sent(run, kind, split)
+            if each.action == "F" or number >= self.unreached
+        ]
         found += [] if self.embedding is None else self.embedding.sent(run)
         return found + ([] if self.head is None else self.head.sent(run))
 
     def products(self, run: Execution) -> list[Product]:
         """All matrix products."""
-        found = [product for block in self.blocks for product in block.products(run)]
+        found = [
+            product
+            for number, block in enumerate(self.blocks)
+            for product in block.products(run)
+            if product.action == "F" or number >= self.unreached
+        ]
         return found if self.head is None else found + self.head.products(run)
 
 
@@ -247,20 +280,49 @@ class ModelInventory:
         """How many tensor ranks hold the same key/value heads."""
         return max(1, self.tensor // int(self.settings.kv_heads))
 
+    @cached_property
+    def trained(self) -> Trained:
+        """Which weights are trained, and which layers have adapters."""
+        return Trained.of(self.settings)
+
     def block(self, number: int) -> Block:
         """Layer ``number``, with complete names."""
-        return self._block(f"layers.{number}", f"layers.{number}.")
+        unit = f"layers.{number}"
+        return self._block(unit, f"{unit}.", *self._selected(number))
 
     def layer(self, number: int) -> Block:
-        """Layer ``number``, with names from the layer on; all layers have the same sizes."""
-        return self._layer
+        """Layer ``number``, with names from the layer on: layers of which the same is trained are equal."""
+        selected = self._selected(number)
+        if selected not in self._layers:
+            self._layers[selected] = self._block("", "", *selected)
+        return self._layers[selected]
 
     @cached_property
-    def _layer(self) -> Block:
-        return self._block("", "")
+    def _layers(self) -> dict[tuple[frozenset[str], frozenset[str]], Block]:
+        return {}
 
-    def _block(self, unit: str, prefix: str) -> Block:
+    @cached_property
+    def _plain(self) -> Block:
+        """A layer of which everything is trained."""
+        return self._block("", "", frozenset(), frozenset())
+
+    def _selected(self, number: int) -> tuple[frozenset[str], frozenset[str]]:
+        """Names, from the layer on, of a layer's frozen weights and of its adapted outputs."""
+        if self.trained.everything:
+            return frozenset(), frozenset()
+        names = [weight.name for each in self._plain.parameters for weight in each.weights]
+        outputs = [name for linear in self._plain.linears for name in linear.outputs]
+        whole = f"layers.{number}."
+        return (
+            frozenset(name for name in names if self.trained.frozen(whole + name)),
+            frozenset(name for name in outputs if self.trained.adapted(whole + name)),
+        )
+
+    def _block(self, unit: str, prefix: str, frozen: frozenset[str], adapted: frozenset[str]) -> Block:
+        """A layer; ``frozen`` and ``adapted`` are names from the layer on."""
         model, kind = self.settings, family(self.settings.family)
+        frozen, adapted = (frozenset(prefix + name for name in names) for names in (frozen, adapted))
+        lora = self.trained.lora if adapted else None
         out_std = model.init_std / (2 * model.layers) ** 0.5
         attention = Attention(
             name=f"{prefix}attention",
@@ -280,6 +342,9 @@ class ModelInventory:
             std=model.init_std,
             out_std=out_std,
             copies=self.kv_copies,
+            lora=lora,
+            frozen=frozen,
+            adapted=adapted,
         )
         ffn = FeedForward(
             name=f"{prefix}ffn",
@@ -291,14 +356,17 @@ class ModelInventory:
             sequence=self.sequence,
             std=model.init_std,
             out_std=out_std,
+            lora=lora,
+            frozen=frozen,
+            adapted=adapted,
         )
-        norms = (self.residual_norm(prefix + name, unit) for name in ("attention_norm", "ffn_norm"))
+        norms = (self.residual_norm(prefix + name, unit, frozen) for name in ("attention_norm", "ffn_norm"))
         return Block(next(norms), attention, next(norms), ffn)
 
-    def residual_norm(self, name: str, unit: str) -> Norm:
+    def residual_norm(self, name: str, unit: str, frozen: frozenset[str] = frozenset()) -> Norm:
         """A norm over the residual stream."""
         model, kind = self.settings, family(self.settings.family)
-        return Norm(name, kind.norm, model.hidden, model.norm_eps, self.sequence, unit)
+        return Norm(name, kind.norm, model.hidden, model.norm_eps, self.sequence, unit, frozen)
 
     def stage(self, layers: range, first: bool = True, last: bool = True, tied: str | None = None) -> Stage:
         """Some of the layers; ``tied`` as for :class:`Head`, by default as for a stage that has it all."""
@@ -325,6 +393,13 @@ class ModelInventory:
         }
 
     def weights(self) -> dict[str, Weight]:
-        """All global tensors by name."""
+        """All global tensors by name, without adapters."""
+        return {name: weight for name, weight in self._tensors().items() if not weight.adapter}
+
+    def adapters(self) -> dict[str, Weight]:
+        """All tensors of adapters by name."""
+        return {name: weight for name, weight in self._tensors().items() if weight.adapter}
+
+    def _tensors(self) -> dict[str, Weight]:
         whole = self.stage(range(self.settings.layers))
         return {weight.name: weight for each in whole.parameters for weight in each.weights}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hexad.parallel.inventory import Execution, Parameter, Weight
@@ -19,6 +19,7 @@ class Norm:
         eps: added to the variance.
         partial: each tensor rank normalises only part of the activations, so that weight gradients are parts.
         unit: see :class:`~hexad.parallel.inventory.Weight`.
+        frozen: names of the weights that are not trained.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Norm:
     eps: float
     partial: bool
     unit: str
+    frozen: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -35,7 +37,8 @@ class Norm:
 
         def vector(kind: str, fill: float) -> Parameter:
             name = f"{self.name}.{kind}"
-            return Parameter(name, (Weight(name, (self.width,), partial=partial, fill=fill, unit=self.unit),))
+            weight = Weight(name, (self.width,), partial=partial, fill=fill, unit=self.unit)
+            return Parameter(name, (replace(weight, frozen=name in self.frozen),))
 
         weight = vector("weight", 1.0)
         return (weight,) if self.kind == "rms" else (weight, vector("bias", 0.0))

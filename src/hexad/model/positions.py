@@ -23,6 +23,7 @@ class Geometry:
         rows: int32 ``[2, tokens (/ size in sequence parallel)]``, dropout's keys of this rank's rows of the
             residual stream; None where none are dropped.
         queries: int32 ``[2, tokens, this rank's heads]``, the same of attention probabilities.
+        adapted: int32 ``[2, tokens]``, the same of the inputs of adapters, for all tokens.
     """
 
     spans: Spans
@@ -31,6 +32,7 @@ class Geometry:
     sin: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     queries: torch.Tensor | None = None
+    adapted: torch.Tensor | None = None
 
 
 def span_positions(spans: Spans, tokens: int, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hexad.parallel.inventory import Execution, Parameter, Weight
 
@@ -15,12 +15,14 @@ class LearnedPositions:
         rows, hidden: of the table.
         sequence: each tensor rank adds it to its own tokens only.
         std: standard deviation of the initial values.
+        frozen: it is not trained.
     """
 
     rows: int
     hidden: int
     sequence: bool
     std: float
+    frozen: bool = False
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -28,7 +30,7 @@ class LearnedPositions:
         name, shape = "positions.weight", (self.rows, self.hidden)
         partial = frozenset({"tensor"} if self.sequence else ())
         weight = Weight(name, shape, partial=partial, decay=True, std=self.std, unit="positions", apart=True)
-        return (Parameter(name, (weight,)),)
+        return (Parameter(name, (replace(weight, frozen=self.frozen),)),)
 
     def kept(self, run: Execution) -> int:
         """Bytes: the tokens' positions."""

@@ -18,6 +18,9 @@ from .hugging_face import CONFIG_FILE, OPTIONS, model_settings, read_config
 HUGGING_FACE = "hf:"
 """What ``model.load`` begins with where it names a Hugging Face directory."""
 
+TRAINED = ("train", "lora")
+"""Settings of what is trained, which weights neither depend on nor bring along."""
+
 FREE = ("dropout", "attention_dropout", "init_std")
 """Settings that the weights do not depend on."""
 
@@ -44,7 +47,7 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if _complete(given):
             return given  # if the weights are wanted after all, whoever opens them says what is wrong
         raise
-    for name in source.model_fields_set - {*FREE, *_unused(source.family)}:
+    for name in source.model_fields_set - {*FREE, *_unused(source.family), *_movable(source.family)}:
         if name in given and given[name] != (wanted := getattr(source, name)):
             found = _plain(given[name])
             raise ConfigError(
@@ -59,15 +62,20 @@ def _complete(given: Mapping[str, Any]) -> bool:
     older than such a setting lack it."""
     kind = family(given.get("family", ModelSettings().family))
     same = {*OPTIONS, "attention_multiplier"} - set(kind.keys)
-    free = {*FREE, *_unused(kind.name), *same}
+    free = {*FREE, *_unused(kind.name), *_movable(kind.name), *same}
     return set(ModelSettings.model_fields) - free <= set(given)
 
 
 def _unused(name: str) -> tuple[str, ...]:
     """Settings that weights of this family neither determine nor bring along."""
-    # Rotary positions have no weights: their number may follow the new run's sequences.
-    positions = ("max_positions",) if family(name).rotary else ("rope_theta", "rope_scaling")
-    return "preset", "load", *positions
+    positions = () if family(name).rotary else ("rope_theta", "rope_scaling")
+    return "preset", "load", *TRAINED, *positions
+
+
+def _movable(name: str) -> tuple[str, ...]:
+    """Settings that weights bring along, but do not determine: rotary positions have no weights, so that a
+    run may raise their number."""
+    return ("max_positions",) if family(name).rotary else ()
 
 
 def _settings(load: str) -> ModelSettings:

@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(block.attention_norm, shard)
         self.attention = Attention(block.attention, shard, layer)
         self.ffn_norm = make_norm(block.ffn_norm, shard)
-        self.ffn = FeedForward(block.ffn, shard)
+        self.ffn = FeedForward(block.ffn, shard, layer)
         after = [
             Dropper(model.dropout, layer, site, shard.device, shard.compiled)
             for site in (Site.ATTENTION, Site.FEED_FORWARD)
@@ -55,7 +55,7 @@ class Block(nn.Module):
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
         branch = self.attention(self.attention_norm(x), where, store)
         x, normed = self.residuals[0].add_and_normalise(x, branch, where.rows, self.ffn_norm)
-        return self.residuals[1].add(x, self.ffn(normed), where.rows)
+        return self.residuals[1].add(x, self.ffn(normed, where), where.rows)
 
 
 class Positions(ShardedModule):
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
         tokens: torch.Tensor,
         spans: Spans | None = None,
         stores: Sequence[KeyValueStore] | None = None,
-        start: int = 0,
+        start: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
         key: DropoutKey | None = None,
     ) -> torch.Tensor:
@@ -135,7 +135,8 @@ class Transformer(nn.Module):
             tokens: int64 ``[sequences, length]``, on every stage.
             spans: documents of the tokens; None where every sequence is one.
             stores: one per layer, to go on from what they hold (generation).
-            start: position of the first token, where ``stores`` hold what came before.
+            start: int64 ``[sequences]``, position of each sequence's one token, where ``stores`` hold those
+                before.
             inputs: the hidden states of the stage before; None on the first stage.
             key: of dropout; None for none.
         """
@@ -183,35 +184,37 @@ class Transformer(nn.Module):
         return next(self.parameters()).dtype
 
     def _geometry(
-        self, tokens: torch.Tensor, spans: Spans | None, start: int, key: DropoutKey | None
+        self, tokens: torch.Tensor, spans: Spans | None, start: torch.Tensor | None, key: DropoutKey | None
     ) -> Geometry:
         spans = spans or Spans(tokens.numel(), len(tokens))
-        positions = span_positions(spans, tokens.numel(), tokens.device) + start
-        rows, queries = self._keys(tokens, key)
+        positions = span_positions(spans, tokens.numel(), tokens.device) if start is None else start
+        keys = self._keys(tokens, key)
         if self.frequencies is None:
-            return Geometry(spans, positions, rows=rows, queries=queries)
+            return Geometry(spans, positions, None, None, *keys)
         factors = rotary_factors(positions, self.frequencies, self.dtype)
-        return Geometry(spans, positions, *factors, rows, queries)
+        return Geometry(spans, positions, *factors, *keys)
 
-    def _keys(
-        self, tokens: torch.Tensor, key: DropoutKey | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Dropout's keys of the residual stream's rows and of attention's queries; see :class:`Geometry`."""
-        if key is None or not (self.dropper.rate or self.model.attention_dropout):
-            return None, None
+    def _keys(self, tokens: torch.Tensor, key: DropoutKey | None) -> tuple[torch.Tensor | None, ...]:
+        """Dropout's keys of the residual stream's rows, of attention's queries and of the inputs of adapters;
+        see :class:`Geometry`."""
+        lora = self.model.lora
+        adapters = lora is not None and lora.dropout > 0
+        if key is None or not (self.dropper.rate or self.model.attention_dropout or adapters):
+            return None, None, None
         axis, (sequences, length) = self.shard.tensor, tokens.shape
         # Numbers in the global batch: of a token, and of one head's query.
         sequence = torch.arange(key.sequence, key.sequence + sequences, device=tokens.device)[:, None]
         position = torch.arange(length, device=tokens.device)
         rows = queries = None
+        mine = (sequence * length + position).flatten()
+        adapted = row_keys(key, mine) if adapters else None
         if self.dropper.rate:
-            mine = (sequence * length + position).flatten()
             rows = row_keys(key, mine.chunk(axis.size)[axis.rank] if self.shard.sequence else mine)
         if self.model.attention_dropout:
             heads = torch.arange(self.model.heads, device=tokens.device).chunk(axis.size)[axis.rank]
             query = (sequence[:, None] * self.model.heads + heads) * length + position[:, None]
             queries = row_keys(key, query.flatten(0, 1))
-        return rows, queries
+        return rows, queries, adapted
 
 
 def factored_mesh(model: ModelSettings, mesh: Mesh) -> Mesh:

@@ -165,7 +165,7 @@ class BucketAdamW:
         From a GPU to the host all copies are started at once, and each is waited for when its turn comes:
         the host updates one bucket while the next are on their way.
         """
-        host = self.buckets[0].master.device != self.buckets[0].gradient.device
+        host = any(bucket.master.device != bucket.gradient.device for bucket in self.buckets[:1])
         # Without a copy where nothing changes; in another format one by one.
         gradients = (bucket.gradient.to(self._wide) for bucket in self.buckets)
         if not host:

@@ -139,10 +139,12 @@ def deferred(weight: torch.Tensor) -> bool:
 def weight_gradient(
     weight: torch.Tensor, output_gradient: torch.Tensor, inputs: torch.Tensor, gather: Axis | None = None
 ) -> torch.Tensor | None:
-    """``output_gradient.T @ inputs``: contributed (returning None), or returned.
+    """``output_gradient.T @ inputs``: contributed (returning None), or returned; None for frozen weights.
 
     ``gather`` is the axis over which the inputs are still divided; only where the product is deferred.
     """
+    if not weight.requires_grad:
+        return None
     accumulator = accumulator_of(weight)
     if accumulator is None:
         return output_gradient.t() @ inputs
@@ -152,12 +154,16 @@ def weight_gradient(
 
 
 def bias_gradient(bias: torch.Tensor | None, output_gradient: torch.Tensor) -> torch.Tensor | None:
-    """The sum over tokens: contributed (returning None), else as a new tensor."""
-    return None if bias is None else own_gradient(bias, output_gradient.sum(0))
+    """The sum over tokens: contributed (returning None), else as a new tensor; None for a frozen bias."""
+    if bias is None or not bias.requires_grad:
+        return None
+    return own_gradient(bias, output_gradient.sum(0))
 
 
 def own_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """``gradient``: contributed (returning None), else as it is."""
+    """``gradient``: contributed (returning None), else as it is; None for a frozen parameter."""
+    if not parameter.requires_grad:
+        return None
     accumulator = accumulator_of(parameter)
     if accumulator is None:
         return gradient

@@ -15,6 +15,9 @@ from typing import Literal, NamedTuple
 
 from .rectangle import Rectangle
 
+DRAWN = 1 << 20
+"""Elements of which dropout decides at a time."""
+
 Kept = Counter[str]
 """Bytes kept from forward to backward, by kind: ``residual``, ``norm``, ``attention``, ``feed_forward``,
 ``loss``, ``positions``, and ``boundary``: received from another stage."""
@@ -63,6 +66,8 @@ class Weight:
         unit: path of the module it is gathered with (ZeRO 3): weights of one unit are needed together.
         apart: its gradient is complete at another time than those of layers (embedding, output head), and
             backward does not need its values.
+        frozen: it is not trained: no gradient, no optimizer state, no values in a wider format.
+        adapter: it is part of a low-rank adapter, small enough to stay on every rank in ZeRO 3.
     """
 
     name: str
@@ -76,6 +81,8 @@ class Weight:
     multiple: int = 0
     unit: str = ""
     apart: bool = False
+    frozen: bool = False
+    adapter: bool = False
 
     def local_shape(self, positions: Positions) -> tuple[int, ...]:
         """The shape of a rank's shard, padding included.
@@ -121,6 +128,7 @@ class Traits:
         tied: another pipeline rank holds the same values for another use (a tied embedding), so that the
             gradients of both must be summed.
         copy: the second of such a pair, which the gradient norm leaves out.
+        frozen: they are not trained.
     """
 
     divided: frozenset[str]
@@ -129,6 +137,11 @@ class Traits:
     decay: bool
     tied: bool = False
     copy: bool = False
+    frozen: bool = False
+
+
+_COMMON = ("divided", "partial", "grid", "decay", "unit", "apart", "frozen", "adapter")
+"""What the weights of one :class:`Parameter` have in common."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,8 @@ class Parameter:
 
     Attributes:
         name: of the attribute, from the stage's root: ``layers.3.attention.qkv.weight``.
-        weights: with the same ``divided``, ``partial``, ``grid``, ``decay``, ``unit``, ``apart``.
+        weights: with the same ``divided``, ``partial``, ``grid``, ``decay``, ``unit``, ``apart``, ``frozen``,
+            ``adapter``.
         tied, copy: see :class:`Traits`.
 
     Raises:
@@ -151,7 +165,7 @@ class Parameter:
 
     def __post_init__(self) -> None:
         first, *others = self.weights
-        for trait in ("divided", "partial", "grid", "decay", "unit", "apart") if others else ():
+        for trait in _COMMON if others else ():
             if any(getattr(each, trait) != getattr(first, trait) for each in others):
                 found = [getattr(each, trait) for each in self.weights]
                 raise ValueError(f"{self.name}: the weights differ in {trait}: {found}")
@@ -165,6 +179,11 @@ class Parameter:
     def matrix(self) -> bool:
         """Whether it has two dims or more."""
         return len(self.weights[0].shape) > 1
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it is not trained."""
+        return self.weights[0].frozen
 
     def local_shape(self, positions: Positions) -> tuple[int, ...]:
         """The shape of a rank's tensor, padding included."""
@@ -197,6 +216,7 @@ class Parameter:
             first.decay,
             self.tied,
             self.copy,
+            first.frozen,
         )
 
 
@@ -322,6 +342,10 @@ class Execution:
     def gathered(self, hidden: int) -> int:
         """Bytes that a gather of the stream, or a sum before it is scattered, adds."""
         return self.whole(hidden) if self.sequence else 0
+
+    def mask(self, elements: int) -> int:
+        """Bytes for drawing which of the elements are dropped: four 32-bit numbers each, some at a time."""
+        return 0 if self.compiled else 16 * min(elements, DRAWN)
 
     def weight_product(self, elements: int) -> int:
         """Bytes of a weight's gradient before it is added in another format; GPUs add products of 16-bit

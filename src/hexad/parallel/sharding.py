@@ -82,7 +82,9 @@ class ShardedModule(nn.Module):
         for declaration in declarations:
             name = declaration.name.rpartition(".")[2]
             shape = declaration.local_shape(self.shard.positions)
-            self.register_parameter(name, self.shard.parameter(shape))
+            parameter = self.shard.parameter(shape)
+            parameter.requires_grad = not declaration.frozen
+            self.register_parameter(name, parameter)
             self.declarations[name] = declaration
 
 
@@ -128,6 +130,16 @@ def declared_parameters(*stages: nn.Module) -> list[Declared]:
                 declaration = _replicated(f"{path}.{name}".removeprefix("."), parameter)
                 found[parameter] = Declared(parameter, declaration, {}, plain=True)
     return list(found.values())
+
+
+def freeze(*modules: nn.Module) -> None:
+    """Declare that nothing of some modules is trained."""
+    for module in chain.from_iterable(each.modules() for each in modules):
+        if isinstance(module, ShardedModule):
+            for name, declaration in module.declarations.items():
+                weights = tuple(replace(weight, frozen=True) for weight in declaration.weights)
+                module.declarations[name] = replace(declaration, weights=weights)
+        module.requires_grad_(False)
 
 
 def stage_parameters(stages: Mapping[int, nn.Module]) -> list[tuple[int, Declared]]:

@@ -12,6 +12,7 @@ from hexad.model.inventory import ModelInventory, Stage
 from hexad.optim.adamw_inventory import MOMENTS
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
 from hexad.parallel.inventory import Execution, Position, tensor_positions
+from hexad.parallel.pipeline.steady import Shortened, shortened
 from hexad.parallel.pipeline.transfers import Transfer, transfers
 from hexad.resolve import Resolved
 from hexad.topology.layout import Layout
@@ -78,12 +79,13 @@ class MemoryPlan:
 
 def predict(resolved: Resolved, rank: int) -> MemoryPlan:
     """What a rank (by its global number) needs when it needs the most."""
-    return _predict(resolved, rank, transfers(resolved.plan.schedule))
+    short = shortened(resolved.plan.schedule)
+    return _predict(resolved, rank, short, transfers(short.schedule))
 
 
-def _predict(resolved: Resolved, rank: int, orders: list[list[Transfer]]) -> MemoryPlan:
-    """The same, given the transfers of all pipeline ranks."""
-    config, layout, schedule = resolved.config, resolved.layout, resolved.plan.schedule
+def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[Transfer]]) -> MemoryPlan:
+    """The same, given the schedule with a short steady state, and its transfers of all pipeline ranks."""
+    config, layout = resolved.config, resolved.layout
     pipeline = layout.coordinates(rank)["pipeline"]
     run = execution(config, layout)
     stages = rank_stages(resolved, pipeline)
@@ -103,41 +105,53 @@ def _predict(resolved: Resolved, rank: int, orders: list[list[Transfer]]) -> Mem
     }
     shards = state_shards(int(layout.data), config.parallel.zero, config.parallel.replicas)
     buffers = StateBuffers(buckets, run, int(layout.data) // shards)
-    peak = Step(schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
+    peak = Step(short.schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda each: each.total)
+    if peak.position is None:
+        action = "update"
+    else:
+        action = str(resolved.plan.schedule.ranks[pipeline][short.original(pipeline, peak.position)])
     rounded = sum(stage.rounded(run) for stage in stages.values())
-    return _plan(rank, config, run, buckets, peak, buffers.pooled + rounded)
+    return _plan(rank, config, run, buckets, peak, action, buffers.pooled + rounded)
 
 
 def _plan(
-    rank: int, config: Config, run: Execution, buckets: list[BucketPlan], peak: Peak, beside: int
+    rank: int,
+    config: Config,
+    run: Execution,
+    buckets: list[BucketPlan],
+    peak: Peak,
+    action: str,
+    beside: int,
 ) -> MemoryPlan:
-    """The peak beside the state; ``beside``: bytes of buffers that are there all the time."""
-    sharded = sum(bucket.shard_size for bucket in buckets)
+    """The peak, at ``action``, beside the state; ``beside``: bytes of buffers that are there all the time."""
+    trained = [bucket for bucket in buckets if not bucket.frozen]
+    sharded = sum(bucket.shard_size for bucket in trained)
     resident = sum(bucket.size for bucket in buckets if bucket.resident)
-    separate = sum(bucket.shard_size for bucket in buckets if run.byte != run.wide or not bucket.resident)
+    separate = sum(bucket.shard_size for bucket in trained if run.byte != run.wide or not bucket.resident)
     moments = len(MOMENTS) * sharded * run.wide
     offload = config.memory.offload == "optimizer"
-    absent = sum(bucket.shard_size for bucket in buckets if not bucket.resident) * run.byte if offload else 0
+    # Of absent parameters, shards in the model's format: where no master values are on the device.
+    absent = [bucket for bucket in buckets if not bucket.resident and (bucket.frozen or offload)]
     return MemoryPlan(
         rank=rank,
-        parameters=resident * run.byte + absent,
-        gradients=run.gradient * sum(b.size if b.keeps_gradients else b.shard_size for b in buckets),
+        parameters=(resident + sum(bucket.shard_size for bucket in absent)) * run.byte,
+        gradients=run.gradient * sum(b.size if b.keeps_gradients else b.shard_size for b in trained),
         master=0 if offload else separate * run.wide,
         optimizer=0 if offload else moments,
         activations={kind: size for kind, size in peak.kept.items() if size},
         buffers=peak.transient + beside,
         host=moments + sharded * run.wide if offload else 0,
-        action=peak.action,
+        action=action,
     )
 
 
 def _update(buckets: list[BucketPlan], run: Execution) -> Peak:
     """The optimizer takes one bucket's gradients after the other in the format of its moments, each while it
     still has those before."""
-    shards = [bucket.shard_size * run.wide for bucket in buckets]
-    most = max(map(sum, pairwise([0, *shards]))) if run.gradient < run.wide else 0
-    return Peak(Counter(), most, "update")
+    shards = [bucket.shard_size * run.wide for bucket in buckets if not bucket.frozen]
+    most = max(map(sum, pairwise([0, *shards])), default=0) if run.gradient < run.wide else 0
+    return Peak(Counter(), most, None)
 
 
 def execution(config: Config, layout: Layout) -> Execution:
@@ -195,5 +209,6 @@ def largest(resolved: Resolved) -> MemoryPlan:
 
 def per_pipeline_rank(resolved: Resolved) -> list[MemoryPlan]:
     """One rank's plan for every pipeline coordinate."""
-    orders = transfers(resolved.plan.schedule)
-    return [_predict(resolved, rank, orders) for rank in next(resolved.layout.iter_groups("pipeline"))]
+    short = shortened(resolved.plan.schedule)
+    orders = transfers(short.schedule)
+    return [_predict(resolved, rank, short, orders) for rank in next(resolved.layout.iter_groups("pipeline"))]

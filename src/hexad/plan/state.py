@@ -35,10 +35,12 @@ class StateBuffers:
         self._peak: Counter[tuple[int, ...]] = Counter()
         self._here: set[int] = set()
         self._accumulating: set[int] = set()
-        self._rounds = Rounds(buckets, self, run.cpu or self._narrowed)
+        # As the trainer numbers them: frozen parameters have no gradients.
+        self._trained = [plan for plan in buckets if not plan.frozen]
+        self._rounds = Rounds(self._trained, self, run.cpu or self._narrowed)
         self._places = {
             number: (bucket, member)
-            for bucket, plan in enumerate(buckets)
+            for bucket, plan in enumerate(self._trained)
             for member, number in enumerate(plan.members)
         }
 
@@ -52,12 +54,12 @@ class StateBuffers:
         self._rounds.begin(microbatches)
 
     def contribute(self, parameters: Sequence[int]) -> None:
-        """A microbatch's gradients of these parameters (by number) are complete."""
-        for number in parameters:
-            bucket, member = self._places[number]
-            if not self._buckets[bucket].keeps_gradients and bucket not in self._accumulating:
+        """A microbatch's gradients of these parameters (by number) are complete; frozen ones have none."""
+        for bucket, member in (self._places[number] for number in parameters if number in self._places):
+            plan = self._trained[bucket]
+            if not plan.keeps_gradients and bucket not in self._accumulating:
                 self._accumulating.add(bucket)
-                self._take(self._gradient, bucket)
+                self._take(self._gradient, plan)
             self._rounds.added(bucket, member)
 
     def restart(self) -> None:
@@ -68,7 +70,7 @@ class StateBuffers:
 
     def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
         """A reduction starts."""
-        plan = self._buckets[bucket]
+        plan = self._trained[bucket]
         several = plan.shards > 1
         # The first shard is summed where it belongs, later ones and those in another format beside it.
         beside = plan.shard_size * self._sent if several and (self._narrowed or not first) else 0
@@ -87,10 +89,10 @@ class StateBuffers:
         self.moving -= received
         if last and self._narrowed and self._replicas > 1:
             # Sent in a copy, which is there until the end of the step.
-            self.moving += self._buckets[bucket].shard_size * self._sent
+            self.moving += self._trained[bucket].shard_size * self._sent
             self.most = max(self.most, self.moving)
-        if not self._buckets[bucket].keeps_gradients:
-            self._used[self._gradient, *self._buckets[bucket].layout] -= 1
+        if not self._trained[bucket].keeps_gradients:
+            self._used[self._gradient, *self._trained[bucket].layout] -= 1
 
     # As Gathering decides
 
@@ -98,7 +100,7 @@ class StateBuffers:
         """Values are gathered, if they are not here."""
         if bucket not in self._here:
             self._here.add(bucket)
-            self._take(self._parameter, bucket)
+            self._take(self._parameter, self._buckets[bucket])
 
     def release(self, bucket: int) -> None:
         """Values are given up, if they are here."""
@@ -106,7 +108,7 @@ class StateBuffers:
             self._here.discard(bucket)
             self._used[self._parameter, *self._buckets[bucket].layout] -= 1
 
-    def _take(self, width: int, bucket: int) -> None:
-        key = (width, *self._buckets[bucket].layout)
+    def _take(self, width: int, plan: BucketPlan) -> None:
+        key = (width, *plan.layout)
         self._used[key] += 1
         self._peak[key] = max(self._peak[key], self._used[key])

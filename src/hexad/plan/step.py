@@ -22,11 +22,12 @@ _BEGUN = 4
 
 @dataclass(frozen=True)
 class Peak:
-    """Where the most bytes are held: kept by kind, needed for a moment, and the action."""
+    """Where the most bytes are held: kept by kind, needed for a moment, and the position of the action among
+    the rank's (None: after all of them)."""
 
     kept: Kept
     transient: int
-    action: str
+    position: int | None
 
     @property
     def total(self) -> int:
@@ -93,7 +94,7 @@ class StageMemory:
             )
             for block, kind in {part for _, part in self.layers}
         }
-        for number, part in reversed(self.layers):
+        for number, part in reversed(self.layers[stage.unreached :]):
             moments, left = parts[part]
             unit = f"layers.{number}"
             reached: str | None = unit
@@ -112,7 +113,7 @@ class StageMemory:
         """The same of ``W``."""
         released = 0
         parts = {block: block.weight_moments(self.run) for block in set(self.stage.blocks)}
-        for number, (block, _) in reversed(self.layers):
+        for number, (block, _) in reversed(self.layers[self.stage.unreached :]):
             for needed, complete, weights in parts[block]:
                 done = [self.numbers[f"layers.{number}.{weight.name}"] for weight in weights]
                 yield needed - released, complete - released, done, None
@@ -153,7 +154,7 @@ class Step:
         buckets: Sequence[BucketPlan],
         buffers: StateBuffers,
     ) -> None:
-        self.peak = Peak(Counter(), 0, "")
+        self.peak = Peak(Counter(), 0, None)
         self._schedule, self._stages, self._buffers = schedule, stages, buffers
         self._own = schedule.stages_of(pipeline)
         self._handed: set[Message] = set()
@@ -167,12 +168,12 @@ class Step:
         actions = schedule.ranks[pipeline]
         totals = Counter((action.kind, action.stage) for action in actions)
         # Where gradients are kept over the step, only its last contributions matter.
-        begun = 0 if all(plan.keeps_gradients for plan in buckets) else _BEGUN
+        begun = 0 if all(plan.keeps_gradients or plan.frozen for plan in buckets) else _BEGUN
         detailed = {key: {*range(min(begun, count)), count - 1} for key, count in totals.items()}
         buffers.begin(len(next(iter(detailed.values()))))
-        for action in actions:
+        for position, action in enumerate(actions):
             self._before(action)
-            self._act(action, self._seen[action[:2]] in detailed[action[:2]])
+            self._act(position, action, self._seen[action[:2]] in detailed[action[:2]])
             self._seen[action[:2]] += 1
             self._after(action)
 
@@ -213,7 +214,7 @@ class Step:
             if made.target in self._own:
                 self._handed.add(made)
 
-    def _act(self, action: Action, detailed: bool) -> None:
+    def _act(self, position: int, action: Action, detailed: bool) -> None:
         stage, kind = self._stages[action.stage], action.kind
         if kind == "F":
             self._hold(self._kept, action.stage, stage.kept_bytes)
@@ -224,7 +225,7 @@ class Step:
             self._most[key] = max(transient, self._most.get(key, transient))
         else:
             transient = self._most[key]
-        self._level(action, transient)
+        self._level(position, transient)
         if kind == "W":
             self._hold(self._operands, action.stage, -stage.operand_bytes)
         elif kind != "F":
@@ -236,7 +237,7 @@ class Step:
         counts[stage] += 1 if size > 0 else -1
         self._bytes += size
 
-    def _level(self, action: Action, transient: int) -> None:
+    def _level(self, position: int, transient: int) -> None:
         """So many bytes are needed beside what is held; boundary tensors are those of the first stage."""
         stream = next(iter(self._stages.values())).stream
         transient += (self._exchange.held + len(self._handed)) * stream
@@ -246,7 +247,7 @@ class Step:
                 for counts, parts in ((self._kept, stage.kept), (self._operands, stage.operands)):
                     for name, size in parts.items():
                         kept[name] += counts[number] * size
-            self.peak = Peak(kept, transient, str(action))
+            self.peak = Peak(kept, transient, position)
 
     def _forward(self, action: Action, stage: StageMemory, detailed: bool) -> int:
         """Walk ``F``; returns the bytes needed at the most."""

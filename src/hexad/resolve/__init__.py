@@ -2,7 +2,7 @@
 and the schedule. No torch."""
 
 from .checks import check_config, check_settings, smallest_world, working_layout
-from .resolve import Resolved, resolve, resolved_parallel
+from .resolve import Resolved, planned_bf16, resolve, resolved_parallel, with_dtype
 from .stages import PipelinePlan, plan_of_modules, training_schedule
 
 __all__ = [
@@ -11,9 +11,11 @@ __all__ = [
     "check_config",
     "check_settings",
     "plan_of_modules",
+    "planned_bf16",
     "resolve",
     "resolved_parallel",
     "smallest_world",
     "training_schedule",
+    "with_dtype",
     "working_layout",
 ]

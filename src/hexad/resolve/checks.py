@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from hexad.config import Config, ConfigError
+from hexad.config.schema import ModelSettings
 from hexad.model.families import family
+from hexad.model.inventory import ModelInventory
+from hexad.model.trained import check_trained
 from hexad.topology.layout import Layout
 
 # What the configuration can name but this version cannot do yet: field -> values it can.
@@ -72,6 +75,12 @@ def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _tensor(config, layout.tensor)
     yield from _batch(config, layout)
     yield from _recompute(config)
+    if config.validate_.every and not config.data.validation_sets:
+        yield ConfigError(
+            "data.validation",
+            f"found no data, but validate.every {config.validate_.every} turns evaluation on; name its data, "
+            "or use validate.every: 0",
+        )
     if config.precision.dtype == "fp8":
         yield from _fp8(config, layout.tensor)
 
@@ -111,6 +120,13 @@ def _model(config: Config) -> Iterator[ConfigError]:
             f"found {sequence}, more than the model's {model.max_positions} positions "
             f"(model.max_positions){larger}",
         )
+    scaling = model.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield ConfigError(
+            "model.rope_scaling.high_freq_factor",
+            f"found {scaling.high_freq_factor}, expected more than low_freq_factor {scaling.low_freq_factor}",
+        )
+    yield from _trained(model)
     if not rotary and (model.rope_scaling is not None or model.qk_norm):
         field = "model.rope_scaling" if model.rope_scaling is not None else "model.qk_norm"
         yield ConfigError(field, f"{model.family} has no rotary positions and no query/key norm; remove it")
@@ -122,22 +138,36 @@ def _model(config: Config) -> Iterator[ConfigError]:
         )
 
 
+def _trained(model: ModelSettings) -> Iterator[ConfigError]:
+    if model.train == "all" and model.lora is None:
+        return
+    # Names do not depend on the vocabulary, which may not be known yet.
+    plain = model.model_copy(update={"vocab": 1, "train": "all", "lora": None, "max_positions": 1})
+    whole = ModelInventory(plain)
+    outputs = [tuple(linear.outputs) for n in range(model.layers) for linear in whole.block(n).linears]
+    try:
+        check_trained(model, list(whole.weights()), outputs)
+    except ConfigError as error:
+        yield error
+
+
 def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
     model = config.model
+    kv_heads = int(model.kv_heads)
+    fitting = _tensor_degrees(model.heads, kv_heads, int(model.ffn_hidden))
     for name, why in (("heads", "each rank takes whole heads"),
                       ("ffn_hidden", "each rank takes an equal shard")):  # fmt: skip
         size = int(getattr(model, name))
         if size % tensor:
             yield ConfigError(
                 "parallel.tensor",
-                f"found {tensor}, which does not divide model.{name} {size} ({why}); use {_divisors(size)}",
+                f"found {tensor}, which does not divide model.{name} {size} ({why}); use {fitting}",
             )
-    kv_heads = int(model.kv_heads)
     if kv_heads % tensor and tensor % kv_heads:
         yield ConfigError(
             "parallel.tensor",
             f"found {tensor}, expected a divisor or a multiple of model.kv_heads {kv_heads} (each rank takes "
-            f"whole heads, or several ranks the same one); use {_head_degrees(model.heads, kv_heads)}",
+            f"whole heads, or several ranks the same one); use {fitting}",
         )
     tokens = config.batch.micro * config.data.sequence
     if config.parallel.sequence and tokens % tensor:
@@ -167,7 +197,8 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
         # Every number of documents would be a graph of its own.
         yield ConfigError(
             "run.compile",
-            "found full with data.documents isolate; it needs documents: join, or use pointwise",
+            "found full with isolated documents (data.documents isolate, or data.packing of whole ones); it "
+            "needs documents: join and packing: cut, or use pointwise",
         )
 
 
@@ -242,9 +273,11 @@ def _sharding(config: Config, layout: Layout) -> Iterator[ConfigError]:
 def _precision(config: Config) -> Iterator[ConfigError]:
     settings = config.precision
     if settings.reduce == "bf16" and settings.dtype not in ("bf16", "fp8"):
+        either = ", which is fp32 on some devices" if settings.dtype == "auto" else ""
         yield ConfigError(
             "precision.reduce",
-            f"found bf16 with precision.dtype {settings.dtype}; it needs dtype bf16 or fp8, or use fp32",
+            f"found bf16 with precision.dtype {settings.dtype}{either}; it needs dtype bf16 or fp8, or use "
+            "fp32",
         )
     if settings.accumulate == "bf16" and settings.reduce != "bf16":
         yield ConfigError(
@@ -319,9 +352,10 @@ def _divisors(number: int) -> str:
     return _choices([n for n in range(1, min(number, 64) + 1) if number % n == 0])
 
 
-def _head_degrees(heads: int, kv_heads: int) -> str:
-    """The tensor degrees up to 64 that divide the heads, and divide the key/value heads or are a multiple."""
-    divisors = [n for n in range(1, min(heads, 64) + 1) if heads % n == 0]
+def _tensor_degrees(heads: int, kv_heads: int, ffn: int) -> str:
+    """The tensor degrees up to 64 that divide the heads and the feed-forward width, and divide the key/value
+    heads or are a multiple."""
+    divisors = [n for n in range(1, min(heads, 64) + 1) if heads % n == ffn % n == 0]
     return _choices([n for n in divisors if kv_heads % n == 0 or n % kv_heads == 0])
 
 

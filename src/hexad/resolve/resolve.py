@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
-from hexad.config.schema import ParallelSettings
+from hexad.config.schema import DataSettings, ParallelSettings
 from hexad.model.configuration import complete_model
 from hexad.optim.learning_rate import decay_steps
+from hexad.topology.devices import cpu_has_bf16
 from hexad.topology.layout import Layout
 
 from .checks import check_config
@@ -37,7 +39,8 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None) -> Resolve
     Resolving again changes nothing.
 
     Args:
-        config: as the user gave it.
+        config: as the user gave it. What knows the devices of all ranks resolves ``precision.dtype`` before
+            (:func:`with_dtype`); otherwise a device is assumed, see :func:`planned_bf16`.
         layout: of the world.
         vocab: the tokenizer's vocabulary size; by default the tokenizer is read where ``model.vocab`` is
             ``auto``.
@@ -46,8 +49,9 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None) -> Resolve
         ConfigError: naming the setting that does not fit, the value found and the fix.
     """
     model = complete_model(config.model, config.data.sequence)
-    config = config.model_copy(update={"model": model})
+    config = config.model_copy(update={"model": model, "data": resolved_data(config)})
     check_config(config, layout)
+    config = with_dtype(config, planned_bf16(config))
     if model.vocab == "auto":
         model = model.model_copy(update={"vocab": _tokenizer_vocab(config) if vocab is None else vocab})
     elif vocab is not None and model.vocab < vocab:
@@ -63,6 +67,59 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None) -> Resolve
     plan = pipeline_plan(config, layout)
     _check_plan(config, plan)
     return Resolved(config, layout, plan)
+
+
+def resolved_data(config: Config) -> DataSettings:
+    """With ``documents: isolate`` where samples are of whole documents, as of data with a loss mask; and the
+    run's copy of a tokenizer that is gone."""
+    settings = config.data
+    found: dict[str, Any] = {}
+    if settings.tokenizer != "byte":
+        from hexad.checkpoint.kept_tokenizer import tokenizer_of_run
+
+        found["tokenizer"] = tokenizer_of_run(config)
+    if settings.packing == "whole" or (settings.packing == "auto" and _masked(settings)):
+        found["documents"] = "isolate"
+    return settings.model_copy(update=found)
+
+
+def _masked(settings: DataSettings) -> bool:
+    """Whether any data has a loss mask."""
+    prefixes = list(_texts((settings.train, settings.validation)))
+    if not prefixes:  # where none is read, commands start without numpy
+        return False
+    from hexad.dataset.masks import has_mask
+
+    return any(map(has_mask, prefixes))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The prefixes in the settings of data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(tuple(value.values()))
+    elif isinstance(value, Sequence):
+        yield from (text for each in value for text in _texts(each))
+
+
+def planned_bf16(config: Config) -> bool:
+    """Whether the device that a run is planned for is assumed to compute bf16 in hardware: a GPU does; with
+    ``run.device: cpu`` it is this host's CPU."""
+    return config.run.device != "cpu" or cpu_has_bf16()
+
+
+def with_dtype(config: Config, bf16: bool) -> Config:
+    """With ``precision.dtype: auto`` replaced.
+
+    Args:
+        config: any.
+        bf16: whether the devices of all ranks compute bf16 in hardware.
+    """
+    if config.precision.dtype != "auto":
+        return config
+    precision = config.precision.model_copy(update={"dtype": "bf16" if bf16 else "fp32"})
+    return config.model_copy(update={"precision": precision})
 
 
 def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:

@@ -9,7 +9,7 @@ from hexad.config import Config, ConfigError, blaming
 from hexad.model.counts import layer_costs
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
-from hexad.parallel.pipeline.schedules import build_schedule, stages_per_rank
+from hexad.parallel.pipeline.schedules import MOST_PASSES, build_schedule, stages_per_rank
 from hexad.parallel.pipeline.schedules.auto import search
 from hexad.parallel.pipeline.simulate import Costs
 from hexad.parallel.pipeline.validate import validate
@@ -113,7 +113,17 @@ def _schedule(config: Config, pipeline: int, microbatches: int) -> Schedule:
     if name.endswith(".json"):
         return _from_file(config, pipeline, microbatches)
     with blaming("parallel.virtual_stages"):
-        stages_per_rank(name, virtual)
+        per_rank = stages_per_rank(name, virtual)
+    stages = pipeline * per_rank
+    stage_layers(config, stages)  # too few layers are refused before a long schedule is made
+    if microbatches * stages > MOST_PASSES:
+        most = max(MOST_PASSES // stages, 1) * (config.batch.global_ // microbatches)
+        raise ConfigError(
+            "batch.global",
+            f"found {config.batch.global_}, which makes {microbatches} microbatches in a step on {stages} "
+            f"stage(s), more than {MOST_PASSES} in all; raise batch.micro or the data degree, or use at most "
+            f"{most}",
+        )
     return _by_name(config, pipeline, microbatches)
 
 

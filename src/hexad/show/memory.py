@@ -1,17 +1,19 @@
-"""A run's predicted memory: a table in the terminal, or a stacked bar per pipeline rank."""
+"""A run's predicted memory, and whether it fits a device: a table in the terminal, or a stacked bar per
+pipeline rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from hexad.plan.memory import MemoryPlan
+from hexad.resolve import Resolved
 
-from .figure import styled
+from .figure import PALETTE, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +21,25 @@ if TYPE_CHECKING:
 MOST_BARS = 32
 """Pipeline ranks in a picture: the first so many."""
 
-_MIB = 2**20
+_GIB = 2**30
+_SMALL = 0.01
+"""Kinds of activations below this part of the highest bar are drawn as one."""
+# P. Tol's muted scheme (personal.sron.nl/~pault) after our own colours, of which the last are darker shades.
+_COLOURS = (*PALETTE, "#332288", "#999933", "#882255", "#ddcc77", "#117733", "#aa4499")
+
+
+class Device(NamedTuple):
+    """Memory that a rank may use.
+
+    Attributes:
+        name: for display.
+        capacity: bytes.
+        gpu: whether it is a GPU by name, not a size.
+    """
+
+    name: str
+    capacity: int
+    gpu: bool
 
 
 def components(plan: MemoryPlan) -> dict[str, int]:
@@ -35,51 +55,114 @@ def components(plan: MemoryPlan) -> dict[str, int]:
     }
 
 
-def memory_json(plan: MemoryPlan, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
-    """The rank's bytes, and the totals of one rank for every pipeline coordinate."""
+def memory_title(resolved: Resolved) -> str:
+    """The model and the layout of a run, in a line."""
+    config, layout = resolved.config, resolved.layout
+    model = config.model.preset or f"{config.model.family}, {config.model.layers} layers"
+    degrees = [f"{axis} {layout.degrees[axis]}" for axis in ("tensor", "context", "pipeline", "data")]
+    shape = " x ".join(text for text in degrees if not text.endswith(" 1"))
+    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
+    ranks = f"{layout.world} rank{'s' * (layout.world > 1)}"
+    return f"{model}, {config.precision.dtype}, {ranks}{': ' if shape else ''}{shape}{zero}"
+
+
+def memory_json(
+    plan: MemoryPlan, ranks: Sequence[MemoryPlan], device: Device | None = None
+) -> dict[str, Any]:
+    """The rank's bytes, the totals of one rank for every pipeline coordinate, whether the largest fits."""
     totals = [{"rank": other.rank, "total": other.total} for other in ranks]
-    return {**plan.as_tree(), "pipeline": totals}
+    tree = {**plan.as_tree(), "pipeline": totals}
+    if device is None:
+        return tree
+    margin = device.capacity - max(other.total for other in ranks)
+    facts = {"name": device.name, "capacity": device.capacity, "fits": margin >= 0, "margin": margin}
+    return {**tree, "device": facts}
 
 
-def memory_text(plan: MemoryPlan) -> RenderableType:
-    """One rank's components at its peak, with bars."""
+def _verdict(ranks: Sequence[MemoryPlan], device: Device) -> str:
+    """Whether the run fits, with the margin."""
+    need = max(plan.total for plan in ranks)
+    margin = device.capacity - need
+    sizes = f"{need / _GIB:,.2f} of {device.capacity / _GIB:,.2f} GiB on {device.name}"
+    part = f"{abs(margin) / _GIB:,.2f} GiB ({abs(margin) / device.capacity:.0%} of the device)"
+    return f"fits: yes, {sizes}, {part} left" if margin >= 0 else f"fits: no, {sizes}, {part} too much"
+
+
+def memory_text(
+    plan: MemoryPlan, ranks: Sequence[MemoryPlan] = (), device: Device | None = None
+) -> RenderableType:
+    """One rank's components at its peak, with bars; whether the largest of ``ranks`` fits."""
+    digits = 2 if plan.total >= _GIB else 5
     table = Table("", box=None, pad_edge=False)
-    for heading in ("MiB", "%"):
+    for heading in ("GiB", "%"):
         table.add_column(heading, justify="right")
     table.add_column("", width=24)
     for name, size in components(plan).items():
         if size:
             bar = Bar(plan.total, 0, size, color="blue")
-            table.add_row(name, f"{size / _MIB:,.1f}", f"{100 * size / plan.total:.1f}", bar)
-    table.add_row("total", f"{plan.total / _MIB:,.1f}", style="bold")
+            table.add_row(name, f"{size / _GIB:,.{digits}f}", f"{100 * size / plan.total:.1f}", bar)
+    table.add_row("total", f"{plan.total / _GIB:,.{digits}f}", style="bold")
     if plan.host:
-        table.add_row("in host memory", f"{plan.host / _MIB:,.1f}")
-    return Group(f"rank {plan.rank}, at its peak: {plan.action}", table)
+        table.add_row("in host memory", f"{plan.host / _GIB:,.{digits}f}")
+    peak = f"rank {plan.rank}, at its peak: {plan.action}"
+    return Group(peak, table, *([_verdict(ranks, device)] if device is not None else []))
+
+
+def _shown(ranks: Sequence[MemoryPlan]) -> list[dict[str, int]]:
+    """Components of every rank that any of them has, small kinds of activations added up."""
+    sizes = [components(plan) for plan in ranks]
+    least = _SMALL * max(plan.total for plan in ranks)
+    names = dict.fromkeys(name for parts in sizes for name, size in parts.items() if size)
+    largest = {name: max(parts.get(name, 0) for parts in sizes) for name in names}
+    small = [name for name in names if name.startswith("activations: ") and largest[name] < least]
+    kept = [name for name in names if name not in small and name != "buffers"]
+    found = []
+    for parts in sizes:
+        drawn = {name: parts.get(name, 0) for name in kept}
+        if small:
+            drawn["activations: other"] = sum(parts.get(name, 0) for name in small)
+        if "buffers" in names:  # on top
+            drawn["buffers"] = parts["buffers"]
+        found.append(drawn)
+    return found
 
 
 @styled
-def memory_figure(ranks: Sequence[MemoryPlan]) -> Figure:
-    """A stacked bar of bytes for each of ``ranks``, one per pipeline coordinate."""
-    from matplotlib import colormaps
+def memory_figure(ranks: Sequence[MemoryPlan], title: str = "", device: Device | None = None) -> Figure:
+    """A stacked bar of GiB for each of ``ranks``, one per pipeline coordinate, with the memory of ``device``
+    as a line."""
     from matplotlib.figure import Figure
 
-    shown = [components(plan) for plan in ranks[:MOST_BARS]]
-    unit, name = (2**30, "GiB") if max(plan.total for plan in ranks) >= 2**30 else (_MIB, "MiB")
-    figure = Figure((4.6 + 0.45 * len(shown), 4.2), layout="constrained", label="Memory")
+    shown = _shown(ranks[:MOST_BARS])
+    figure = Figure((7.0 + 0.3 * len(shown), 4.2), layout="constrained", label="Memory")
     axes = figure.subplots()
     axes.grid(axis="y")
     axes.set_axisbelow(True)
-    axes.set_prop_cycle(color=colormaps["tab20c"](range(20)))  # four shades of each colour
     labels = [str(plan.rank) for plan in ranks[:MOST_BARS]]
     tops = [0.0] * len(shown)
-    parts = dict.fromkeys(part for sizes in shown for part in sizes)
-    for part in sorted(parts, key="buffers".__eq__):  # buffers on top
-        heights = [sizes.get(part, 0) / unit for sizes in shown]
-        bars = axes.bar(labels, heights, 0.7, tops, label=part)
+    for part, colour in zip(shown[0], _COLOURS):
+        heights = [sizes[part] / _GIB for sizes in shown]
+        bars = axes.bar(labels, heights, 0.7, tops, label=part, color=colour)
         tops = [top + height for top, height in zip(tops, heights)]
-    axes.bar_label(bars, [f"{top:.3g}" for top in tops])
+    plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # readable on the device's line too
+    axes.bar_label(bars, [_number(top) for top in tops], padding=3, bbox=plain)
+    highest = max(tops)
+    if device is not None:
+        capacity = device.capacity / _GIB
+        label = f"{device.name}: {_number(capacity)} GiB"
+        axes.axhline(capacity, color="#c1121f", linewidth=1.2, linestyle="--", label=label)
+        highest = max(highest, capacity)
+    axes.set_ylim(0, 1.1 * highest)
+    axes.margins(x=0.25 if len(shown) < 3 else 0.05)
     omitted = f"; the first {MOST_BARS} of {len(ranks)}" if len(ranks) > MOST_BARS else ""
     axes.set_xlabel(f"rank (one per pipeline coordinate{omitted})")
-    axes.set_title(f"Predicted peak memory, {name}")
-    figure.legend(loc="outside right upper", reverse=True, frameon=False)
+    axes.set_ylabel("GiB")
+    verdict = f"\n{_verdict(ranks, device)}" if device is not None else ""
+    figure.suptitle(f"Predicted peak memory: {title}{verdict}", x=0.01, ha="left", fontsize=9.5)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), reverse=True, frameon=False)
     return figure
+
+
+def _number(size: float) -> str:
+    """GiB in a picture."""
+    return f"{size:.2f}" if size >= 1 else f"{size:.3g}"

@@ -1,35 +1,14 @@
-"""Hardware facts: what a device can do at best, and which host this is."""
+"""Hardware facts that need torch: what this rank's device can do, and which host this is."""
 
 from __future__ import annotations
 
-import re
 import socket
 import time
 from pathlib import Path
 
 import torch
 
-# Dense matrix-multiply peaks without sparsity, FLOP/s, 16-bit and fp32 (TF32 off); vendors' data sheets.
-_PEAKS: dict[str, tuple[float, float]] = {
-    "H100 PCIe": (756e12, 51e12),
-    "H100 NVL": (835e12, 60e12),
-    "H100": (989e12, 67e12),
-    "H200 NVL": (836e12, 60e12),
-    "H200": (989e12, 67e12),
-    "GH200": (989e12, 67e12),
-    "B200": (2250e12, 75e12),
-    "A100": (312e12, 19.5e12),
-    "A800": (312e12, 19.5e12),
-    "H800": (989e12, 67e12),
-    "L40S": (362e12, 91.6e12),
-    "L40": (181e12, 90.5e12),
-    "L4": (121e12, 30.3e12),
-    "A10": (125e12, 31.2e12),
-    "A10G": (70e12, 35e12),
-    "V100": (125e12, 15.7e12),
-    "RTX 4090": (165e12, 82.6e12),
-    "RTX 3090": (71e12, 35.6e12),
-}
+from .devices import cpu_has_bf16, published_peaks
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -61,16 +40,17 @@ def has_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bf16 in hardware: GPUs of compute capability 8.0 (Ampere) and later and
+    those of ROCm, and CPUs with the instructions for it (:func:`~.devices.cpu_has_bf16`)."""
+    if device.type != "cuda":
+        return cpu_has_bf16()
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def device_name(device: torch.device) -> str:
     """As its maker calls a GPU; ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def published_peaks(name: str) -> tuple[float, float] | None:
-    """(16-bit, fp32) peak of a GPU by name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
-    words = rf"(?<![A-Za-z0-9])({'|'.join(sorted(_PEAKS, key=len, reverse=True))})(?![A-Za-z0-9])"
-    found = re.search(words, name)
-    return _PEAKS[found[1]] if found else None
 
 
 def host_identity() -> str:

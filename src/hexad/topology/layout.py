@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from math import isqrt, prod
+from math import gcd, prod
 from typing import Literal, NamedTuple, Protocol
 
 from hexad.config import ConfigError, did_you_mean
+
+MOST_RANKS = 2**22
+"""Of any world: pictures and groups of ranks list them."""
 
 DENSE_AXES = ("tensor", "context", "data", "pipeline")
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
@@ -89,6 +91,8 @@ class Layout:
 
     def __post_init__(self) -> None:
         _check_number("world", self.world, "ranks to start")
+        if self.world > MOST_RANKS:
+            raise ConfigError("world", f"found {self.world} ranks, expected at most {MOST_RANKS}")
         for name in ("tensor", "context", "pipeline", "expert", "expert_tensor"):
             _check_number(f"parallel.{name}", getattr(self, name), "a degree")
         if self.data != "auto":
@@ -281,8 +285,8 @@ class Layout:
         fitting = f"start {_nearest_multiples(product, self.world)} ranks"
         others = product // degrees[axis]
         if self.world % others == 0:
-            choices = _nearest_divisors(self.world // others, degrees[axis])
-            fitting += f", or use {axis} {' or '.join(map(str, choices))}"
+            # A divisor of the degree: what fits the degree (heads, layers) fits its divisors too.
+            fitting += f", or use {axis} {gcd(self.world // others, degrees[axis])}"
         return (
             f"found {degrees[axis]}, but world {self.world} is not divisible by {text} = {product}; {fitting}"
         )
@@ -381,12 +385,3 @@ def _ranks(count: int) -> str:
 def _nearest_multiples(factor: int, value: int) -> str:
     below = value // factor * factor
     return f"{below} or {below + factor}" if below else f"{factor}"
-
-
-def _nearest_divisors(number: int, value: int) -> list[int]:
-    """The divisors of ``number`` next below and next above ``value``."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    divisors = sorted({*small, *(number // d for d in small)})
-    if value > divisors[-1]:
-        return divisors[-1:]
-    return next([low, high] for low, high in pairwise(divisors) if low < value < high)

@@ -29,6 +29,7 @@ from hexad.parallel.data.replicas import Replicas
 from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
+from hexad.parallel.sharding import freeze
 from hexad.resolve import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
 from hexad.topology.mesh import Axis, Mesh
 
@@ -36,6 +37,7 @@ from .faults import Fault, FaultGuard, StepResult
 from .heap import give_back
 from .language import Counts, LanguageModel, Task, compute, training_shard
 from .modules import Modules, checked
+from .precision import with_common_dtype
 
 Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
 """What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
@@ -75,6 +77,7 @@ class Engine:
         compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss.
         boundary: makes an empty tensor of what crosses a microbatch's stage boundaries; needed where the
             pipeline has several ranks.
+        training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         initialise: draw the initial values of declared parameters; False where :meth:`restored` or
             :meth:`load_weights` follows.
 
@@ -101,12 +104,13 @@ class Engine:
         compute: Compute = _call,
         boundary: Callable[[Any], torch.Tensor] | None = None,
         initialise: bool = True,
+        training: bool = True,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.training = mesh, training
         self.stages: dict[int, nn.Module]
         self.language: LanguageModel | None = None
         if isinstance(stages, Config):
-            stages = resolve(stages, mesh.layout)
+            stages = resolve(with_common_dtype(stages, mesh), mesh.layout)
         if isinstance(stages, Resolved):
             self._build(stages)
         else:
@@ -149,6 +153,8 @@ class Engine:
             for stage in stages.values():
                 for layer in stage.layers.values():
                     layer.compile()
+        if not self.training:
+            freeze(*stages.values())
         self.stages = dict(stages)
 
     @property
@@ -160,7 +166,7 @@ class Engine:
         """Buckets, gradients, gathers and the optimizer of this rank's stages."""
         config, mesh, parallel = self.config, self.mesh, self.config.parallel
         owners = self.plan.schedule.placement
-        self.modules = Modules.agreed(self.stages, owners, mesh)
+        self.modules = Modules.agreed(self.stages, owners, mesh, self.training)
         # In an order that is the same on all ranks: each makes the same process groups.
         self.sharding = {
             grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
@@ -169,23 +175,25 @@ class Engine:
         tied = mesh.pair(mesh.pipeline, owners[0], owners[-1]) if self.modules.tied else Axis("pipeline")
         kinds, limit = formats(config.precision), float(parallel.bucket_mb) * 2**20
         self.modules.broadcast_untrained(kinds.parameters)
-        self.buckets = make_buckets(self.modules.trained, limit, kinds, parallel.zero, self.sharding)
+        self.buckets = make_buckets(self.modules.held, limit, kinds, parallel.zero, self.sharding)
+        self.trained = [bucket for bucket in self.buckets if not bucket.plan.frozen]
         for bucket in self.buckets:
             self.modules.broadcast(each.parameter for each in bucket.members if each.plain)
             bucket.allocate(kinds, config.memory.offload == "optimizer")
         pool = BufferPool(mesh.device)
-        self.gradients = Gradients(self.buckets, self.sharding, mesh.axes, tied, pool, kinds.reduced)
+        self.gradients = Gradients(self.trained, self.sharding, mesh.axes, tied, pool, kinds.reduced)
         hooks, views = not self._full, self.language is None
         self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
         axes = mesh.tensor, mesh.context, mesh.pipeline, mesh.data
-        self.optimizer = BucketAdamW(self.buckets, config.optimizer, self.sharding, mesh.pipeline, norm, axes)
+        self.optimizer = BucketAdamW(self.trained, config.optimizer, self.sharding, mesh.pipeline, norm, axes)
         self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world, mesh.device)
 
-    def initialise(self) -> None:
-        """Set parameters and optimizer to what a run begins with."""
-        for bucket in self.buckets:
+    def initialise(self, frozen: bool = True) -> None:
+        """Set parameters and optimizer to what a run begins with; without ``frozen`` only what is trained."""
+        for bucket in self.buckets if frozen else self.trained:
             bucket.initialise(self.config.run.seed)
+        for bucket in self.trained:
             for _, values in self.optimizer.state(bucket):
                 values.zero_()  # a damaged checkpoint may have been read in part
 
@@ -237,6 +245,7 @@ class Engine:
         """Wait until gradients are summed over the data ranks, and sum those that are partial."""
         self._begun = 0
         self.gradients.finish()
+        self.gatherer.release_frozen()
 
     def update(self, lr: float, veto: Pending | None = None, divisor: float = 1.0) -> float:
         """Clip and update; returns the gradient norm before clipping.
@@ -358,16 +367,38 @@ class Engine:
     # The state
 
     def chunks(self) -> list[Chunk]:
-        """This rank's shard of the state, as views: master weights, optimizer state, and what plain modules
-        have besides, buffers and frozen parameters."""
+        """This rank's shard of the state that a checkpoint holds, as views: master weights, optimizer state,
+        and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` frozen weights
+        are left out: a checkpoint refers to where they came from."""
+        adapters = self.language is not None and self.config.model.lora is not None
+        found = [] if adapters else self._weights(lambda bucket: bucket.plan.frozen)
+        found += self._weights(lambda bucket: not bucket.plan.frozen)
+        for bucket in self.trained:
+            for kind, tensor in self.optimizer.state(bucket):
+                found += self._pieces(bucket, kind, tensor)
+        return found + self.modules.chunks()
+
+    def _weights(self, wanted: Callable[[Bucket], bool]) -> list[Chunk]:
+        """This rank's shard of the master weights in some of the buckets."""
         self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
-        found = [
-            Chunk(rectangle.named(f"{kind}.{rectangle.name}"), values, self._holder(bucket))
+        return [
+            chunk
             for bucket in self.buckets
-            for kind, tensor in (("model", bucket.master), *self.optimizer.state(bucket))
+            if wanted(bucket)
+            for chunk in self._pieces(bucket, "model", bucket.master)
+        ]
+
+    def _pieces(self, bucket: Bucket, kind: str, tensor: torch.Tensor) -> list[Chunk]:
+        """A tensor like a bucket's master as chunks. Frozen weights are rounded to the model's format."""
+        return [
+            Chunk(
+                rectangle.named(f"{kind}.{rectangle.name}"),
+                values,
+                self._holder(bucket),
+                rounded=bucket.plan.frozen,
+            )
             for rectangle, values in bucket.pieces(tensor)
         ]
-        return found + self.modules.chunks()
 
     def check_replicas(self) -> None:
         """Compare the weights of ranks that should hold the same; all ranks together.
@@ -408,9 +439,14 @@ class Engine:
         self.restored(progress)
         self.guard.streak, self.samples = streak, samples
 
-    def weights(self) -> list[Chunk]:
-        """Of :meth:`chunks` those that hold master weights."""
-        return [chunk for chunk in self.chunks() if chunk.name.startswith("model.")]
+    def weights(self, adapters: bool = False) -> list[Chunk]:
+        """This rank's shard of the model's weights, as views: of master weights, and of frozen ones; those of
+        ``adapters`` (``model.lora``) if asked for."""
+        return self._weights(lambda bucket: adapters or not bucket.adapter) + self.modules.chunks()
+
+    def frozen(self) -> list[Chunk]:
+        """This rank's shard of the frozen weights, as views."""
+        return self._weights(lambda bucket: bucket.plan.frozen)
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:

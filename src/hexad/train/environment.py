@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from hexad.config import HexadError
 
 HELD_BACK = signal.SIGUSR1
+DEFAULT_PORT = "29500"
+"""Of ``MASTER_PORT``, as torchrun's."""
 
 
 def hold_back_notice() -> None:
@@ -64,7 +66,7 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Read the launcher's variables.
 
     Raises:
-        HexadError: a variable is missing or not a number.
+        HexadError: a variable is missing, not a number, or out of range.
     """
 
     def number(name: str, default: str | None = None) -> int:
@@ -86,8 +88,12 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
         )
     else:
         return Environment()
+    if here.world < 1:
+        raise HexadError(f"WORLD_SIZE: found {here.world}, expected 1 or more")
     if not 0 <= here.rank < here.world:
         raise HexadError(f"RANK: found {here.rank}, expected 0 to {here.world - 1} (WORLD_SIZE {here.world})")
+    if not 0 < number("MASTER_PORT", DEFAULT_PORT) < 2**16:
+        raise HexadError(f"MASTER_PORT: found {variables['MASTER_PORT']}, expected 1 to 65535")
     return here
 
 

@@ -126,8 +126,10 @@ class LanguageModel:
         """Check a microbatch and move it to the device.
 
         Raises:
-            HexadError: ids outside the vocabulary, or document offsets that do not fit.
+            HexadError: tensors of other shapes or formats, ids outside the vocabulary, or document offsets
+                that do not fit.
         """
+        _check_tensors(microbatch)
         for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
             low, high = (int(x) for x in ids.aminmax())
             if low < lowest or high >= self.vocab or (lowest and -100 < low < 0):
@@ -178,6 +180,19 @@ class LanguageModel:
         """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""
         first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.tokens.shape[0]
         return DropoutKey(self.config.run.seed, step, first)
+
+
+def _check_tensors(microbatch: Microbatch) -> None:
+    tokens, labels = microbatch.tokens, microbatch.labels
+    for name, tensor in (("tokens", tokens), ("labels", labels)):
+        if tensor.dim() != 2 or not tensor.numel() or tensor.dtype != torch.int64:
+            found = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+            raise HexadError(f"Microbatch.{name}: found {found}, expected int64 of shape [sequences, length]")
+    if labels.shape != tokens.shape:
+        raise HexadError(
+            f"Microbatch.labels: found shape {tuple(labels.shape)}, expected that of the tokens, "
+            f"{tuple(tokens.shape)}: the label of position i is the token at i + 1"
+        )
 
 
 def _check_documents(documents: tuple[int, ...], sequences: int, length: int) -> None:

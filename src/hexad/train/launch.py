@@ -28,6 +28,7 @@ from .deterministic import deterministic
 from .environment import Environment, environment
 from .idle import dismiss
 from .language import compiles
+from .precision import with_common_dtype
 from .rendezvous import meet
 
 log = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
             mesh = Mesh.create(layout, device, config.run.timeout, Trace())
         # Hosts may have different devices, and read files of their own: agreed, not each for itself.
         agreed(lambda: check_device(config, device), mesh.world)
-        config = compiled_alike(config, mesh)
+        config = with_common_dtype(compiled_alike(config, mesh), mesh)
         run = Run(mesh, here, agreed(lambda: resolve(config, layout), mesh.world))
         # Nothing later would notice a difference.
         run.identical("torch", str(torch.__version__))
@@ -210,7 +211,8 @@ def _leave(device: torch.device, *, orderly: bool) -> None:
 
 
 def host_threads(environment: Mapping[str, str], local_world: int, offload: bool) -> int | None:
-    """Threads of a rank on the host: its part of the cores. None leaves the user's choice.
+    """Threads of a rank on the host: its part of the cores; under SLURM, which may give each rank cores of
+    its own, SLURM_CPUS_PER_TASK. None leaves the user's choice.
 
     The 1 that torchrun sets where the user has set nothing is not taken for a choice where the host updates
     the weights (``offload``).
@@ -218,7 +220,10 @@ def host_threads(environment: Mapping[str, str], local_world: int, offload: bool
     given = environment.get("OMP_NUM_THREADS")
     if given is not None and not (offload and given == "1"):
         return None
-    return max(1, len(os.sched_getaffinity(0)) // local_world)
+    cores, per_task = len(os.sched_getaffinity(0)), environment.get("SLURM_CPUS_PER_TASK", "")
+    if "RANK" not in environment and per_task.isdigit():
+        return max(1, min(cores, int(per_task)))
+    return max(1, cores // local_world)
 
 
 def _join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:

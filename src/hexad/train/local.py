@@ -84,11 +84,9 @@ class _Agent(LocalElasticAgent):
 
     def _hand_on(self, number: int, frame: FrameType | None) -> None:
         self.asked = signal.Signals(number)
-        # Ctrl-C as SIGTERM: a rank that is still importing then ends without a traceback.
-        handed = signal.SIGTERM if number == signal.SIGINT else number
         for process in self._processes().values():
             with suppress(ProcessLookupError):
-                os.kill(process, handed)
+                os.kill(process, number)
 
     def _processes(self) -> dict[int, int]:
         return self._pcontext.pids() if self._pcontext is not None else {}

@@ -5,38 +5,42 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
+from hexad.checkpoint.base import Base, base_of, load_base, load_weights, recorded
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
-from hexad.checkpoint.hugging_face import opened_model
+from hexad.checkpoint.kept_tokenizer import FOLDER, keep_tokenizer, saved_form
 from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hexad.comm import CommError, merged
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming, dump_config
 from hexad.dataset.loader import DataLoader, loader_from_config
-from hexad.dataset.sidecar import fingerprint
+from hexad.dataset.sidecar import identity
 from hexad.dataset.tokenizer import load_tokenizer
-from hexad.model.counts import flops_per_token, parameter_count
-from hexad.model.sources import hugging_face_directory
+from hexad.model.counts import flops_per_token, parameter_count, trained_count
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.simulate import TIMELINE
 from hexad.resolve import working_layout
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
+from .callbacks import Callback, Callbacks
 from .deterministic import naming_operators
 from .engine import Engine
 from .environment import environment
+from .evaluation import ValidationSets, total
 from .faults import StepResult
 from .idle import wait_idle
 from .launch import Run, launch
 from .pace import Pace, collected_by_step
+from .precision import dtype_line
 from .profile import StepProfile
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
@@ -48,14 +52,15 @@ log = logging.getLogger("hexad")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its last step, and the signal that ended it early, if any."""
+    """How a run ended: its last step, and what ended it early, if anything: the name of a signal, or
+    ``callback``."""
 
     step: int
     stopped_by: str | None
 
 
-def train(config: Config) -> Outcome:
-    """Train as configured, in the world this process belongs to.
+def train(config: Config, callbacks: Sequence[Callback] = ()) -> Outcome:
+    """Train as configured, in the world this process belongs to; ``callbacks`` are called on all ranks.
 
     Raises:
         HexadError: anything the user can fix; the same on every rank.
@@ -74,11 +79,14 @@ def train(config: Config) -> Outcome:
                 here.world,
                 here.world - members,
             )
+        about_dtype = dtype_line(config, run.resolved.config, run.mesh)
+        if about_dtype is not None:
+            log.info("%s", about_dtype)
         # Each host counts its own restarts: one that rejoined has made none.
         restart = merged(here.restart, run.mesh.world, max)
         if restart and config.checkpoint.resume == "never":  # that was meant for the first start
             run = run.resuming()
-        trainer = Trainer(run)
+        trainer = Trainer(run, callbacks)
         stack.push(trainer.leave)
         if restart:
             log.info("restart %d of %d: resuming after step %d", restart, here.restarts, trainer.engine.step)
@@ -86,35 +94,54 @@ def train(config: Config) -> Outcome:
 
 
 class Trainer:
-    """The state of a run on one rank."""
+    """The state of a run on one rank.
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    Attributes:
+        config: resolved.
+        mesh: of the run.
+        first: this rank is the one that writes.
+        engine: the model, its gradients and optimizer.
+    """
+
+    def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
+        self.run, self.callbacks = run, Callbacks(callbacks)
         self.mesh = mesh = run.mesh
         self.config = config = run.resolved.config
         self.first = mesh.rank == 0
         # What can fail on one rank alone (files) runs under agreed, without collectives inside.
         self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
-        run.identical("data", [fingerprint(prefix) for prefix in _prefixes(config)])
+        run.identical("data", run.agreed(lambda: [identity(prefix) for prefix in _prefixes(config)]))
         self.engine = Engine(run.resolved, mesh, initialise=False)
         self.checkpointer = Checkpointer(config, mesh)
+        self.base: Base | None = None
         # Per token, without attention and with that of complete sequences; linear in between.
         self.flops = [flops_per_token(config.model, config.data.sequence, part) for part in (0.0, 1.0)]
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
-        self._resume(run)
+        self._resume()
         run.agreed(self._prepare_data)
         self.pace = Pace(mesh)
         self.engine.after_passes = self.pace.computed
         directory = Path(config.run.dir)
         self.profile = StepProfile(config.log.profile, directory, mesh.rank, mesh.device, run.agreed)
         self._recovery: str | None = None
-        run.agreed(lambda: self._write("config.yaml", dump_config(self.config)))
+        self._stopping = StopRequest(mesh)
+        run.agreed(self._keep_settings)
+
+    def _keep_settings(self) -> None:
+        """Have in ``run.dir`` what the run needs to be resumed, exported or generated from anywhere."""
+        if self.first:
+            try:
+                keep_tokenizer(self.config)
+            except OSError as error:
+                where = Path(self.config.run.dir) / FOLDER
+                raise ConfigError("run.dir", f"cannot write {where}: {error.strerror}") from None
+        self._write("config.yaml", dump_config(saved_form(self.config)))
 
     def _prepare_data(self) -> None:
         """Have the indexes of large data before the first step."""
         self.loader.prepare(self.engine.samples)
         if self.validation is not None:
-            self.validation.prepare(0)
+            self.validation.prepare()
 
     def _write(self, name: str, text: str) -> None:
         """Write a file of ``run.dir``, on the first rank only."""
@@ -161,7 +188,8 @@ class Trainer:
                 log.info("log.%s %d is after run.steps %d", name, step, config.run.steps)
         if engine.step >= config.run.steps:
             log.info("nothing to do: run.steps is %d; set a larger number to continue", config.run.steps)
-        with recorder as sink, StopRequest(self.mesh) as stop, collected_by_step() as collect:
+        with recorder as sink, self._stopping as stop, collected_by_step() as collect:
+            self.callbacks.on_start(self)
             while engine.step < config.run.steps:
                 collect(engine.step)
                 asking = stop.ask(self.checkpointer.failed())
@@ -175,6 +203,7 @@ class Trainer:
                     self._validate(metrics)
                     if sink is not None and self._log_due(metrics):
                         sink.write(metrics)
+                    self.callbacks.on_step(self, metrics)
                 if action == "stop":
                     raise AgreedError(self._advice(result, metrics))
                 every = config.log.check_replicas
@@ -187,15 +216,30 @@ class Trainer:
                 if action != "roll_back" and self._save_due(engine.step, signal):
                     reason = "signal" if signal else "schedule"
                     last = bool(signal) or engine.step == config.run.steps
-                    self.checkpointer.save(engine.chunks(), engine.progress(), reason, last)
+                    self.checkpointer.save(engine.chunks(), self._progress(), reason, last)
+                    self.callbacks.on_checkpoint(self, engine.step)
                 if signal:
-                    self.profile.finish()
-                    self.checkpointer.wait()
-                    log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
-                    return Outcome(engine.step, signal)
+                    break
+            else:
+                signal = None
             self.profile.finish()
             self.checkpointer.wait()  # a signal must not cut the last save short
-        return Outcome(engine.step, None)
+        if signal:  # after the progress bar has ended
+            log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
+        return self._ended(signal)
+
+    def _ended(self, by: str | None) -> Outcome:
+        outcome = Outcome(self.engine.step, by)
+        self.callbacks.on_end(self, outcome)
+        return outcome
+
+    def stop(self) -> None:
+        """End the run after the step in progress or the next one, with a checkpoint; on any rank."""
+        self._stopping.request()
+
+    def _progress(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the state."""
+        return {**self.engine.progress(), **recorded(self.base)}
 
     def _action(self, result: StepResult, metrics: Metrics) -> str | None:
         """The reaction to a faulty step (``stop``, ``skip``, ``roll_back``), recorded in its metrics;
@@ -295,16 +339,15 @@ class Trainer:
         }
 
     def _validate(self, metrics: Metrics) -> None:
-        """Add ``validation_loss`` to the metrics of a step after which evaluation is due."""
-        every, batches = self.config.validate_.every, self.config.validate_.batches
-        if self.validation is None or self.engine.step % every:
+        """Add ``validation_loss`` to the metrics of a step after which evaluation is due, and of several sets
+        each one's."""
+        if self.validation is None or self.engine.step % self.config.validate_.every:
             return
-        loss_sum, targets = 0.0, 0
-        for index in range(batches):
-            batch = self.validation.step(index * self.config.batch.global_)
-            batch_sum, batch_targets = self.engine.evaluate(batch)
-            loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
-        metrics["validation_loss"] = loss_sum / max(targets, 1)
+        scores = self.validation.scores(self.engine, self.config.validate_.batches)
+        metrics["validation_loss"] = total(scores).loss
+        self.callbacks.on_evaluation(self, scores)
+        if isinstance(self.config.data.validation, dict):
+            metrics["validation_losses"] = {name: score.loss for name, score in scores.items()}
 
     def _load_newest(self, find: Callable[[], Path | None]) -> tuple[Path, Manifest] | None:
         """Load the checkpoint that ``find`` finds, renaming damaged ones if the settings allow it; None if
@@ -320,36 +363,39 @@ class Trainer:
             self.checkpointer.set_aside(path, error)
         return self._load_newest(find)
 
-    def _resume(self, run: Run) -> None:
+    def _resume(self) -> None:
+        """Begin with a checkpoint, with the weights that ``model.load`` names, or with initial values."""
+        adapters = self.config.model.lora is not None
+        if adapters:
+            self.engine.initialise(frozen=self.config.model.load is None)
         found = self._load_newest(self.checkpointer.find)
         if found is None:
-            parameters = parameter_count(self.config.model)
-            load = self.config.model.load
-            if load is None:
-                self.engine.initialise()
-            else:
-                self._load_weights(run)
-            with_weights = f" with the weights of {load}" if load is not None else ""
-            log.info("starting a new run%s: %s parameters", with_weights, f"{parameters:,}")
+            base = self._begin()
+            self.base = base if adapters else None
             return
         path, manifest = found
+        if adapters:
+            self.base = self.run.agreed(lambda: base_of(path, manifest))
+            load_base(self.base, self.config, self.engine.frozen(), self.mesh.world)
         self.engine.restored(manifest.progress)
         log.info("resuming from %s: step %d, %d samples", path, manifest.step, manifest.samples)
-        for change in changed_settings(manifest.config, self.config):
+        for change in changed_settings(manifest.config, saved_form(self.config)):
             log.info("changed since: %s", change)
 
-    def _load_weights(self, run: Run) -> None:
-        """Load the weights that ``model.load`` names."""
-        model = self.config.model
-        directory = hugging_face_directory(str(model.load))
-        with ExitStack() as stack, blaming("model.load"):
-            if directory is None:
-                self.checkpointer.load(self.checkpointer.source(), self.engine.weights())
-                self.engine.publish()
-                return
-            source, identity = run.agreed(lambda: stack.enter_context(opened_model(directory, model)))
-            run.identical("what model.load names", identity)
-            self.engine.load_weights(source)
+    def _begin(self) -> Base:
+        """Start a new run; returns the weights that it begins with."""
+        model, engine = self.config.model, self.engine
+        base, with_weights = Base.drawn(self.config), ""
+        if model.load is not None:
+            base = load_weights(self.config, model.load, engine.weights(), self.mesh.world)
+            engine.publish()
+            with_weights = f" with the weights of {model.load}"
+        elif model.lora is None:
+            engine.initialise()
+        parameters, trained = parameter_count(model), trained_count(model)
+        part = f", {trained:,} trained" if trained != parameters else ""
+        log.info("starting a new run%s: %s parameters%s", with_weights, f"{parameters:,}", part)
+        return base
 
 
 def _prefixes(config: Config) -> list[str]:
@@ -358,7 +404,7 @@ def _prefixes(config: Config) -> list[str]:
     return [data] if isinstance(data, str) else [prefix for _, prefix in data or []]
 
 
-def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, DataLoader | None]:
+def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets | None]:
     """The loaders for training and validation."""
     with blaming("data.tokenizer"):
         tokenizer = load_tokenizer(config.data.tokenizer)
@@ -372,7 +418,7 @@ def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, DataLoader | Non
     training = loader_from_config(config, *place, tokenizer)
     if not config.validate_.every:
         return training, None
-    return training, loader_from_config(config, *place, tokenizer, "validation")
+    return training, ValidationSets(config, mesh, tokenizer)
 
 
 def _peak_memory(device: torch.device) -> int:

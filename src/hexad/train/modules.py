@@ -27,6 +27,8 @@ from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
 from hexad.resolve import check_settings, resolved_parallel
 from hexad.topology.mesh import Axis, Mesh
 
+from .precision import with_common_dtype
+
 
 @dataclass(frozen=True)
 class Untrained:
@@ -61,15 +63,16 @@ class Modules:
     """What a rank's stages hold, and what it must know of other ranks' to make the same process groups.
 
     Attributes:
-        trained: this rank's parameters that are updated, each with the number of its stage.
-        untrained: this rank's plain values that are not.
+        held: this rank's parameters that are updated, and declared ones that are frozen, each with the number
+            of its stage.
+        untrained: this rank's plain values that are not updated.
         grids: of all ranks' weights, in order.
         tied: whether any rank holds a parameter that is tied to one of another stage.
         copies: the axes whose ranks hold the same plain values.
         device: of this rank.
     """
 
-    trained: list[tuple[int, Declared]]
+    held: list[tuple[int, Declared]]
     untrained: list[Untrained]
     grids: list[Grid]
     tied: bool
@@ -77,7 +80,13 @@ class Modules:
     device: torch.device
 
     @classmethod
-    def agreed(cls, stages: Mapping[int, nn.Module], placement: Sequence[int], mesh: Mesh) -> Modules:
+    def agreed(
+        cls,
+        stages: Mapping[int, nn.Module],
+        placement: Sequence[int],
+        mesh: Mesh,
+        training: bool = True,
+    ) -> Modules:
         """Find them; all ranks of the mesh call this together.
 
         Plain values are named as in their stage, and ``stages.<number>.`` goes before all their names where
@@ -87,24 +96,29 @@ class Modules:
             stages: of this rank, by number.
             placement: the pipeline rank of every stage.
             mesh: of the run.
+            training: refuse stages in which nothing is trained.
 
         Raises:
             HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
                 differ on the ranks of a stage; the same on all ranks.
         """
-        found, untrained = stage_parameters(stages), _untrained(stages)
-        trained = [(stage, each) for stage, each in found if each.parameter.requires_grad]
+        found = stage_parameters(stages)
+        untrained = _untrained(stages, {each.parameter for _, each in found if not each.plain})
+        held = [(stage, each) for stage, each in found if each.parameter.requires_grad or not each.plain]
         agreed(lambda: _check(stages, placement, mesh.pipeline, found), mesh.world)
-        grids = {each.declaration.weights[0].grid for _, each in trained}
-        tied = any(each.declaration.tied for _, each in trained)
-        grids, tied = merged((grids, tied), mesh.world, lambda a, b: (a[0] | b[0], a[1] or b[1]))
-        if not grids:
+        grids = {each.declaration.weights[0].grid for _, each in held}
+        tied = any(each.declaration.tied for _, each in held)
+        trains = any(each.parameter.requires_grad for _, each in held)
+        grids, tied, trains = merged(
+            (grids, tied, trains), mesh.world, lambda a, b: (a[0] | b[0], a[1] or b[1], a[2] or b[2])
+        )
+        if training and not trains:
             raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
-        if _names_collide(_entries(stages, trained, untrained), mesh.world):
-            trained = [(n, _renamed(each, n) if each.plain else each) for n, each in trained]
+        if _names_collide(_entries(stages, held, untrained), mesh.world):
+            held = [(n, _renamed(each, n) if each.plain else each) for n, each in held]
             untrained = [replace(each, name=f"stages.{each.stage}.{each.name}") for each in untrained]
         copies = (mesh.gradient_axis(), *mesh.model_axes())
-        return cls(trained, untrained, sorted(grids), tied, copies, mesh.device)
+        return cls(held, untrained, sorted(grids), tied, copies, mesh.device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP."""
@@ -161,11 +175,12 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
         raise ConfigError(
             "precision.dtype", "found fp8, a format of the configured model's products; use bf16"
         )
+    config = with_common_dtype(config, mesh)
     return config.model_copy(update={"parallel": resolved_parallel(config, mesh.layout)})
 
 
-def _untrained(stages: Mapping[int, nn.Module]) -> list[Untrained]:
-    """The plain values of the stages that no optimizer updates, each once."""
+def _untrained(stages: Mapping[int, nn.Module], declared: set[nn.Parameter]) -> list[Untrained]:
+    """The plain values of the stages that no optimizer updates, each once: none of the ``declared`` ones."""
     found: dict[torch.Tensor, Untrained] = {}
     for number, stage in stages.items():
         for path, module in stage.named_modules():
@@ -173,7 +188,7 @@ def _untrained(stages: Mapping[int, nn.Module]) -> list[Untrained]:
             own = {
                 name: each
                 for name, each in module.named_parameters(recurse=False)
-                if not each.requires_grad and not (sharded and name in module.declarations)
+                if not each.requires_grad and each not in declared
             }
             buffers = {} if sharded else dict(module.named_buffers(recurse=False))
             for name, tensor in {**own, **buffers}.items():
@@ -198,9 +213,10 @@ def _check(
         )
     for _, each in found:
         name, parameter = each.declaration.name, each.parameter
-        if not each.plain and not parameter.requires_grad:
+        if not each.plain and parameter.requires_grad == each.declaration.frozen:
             raise HexadError(
-                f"{name}: found requires_grad False; only plain modules' parameters can be frozen"
+                f"{name}: found requires_grad {parameter.requires_grad}, but it is declared with frozen "
+                f"{each.declaration.frozen}; declare it as it is trained (Weight.frozen, model.train)"
             )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise HexadError(
@@ -209,11 +225,11 @@ def _check(
 
 
 def _entries(
-    stages: Mapping[int, nn.Module], trained: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
+    stages: Mapping[int, nn.Module], held: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
 ) -> dict[int, Entries]:
     """Of every stage."""
     found: dict[int, Entries] = {number: [] for number in stages}
-    for number, each in trained:
+    for number, each in held:
         if each.plain:
             found[number].append((each.declaration.name, _description(each.parameter)))
     for value in untrained:

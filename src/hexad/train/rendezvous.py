@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from hexad.comm import CommError
 from hexad.config import HexadError
 
-from .environment import Environment, first_host
+from .environment import DEFAULT_PORT, Environment, first_host
 
 _POLL = 0.05  # seconds
-_ASKS = "hexad/asks"
+_EVERY = 10.0  # seconds between messages
+_UNKNOWN_HOST = 60.0  # seconds in which the first rank's host may become known
+_ASKS, _JOINED, _COMPLETE = "hexad/asks", "hexad/joined", "hexad/complete"
 
 
 def meet(here: Environment, members: int, timeout: float) -> dist.Store:
@@ -34,21 +37,20 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
         CommError: the same if an elastic agent has started the ranks: it may restart them.
     """
     address = os.environ.get("MASTER_ADDR") or _slurm_first_host()
-    port = int(os.environ.get("MASTER_PORT", "29500"))
+    port = int(os.environ.get("MASTER_PORT", DEFAULT_PORT))
     limit = timedelta(seconds=timeout)
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return _fresh(here, lambda: dist.TCPStore(address, port, timeout=limit, wait_for_workers=False))
-        # Idle ranks may connect at any time: only members are waited for.
-        return dist.TCPStore(
-            address,
-            port,
-            world_size=members if here.rank < members else None,
-            is_master=here.rank == 0,
-            timeout=limit,
-            wait_for_workers=here.rank < members,
-            multi_tenant=True,
+        if here.rank:
+            _reach(address, port, here, timeout)
+        store = dist.TCPStore(
+            address, port, None, here.rank == 0, limit, wait_for_workers=False, multi_tenant=True
         )
+        # Idle ranks may connect at any time: only members are waited for.
+        if here.rank < members:
+            _wait_for_members(store, f"{address}:{port}", here, members, timeout)
+        return store
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         text = str(error)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -58,6 +60,71 @@ def meet(here: Environment, members: int, timeout: float) -> dist.Store:
                 f"port {port} of {address} is in use; set another with torchrun --master-port or MASTER_PORT"
             ) from error
         raise HexadError(f"rendezvous at {address}:{port} failed ({timeout:.0f} s): {text}") from error
+
+
+def _reach(address: str, port: int, here: Environment, timeout: float) -> None:
+    """Wait until the first rank listens, and say so; torch's store would report in its own way that it does
+    not yet.
+
+    Raises:
+        DistNetworkError: its host is unknown, or it does not answer in time.
+    """
+    begin = said = time.monotonic()
+    while True:
+        unknown = False
+        try:
+            socket.create_connection((address, port), timeout=max(1.0, timeout / 60)).close()
+            return
+        except OSError as error:
+            problem, unknown = error.strerror or str(error), isinstance(error, socket.gaierror)
+        now = time.monotonic()
+        # Names of containers may become known a little later.
+        if now - begin > (min(timeout, _UNKNOWN_HOST) if unknown else timeout):
+            raise dist.DistNetworkError(f"{problem}; {_origin(here)}")
+        if now - said >= _EVERY and here.local_rank == 0:
+            said = now
+            _say(f"rank {here.rank} waits for rank 0 at {address}:{port}: {problem} ({_origin(here)})")
+        time.sleep(0.2)
+
+
+def _wait_for_members(
+    store: dist.TCPStore, place: str, here: Environment, members: int, timeout: float
+) -> None:
+    """Wait until all ranks that create process groups have joined; the first one says who is missing.
+
+    Raises:
+        DistStoreError: they have not, in time.
+    """
+    begin = said = time.monotonic()
+    joined = store.add(_JOINED, 1)
+    if here.rank:  # one rank counts, so that thousands do not ask
+        try:
+            store.wait([_COMPLETE], timedelta(seconds=timeout))
+        except dist.DistStoreError:
+            joined = store.add(_JOINED, 0)
+            raise dist.DistStoreError(f"{joined} of {members} ranks have joined; {_origin(here)}") from None
+        return
+    while joined < members:
+        now = time.monotonic()
+        if now - begin > timeout:
+            raise dist.DistStoreError(f"{joined} of {members} ranks have joined; {_origin(here)}")
+        if now - said >= _EVERY:
+            said = now
+            _say(f"{joined} of {members} ranks have joined at {place}; waiting ({_origin(here)})")
+        time.sleep(_POLL)
+        joined = store.add(_JOINED, 0)
+    store.set(_COMPLETE, "")
+
+
+def _origin(here: Environment) -> str:
+    """Where the number of ranks is from."""
+    if here.launcher == "slurm":
+        return f"SLURM_NTASKS={here.world}"
+    return f"WORLD_SIZE={here.world} is set in the environment; unset it to run alone"
+
+
+def _say(message: str) -> None:
+    print(f"hexad: {message}", file=sys.stderr, flush=True)
 
 
 def _fresh(here: Environment, connect: Callable[[], dist.TCPStore]) -> dist.Store:

@@ -14,10 +14,10 @@ from pathlib import Path
 from hexad.comm import from_first, merged
 from hexad.config import ConfigError
 from hexad.config.schema import RunSettings
-from hexad.dataset.files import lock
 
 from . import flight_recorder
 from .launch import Run
+from .run_lock import lock_run
 from .watch import Watch
 
 log = logging.getLogger("hexad")
@@ -46,7 +46,7 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
             if run.mesh.device.type == "cuda":
                 flight_recorder.prepare(path)
             if first:
-                _lock(path, patience, stack)
+                lock_run(path, patience, stack)
                 token.touch()
         except OSError as error:
             raise ConfigError("run.dir", f"cannot write to {path}: {error.strerror}") from None
@@ -64,17 +64,6 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
         if first:
             token.unlink(missing_ok=True)
     run.agreed(lambda: _log_to_file(path / f"log-rank{run.mesh.rank}.txt", run, settings.timeout, stack))
-
-
-def _lock(path: Path, patience: float, stack: ExitStack) -> None:
-    """Lock ``run.dir`` for this run until ``stack`` closes or this process ends.
-
-    Waits up to ``patience`` seconds for another process to release it. Ignored by file systems without locks.
-    """
-    file = stack.enter_context((path / ".lock").open("a+", encoding="utf-8"))
-    if lock(file, patience) is False:
-        file.seek(0)
-        raise ConfigError("run.dir", f"found {path}, locked by {file.read()}; use another directory")
 
 
 def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None:

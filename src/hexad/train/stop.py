@@ -15,6 +15,7 @@ from .environment import HELD_BACK
 
 SAVE_FAILED = "save failed"
 _SAVE_FAILED_NUMBER = 255  # above every signal's
+_ASKED, _ASKED_NUMBER = "callback", 254
 _ONE_REQUEST = 0.5  # seconds
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """SIGUSR1 is the signal with which SLURM and others announce pre-emption."""
@@ -31,7 +32,7 @@ class StopRequest:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._axis = mesh.background("signals")
-        self._received = 0
+        self._received = self._requested = 0
         self._at = 0.0
         self._previous: dict[int, object] = {}
         self._mask: set[int] | None = None
@@ -51,12 +52,18 @@ class StopRequest:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._restore()
 
+    def request(self) -> None:
+        """Ask to stop, as a signal does."""
+        self._requested = _ASKED_NUMBER
+
     def ask(self, save_failed: bool) -> Future[int]:
         """Start asking all ranks whether any has received a signal, or its background save has failed."""
-        return merging(_SAVE_FAILED_NUMBER if save_failed else self._received, self._axis, max)
+        number = _SAVE_FAILED_NUMBER if save_failed else self._received or self._requested
+        return merging(number, self._axis, max)
 
     def answer(self, asked: Future[int]) -> str | None:
-        """The name of a signal that some rank received, SAVE_FAILED, or None; the same on all ranks.
+        """The name of a signal that some rank received, ``callback`` after :meth:`request`, SAVE_FAILED, or
+        None; the same on all ranks.
 
         Raises:
             CommError: a peer is lost.
@@ -64,6 +71,8 @@ class StopRequest:
         number = wait_for(self._mesh.world, asked.result)
         if number == _SAVE_FAILED_NUMBER:
             return SAVE_FAILED
+        if number == _ASKED_NUMBER:
+            return _ASKED
         return signal.Signals(number).name if number else None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
@@ -35,6 +36,8 @@ class Family:
         whole_heads: its class of ``transformers`` requires ``hidden`` to be a multiple of ``heads``.
         presets: published models by name: values of :class:`ModelSettings`, each with the checkpoint whose
             ``config.json`` it was taken from.
+        contexts: what names of presets begin with -> tokens of the longest sequence they were published for,
+            without extensions that the preset lacks; for display.
         modules: our module -> its name in a published state dict. Several of ours with one of theirs are
             fused there, one after the other along the outputs.
         base: what all published names but the head's begin with; files saved without the head lack it.
@@ -66,6 +69,7 @@ class Family:
     grouped: bool = True
     whole_heads: bool = False
     presets: Mapping[str, Shape] = field(default_factory=dict)
+    contexts: Mapping[str, int] = field(default_factory=dict)
     base: str = "model."
     layer: str = "layers.{}."
     transposed: bool = False
@@ -75,6 +79,21 @@ class Family:
     also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     read: Callable[[Keys], dict[str, Any]] = no_extra
     write: Callable[[ModelSettings], dict[str, Any]] = lambda model: {}
+
+    def context(self, preset: str) -> int | None:
+        """Tokens that a preset was published for; None if not stated."""
+        found = [start for start in self.contexts if preset.startswith(start)]
+        return self.contexts[max(found, key=len)] if found else None
+
+    def published(self, name: str) -> str:
+        """The name in a published state dict of one of our tensors, or of a module."""
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        rest, before = (name, "") if layer is None else (layer[2], self.layer.format(layer[1]))
+        module = next((each for each in (rest, rest.rpartition(".")[0]) if each in self.modules), None)
+        if module is None:
+            raise KeyError(name)
+        base = "" if layer is None and module == "head" else self.base
+        return f"{base}{before}{self.modules[module]}{rest.removeprefix(module)}"
 
     def defaults(self, model: ModelSettings) -> dict[str, Any]:
         """What ``auto`` means for the settings that follow from others."""

@@ -99,6 +99,7 @@ FAMILY = Family(
     fixed={"activation_function": "gelu_new"},
     read=one_dropout,
     write=_write,
+    contexts={"gpt2": 1024},
     presets={
         "gpt2": _preset(12, 768, 12),
         "gpt2-medium": _preset(24, 1024, 16),

@@ -25,6 +25,7 @@ FAMILY = replace(
         **{key: value for key, value in LLAMA.absent.items() if key != "head_dim"},
         **dict.fromkeys(_MULTIPLIERS, 1.0),
     },
+    contexts={"granite3.1": 131072},
     presets={
         "granite3.1-2b": _granite((40, 2048, 32, 8, 8192), (12.0, 0.015625, 0.22, 8.0), 5000000.0),
         "granite3.1-8b": _granite((40, 4096, 32, 8, 12800), (12.0, 0.0078125, 0.22, 16.0), 10000000.0),

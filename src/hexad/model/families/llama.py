@@ -97,6 +97,7 @@ FAMILY = Family(
         "mlp_bias": False,
     },
     fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    contexts={"llama2": 4096, "llama3-": 8192, "llama3.1": 131072, "llama3.2": 131072},
     presets={
         "llama2-7b": _llama2((32, 4096, 32, 32, 11008)),
         "llama2-13b": _llama2((40, 5120, 40, 40, 13824)),

@@ -21,6 +21,7 @@ FAMILY = replace(
         "sliding_window": 4096,
     },
     fixed={"hidden_act": "silu"},
+    contexts={"mistral-7b": 32768},
     presets={
         # mistralai/Mistral-7B-v0.3 and -v0.1 (arXiv 2310.06825)
         "mistral-7b": llama_shape((32, 4096, 32, 8, 14336), 32768, 1000000.0),

@@ -39,6 +39,7 @@ FAMILY = replace(
     fixed={"hidden_act": "silu"},
     read=one_dropout,
     write=lambda model: {"embd_pdrop": model.dropout},
+    contexts={"phi3-mini-4k": 4096, "phi3-medium-4k": 4096},
     presets={
         # microsoft/Phi-3-mini-4k-instruct, -medium-4k-instruct (arXiv 2404.14219); longer ones use LongRoPE
         "phi3-mini-4k": {**llama_shape((32, 3072, 32, 32, 8192), 32064, 10000.0), "sliding_window": 2047},

@@ -23,6 +23,7 @@ FAMILY = replace(
     absent={**QWEN2.absent, "head_dim": 128, "attention_bias": False},
     fixed={"hidden_act": "silu", "attention_bias": False},
     also={},
+    contexts={"qwen3": 32768},
     presets={
         "qwen3-0.6b": _qwen3((28, 1024, 16, 8, 3072), tied=True),
         "qwen3-1.7b": _qwen3((28, 2048, 16, 8, 6144), tied=True),

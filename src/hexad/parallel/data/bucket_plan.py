@@ -49,7 +49,7 @@ class BucketPlan:
         offsets: first element of each member in the bucket.
         size: in elements, padded: a multiple of the number of shards.
         shards: data ranks among which it is sharded.
-        resident: its values are always on the rank; False for matrices in ZeRO 3.
+        resident: its values are always on the rank; False for matrices in ZeRO 3, but those of adapters.
         keeps_gradients: all its gradients are kept between microbatches; False in ZeRO 2 and 3, which keep
             this rank's shard of their sum.
     """
@@ -63,6 +63,11 @@ class BucketPlan:
     shards: int
     resident: bool
     keeps_gradients: bool
+
+    @property
+    def frozen(self) -> bool:
+        """Whether its parameters are not trained: it has no gradients."""
+        return self.traits.frozen
 
     @property
     def order(self) -> int:
@@ -90,7 +95,8 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Put all parameters of a rank into buckets, in the order in which forward needs them.
 
-    A bucket never holds parameters of two pipeline stages, nor both vectors and matrices, and weights that
+    A bucket never holds parameters of two pipeline stages, nor both vectors and matrices, nor adapters beside
+    other weights, and weights that
     stand apart (embedding, positions, head) have buckets of their own: all gradients of a bucket are complete
     after the same action of a schedule, whichever way it divides the backward pass. In ZeRO 3 the matrices of
     every unit have a bucket of their own.
@@ -102,19 +108,20 @@ def plan_buckets(
         zero: ``parallel.zero``.
         shards: see :func:`state_shards`, per grid.
     """
-    runs: dict[tuple[int, Traits, bool, str], list[int]] = {}
+    runs: dict[tuple[int, Traits, bool, bool, bool, str], list[int]] = {}
     for number, each in enumerate(held):
         matrix, weight = each.parameter.matrix, each.parameter.weights[0]
-        alone = matrix and (zero == 3 or weight.apart)
-        key = (each.stage, each.traits, matrix, weight.unit if alone else "")
+        resident = zero < 3 or not matrix or weight.adapter
+        alone = not resident or (matrix and weight.apart)
+        key = (each.stage, each.traits, matrix, weight.adapter, resident, weight.unit if alone else "")
         runs.setdefault(key, []).append(number)
     plans = []
-    for (_, traits, matrix, _), numbers in runs.items():
-        resident = zero < 3 or not matrix
+    for (_, traits, _, _, resident, _), numbers in runs.items():
         limit = bucket_bytes / gradient if resident else float("inf")
         count = shards[traits.grid]
         parts = _cut(numbers[::-1], held, limit)
-        plans += [_plan(part, held, traits, count, resident, zero < 2) for part in parts]
+        keeps = zero < 2 and not traits.frozen
+        plans += [_plan(part, held, traits, count, resident, keeps) for part in parts]
     return sorted(plans, key=lambda plan: plan.order)
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hexad.config.errors import HexadError
+
 from ..derived import forget_derived
 from ..inventory import Weight
 from ..pinned import pinned
@@ -47,7 +49,8 @@ class Bucket:
         low, high: this rank's shard of it.
         whole: all parameters in the model's dtype, which are views of it; None while they are absent.
         gradients: all gradients; None while they are not kept.
-        master: this rank's shard of the values in the master format; the optimizer updates it.
+        master: this rank's shard of the values in the master format, which the optimizer updates; of frozen
+            parameters, in the model's format.
         source: what is gathered from: this rank's shard of the values on the device.
         gradient: this rank's shard of the summed gradients.
     """
@@ -63,6 +66,11 @@ class Bucket:
         self.source = torch.empty(0)
         self.gradient = torch.empty(0)
 
+    @property
+    def adapter(self) -> bool:
+        """Whether its parameters are those of low-rank adapters."""
+        return self.members[0].declaration.weights[0].adapter
+
     def allocate(self, formats: Formats, host: bool) -> None:
         """Make what stays in memory all the time. Declared parameters are zero until :meth:`initialise` or a
         checkpoint sets them; others have the values that they came with.
@@ -70,11 +78,23 @@ class Bucket:
         Args:
             formats: number formats.
             host: the master values stay in the host's memory.
+
+        Raises:
+            HexadError: there is not enough memory for the parameters.
         """
         device = self.members[0].parameter.device
         given = {member: each.parameter.data for member, each in enumerate(self.members) if each.plain}
         size = self.plan.size if self.plan.resident else self.plan.shard_size
-        values = torch.zeros(size, dtype=formats.parameters, device=device)
+        try:
+            values = torch.zeros(size, dtype=formats.parameters, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; on CPUs it has no class of its own
+            if "memory" not in str(error):
+                raise
+            gib = size * formats.parameters.itemsize / 2**30
+            raise HexadError(
+                f"memory: a rank cannot allocate {gib:,.1f} GiB of parameters; use a smaller model or more "
+                "ranks (hexad show memory)"
+            ) from error
         low = 0 if self.plan.resident else self.low
         for member, each in given.items():
             self._copy_given(values, low, self.plan.offsets[member], each.reshape(-1))
@@ -83,7 +103,11 @@ class Bucket:
             self._forget_derived()
         else:
             self._leave_without_values(formats.parameters, device)
-        self._keep_shard(values[self.low - low : self.high - low], formats.master, host)
+        shard = values[self.low - low : self.high - low]
+        if self.plan.frozen:  # nothing updates it, so that the model's format is wide enough
+            self.master = self.source = shard
+            return
+        self._keep_shard(shard, formats.master, host)
         if self.plan.keeps_gradients:
             self.gradients = torch.zeros(self.plan.size, dtype=formats.gradients, device=device)
             self.gradient = self.shard(self.gradients)
@@ -106,8 +130,9 @@ class Bucket:
                 fill_initial(part, rectangle, weight, seed)
         self._forget_derived()
         shard = values[self.low - low : self.high - low]
-        # Master values begin as what the model computes with, as they do in buckets that are resident.
-        self.master.copy_(shard.to(self.members[0].parameter.dtype))
+        if not self.plan.frozen:
+            # Master values begin as what the model computes with, as they do in buckets that are resident.
+            self.master.copy_(shard.to(self.members[0].parameter.dtype))
 
     def _keep_shard(self, shard: torch.Tensor, master: torch.dtype, host: bool) -> None:
         if host:

@@ -66,6 +66,13 @@ class ParameterGatherer:
         for number in list(self._gathering):
             self._renew(number)
 
+    def release_frozen(self) -> None:
+        """Give up frozen values that do not stay: nothing publishes them. The last layer of a backward pass,
+        whose input needs no gradient, cannot tell when that is over."""
+        for number, bucket in enumerate(self._buckets):
+            if bucket.plan.frozen:
+                self._renew(number)
+
     def _renew(self, number: int) -> None:
         """Forget values that are there, or on their way, but do not stay."""
         self._arrive(number)

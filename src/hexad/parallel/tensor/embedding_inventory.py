@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..inventory import Collective, Execution, Parameter, Product, Weight
 
@@ -38,6 +38,7 @@ class Embedding:
         sequence: the output is divided over tokens.
         std: standard deviation of the initial values.
         tied: another pipeline rank's head holds a copy of the weight.
+        frozen: it is not trained.
     """
 
     vocab: int
@@ -45,11 +46,13 @@ class Embedding:
     sequence: bool
     std: float
     tied: bool = False
+    frozen: bool = False
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The table."""
         weight = _table("embedding.weight", self.vocab, self.hidden, self.std, "embedding")
+        weight = replace(weight, frozen=self.frozen)
         return (Parameter("embedding.weight", (weight,), tied=self.tied),)
 
     def positions(self, run: Execution) -> int:
@@ -77,6 +80,7 @@ class Head:
         std: standard deviation of the initial values.
         tied: ``own``: a weight of its own; ``here``: the embedding's, on this rank; ``copy``: a copy of the
             embedding's, which another pipeline rank holds.
+        frozen: it is not trained.
     """
 
     vocab: int
@@ -84,6 +88,7 @@ class Head:
     sequence: bool
     std: float
     tied: str = "own"
+    frozen: bool = False
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -92,17 +97,14 @@ class Head:
             return ()
         copy = self.tied == "copy"
         name = "embedding.weight" if copy else "head.weight"
-        weight = _table(name, self.vocab, self.hidden, self.std, "head")
+        weight = replace(_table(name, self.vocab, self.hidden, self.std, "head"), frozen=self.frozen)
         return (Parameter("head.weight", (weight,), tied=copy, copy=copy),)
 
     def products(self, run: Execution) -> list[Product]:
         """The logits and both gradients, all in ``F``; without padding."""
         vocab, hidden, tokens, share = self.vocab, self.hidden, run.tokens, 1 / run.tensor
-        return [
-            Product("F", tokens, vocab, hidden, share),
-            Product("F", tokens, hidden, vocab, share),
-            Product("F", vocab, hidden, tokens, share),
-        ]
+        found = [Product("F", tokens, vocab, hidden, share), Product("F", tokens, hidden, vocab, share)]
+        return found if self.frozen else [*found, Product("F", vocab, hidden, tokens, share)]
 
     def columns(self, run: Execution) -> int:
         """Logits of a token on one rank, padding included."""
@@ -135,7 +137,7 @@ class Head:
         states = rows * hidden * byte if run.sequence else 0
         # In 16 bits logits exist in both formats, unless the loss is compiled.
         wide = logits * (1 + run.widening) if run.widening > 1 and not run.compiled else logits
-        product = run.weight_product(columns * hidden)
+        product = 0 if self.frozen else run.weight_product(columns * hidden)
         ahead = 2 * states if slices > 1 else states  # the next slice arrives
         behind = 2 * states if slices > 1 else 0
         most = max(wide + ahead + behind, logits + product + ahead + 2 * states)

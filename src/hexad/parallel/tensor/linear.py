@@ -24,9 +24,10 @@ from hexad.comm import (
 )
 
 from ..gradients import bias_gradient, deferred, weight_gradient
-from ..sharding import Shard, ShardedModule
+from ..sharding import Shard
 from . import fp8
 from .linear_inventory import Linear
+from .lora import AdaptedLinear, Adapters, Drop
 
 Fused = tuple[torch.Tensor, torch.Tensor | None]
 """A weight and its bias."""
@@ -76,26 +77,37 @@ class _ColumnLinear(torch.autograd.Function):
 
     Backward: the input gradient's reduction runs while the weight gradient is computed, and in sequence
     parallel the input is gathered again (it is not kept) while the input gradient is computed. Where the
-    weight gradient is put off, so is that gathering.
+    weight gradient is deferred, so is that gathering. Where all weights are frozen, the input is not kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shard: Shard, *fused: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.layers, ctx.shard = list(zip(fused[::2], fused[1::2])), shard
-        return _products(all_gather(x, shard.tensor) if shard.sequence else x, ctx.layers, shard)
+    def forward(
+        ctx: Any, x: torch.Tensor, shard: Shard, adapters: Adapters | None, *tensors: torch.Tensor | None
+    ) -> torch.Tensor:
+        fused = tensors if adapters is None else tensors[: -len(adapters.tensors)]
+        ctx.layers, ctx.shard, ctx.adapters = list(zip(fused[::2], fused[1::2])), shard, adapters
+        whole = all_gather(x, shard.tensor) if shard.sequence else x
+        y = _products(whole, ctx.layers, shard)
+        inner = None if adapters is None else adapters.add_(y, whole)
+        ctx.save_for_backward(None if _trained(ctx.layers, adapters) is None else x, inner)
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        x, inner = ctx.saved_tensors
         gradient = gradient.contiguous()
-        axis, sequence = ctx.shard.tensor, ctx.shard.sequence
+        axis, sequence, adapters = ctx.shard.tensor, ctx.shard.sequence, ctx.adapters
         gradients = gradient.split([len(weight) for weight, _ in ctx.layers], dim=1)
-        later = deferred(ctx.layers[0][0])
-        gathering = all_gather_async(x, axis) if sequence and not later else None
+        trained = _trained(ctx.layers, adapters)
+        # The mask of dropout is that of all tokens.
+        later = trained is not None and deferred(trained) and (adapters is None or adapters.drop is None)
+        gathering = all_gather_async(x, axis) if sequence and trained is not None and not later else None
+        inner_gradient = None if adapters is None else adapters.inner_gradient(gradient)
         reducing = None
         if ctx.needs_input_grad[0]:
             partial = _input_gradients(gradients, ctx.layers, ctx.shard)
+            if adapters is not None:
+                adapters.add_input_gradient_(partial, inner_gradient)
             reduce = reduce_scatter_async if sequence else all_reduce_async
             reducing = reduce(partial, axis)
         if gathering is not None:
@@ -104,7 +116,16 @@ class _ColumnLinear(torch.autograd.Function):
         found: list[torch.Tensor | None] = []
         for part, (weight, bias) in zip(gradients, ctx.layers):
             found += [weight_gradient(weight, part, x, gather), bias_gradient(bias, part)]
-        return (None if reducing is None else reducing.wait()), None, *found
+        if adapters is not None:
+            found += adapters.weight_gradients(gradient, inner_gradient, inner, x, gather)
+        return (None if reducing is None else reducing.wait()), None, None, *found
+
+
+def _trained(layers: Sequence[Fused], adapters: Adapters | None) -> torch.Tensor | None:
+    """A weight whose gradient needs the layer's input; None if there is none."""
+    if adapters is not None:
+        return adapters.a
+    return next((weight for weight, _ in layers if weight.requires_grad), None)
 
 
 class _RowLinear(torch.autograd.Function):
@@ -112,23 +133,39 @@ class _RowLinear(torch.autograd.Function):
     in sequence parallel."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, shard: Shard, unused: bool) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.shard = weight, shard
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        shard: Shard,
+        unused: bool,
+        adapters: Adapters | None,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.weight, ctx.shard, ctx.adapters = weight, shard, adapters
+        kept = None if _trained([(weight, None)], adapters) is None else x
         if unused:
+            ctx.save_for_backward(kept, None if adapters is None else adapters.inner(x))
             rows = x.shape[0] // (shard.tensor.size if shard.sequence else 1)
             return x.new_empty((rows, weight.shape[0]))
         y = _product(x, weight, None, shard)
+        ctx.save_for_backward(kept, None if adapters is None else adapters.add_(y, x))
         return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        gradient = gradient.contiguous()
+        x, inner = ctx.saved_tensors
+        gradient, adapters = gradient.contiguous(), ctx.adapters
         if ctx.shard.sequence:
             gradient = all_gather(gradient, ctx.shard.tensor)
         grad_x = _input_gradient(gradient, ctx.weight, ctx.shard) if ctx.needs_input_grad[0] else None
-        return grad_x, weight_gradient(ctx.weight, gradient, x), None, None
+        found = [weight_gradient(ctx.weight, gradient, x), None, None, None]
+        if adapters is not None:
+            inner_gradient = adapters.inner_gradient(gradient)
+            if grad_x is not None:
+                adapters.add_input_gradient_(grad_x, inner_gradient)
+            found += adapters.weight_gradients(gradient, inner_gradient, inner, x)
+        return grad_x, *found
 
 
 def _plain(shard: Shard) -> bool:
@@ -138,9 +175,14 @@ def _plain(shard: Shard) -> bool:
 
 
 def _plain_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shard: Shard
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shard: Shard,
+    adapters: Adapters | None = None,
 ) -> torch.Tensor:
-    return (fp8.linear if shard.fp8 else F.linear)(x, weight, bias)
+    y = (fp8.linear if shard.fp8 else F.linear)(x, weight, bias)
+    return y if adapters is None else adapters.added(y, x)
 
 
 def column_linear(
@@ -149,10 +191,10 @@ def column_linear(
     """``x W^T + b`` for this rank's rows of W; see :class:`ColumnParallelLinear`."""
     if _plain(shard):
         return _plain_linear(x, weight, bias, shard)
-    return _ColumnLinear.apply(x, shard, weight, bias)
+    return _ColumnLinear.apply(x, shard, None, weight, bias)
 
 
-class ColumnParallelLinear(ShardedModule):
+class ColumnParallelLinear(AdaptedLinear):
     """Linear layers that share an input, fused into one multiplication, with the outputs divided over the
     tensor axis: each by itself, so that this rank's output is ``[first's shard | second's shard | ...]``.
     Outputs that are copied come last, and are a second multiplication.
@@ -171,21 +213,23 @@ class ColumnParallelLinear(ShardedModule):
     copied_bias: nn.Parameter | None
 
     def __init__(self, inventory: Linear, shard: Shard) -> None:
-        super().__init__(shard)
+        super().__init__(inventory, shard)
         self.copied = bool(inventory.copied)
-        self.declare(*inventory.parameters)
         if not inventory.bias:
             self.bias = self.copied_bias = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``."""
-        if not self.copied:
-            return column_linear(x, self.weight, self.bias, self.shard)
-        fused = self.weight, self.bias, self.copied_weight, self.copied_bias
-        return _ColumnLinear.apply(x, self.shard, *fused)
+    def forward(self, x: torch.Tensor, drop: Drop | None = None) -> torch.Tensor:
+        """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``; ``drop``
+        drops elements of the adapters' input, of all tokens."""
+        adapters = self.adapters(drop)
+        if not self.copied and _plain(self.shard):
+            return _plain_linear(x, self.weight, self.bias, self.shard, adapters)
+        copied = (self.copied_weight, self.copied_bias) if self.copied else ()
+        tensors = self.weight, self.bias, *copied, *(() if adapters is None else adapters.tensors)
+        return _ColumnLinear.apply(x, self.shard, adapters, *tensors)
 
 
-class RowParallelLinear(ShardedModule):
+class RowParallelLinear(AdaptedLinear):
     """A linear layer with the inputs divided over the tensor axis; outputs are summed over it.
 
     The bias is added once, after the sum. In sequence parallel the output is divided over tokens.
@@ -199,15 +243,17 @@ class RowParallelLinear(ShardedModule):
     bias: nn.Parameter | None
 
     def __init__(self, inventory: Linear, shard: Shard) -> None:
-        super().__init__(shard)
+        super().__init__(inventory, shard)
         self.unused = False
-        self.declare(*inventory.parameters)
         if not inventory.bias:
             self.bias = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``."""
+    def forward(self, x: torch.Tensor, drop: Drop | None = None) -> torch.Tensor:
+        """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``; ``drop`` drops
+        elements of the adapter's input, of this rank's features."""
+        adapters = self.adapters(drop)
         if _plain(self.shard):
-            return _plain_linear(x, self.weight, self.bias, self.shard)
-        y = _RowLinear.apply(x, self.weight, self.shard, self.unused)
+            return _plain_linear(x, self.weight, self.bias, self.shard, adapters)
+        tensors = () if adapters is None else adapters.tensors
+        y = _RowLinear.apply(x, self.weight, self.shard, self.unused, adapters, *tensors)
         return y if self.bias is None else y + self.bias

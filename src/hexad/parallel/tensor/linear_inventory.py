@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..inventory import KV_AXES, Collective, Execution, Moment, Parameter, Product, Weight
+from .lora_inventory import Adapters, Lora
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Linear:
         unit: see :class:`Weight`.
         copied: the outputs whose shards are held by ``copies`` ranks each, see :data:`KV_AXES`.
         copies: divides the tensor degree.
+        frozen: names of weights, also of other layers, that are not trained.
+        lora: the kind of its adapters.
+        adapted: names of outputs, also of other layers, that have one.
     """
 
     name: str
@@ -37,6 +41,9 @@ class Linear:
     unit: str
     copied: frozenset[str] = frozenset()
     copies: int = 1
+    frozen: frozenset[str] = frozenset()
+    lora: Lora | None = None
+    adapted: frozenset[str] = frozenset()
 
     @property
     def features(self) -> int:
@@ -45,6 +52,11 @@ class Linear:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
+        """The fused weight, and the fused bias; then those of copied outputs; then those of adapters."""
+        return (*self.layers, *(self.adapters.parameters if self.adapters else ()))
+
+    @property
+    def layers(self) -> tuple[Parameter, ...]:
         """The fused weight, and the fused bias; then those of copied outputs."""
         own, copied = self._own_and_copied
         divided = Weight("", (), {"tensor": 1 if self.row else 0}, unit=self.unit)
@@ -62,12 +74,29 @@ class Linear:
     ) -> tuple[Parameter, ...]:
         """Some outputs' weights, and their biases, divided like ``weight`` and ``bias``."""
         matrix, inputs = replace(weight, decay=True, std=self.std), self.inputs
-        weights = [replace(matrix, name=f"{n}.weight", shape=(size, inputs)) for n, size in outputs.items()]
+        weights = [self._named(matrix, f"{n}.weight", (size, inputs)) for n, size in outputs.items()]
         found = (Parameter(f"{self.name}.{prefix}weight", tuple(weights)),)
         if not self.bias:
             return found
-        biases = [replace(bias, name=f"{n}.bias", shape=(size,)) for n, size in outputs.items()]
+        biases = [self._named(bias, f"{n}.bias", (size,)) for n, size in outputs.items()]
         return (*found, Parameter(f"{self.name}.{prefix}bias", tuple(biases)))
+
+    def _named(self, kind: Weight, name: str, shape: tuple[int, ...]) -> Weight:
+        return replace(kind, name=name, shape=shape, frozen=name in self.frozen)
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Its low-rank adapters."""
+        if self.lora is None or not self.adapted & self.outputs.keys():
+            return None
+        kinds = {
+            weight.name.removesuffix(".weight"): weight
+            for parameter in self.layers
+            for weight in parameter.weights
+        }
+        matrices = {name: kinds[name] for name in kinds if name in self.adapted}
+        outputs = {name: self.outputs[name] for name in matrices}
+        return Adapters(self.name, self.lora, self.inputs, outputs, matrices, self.row)
 
     @property
     def _own_and_copied(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
@@ -77,8 +106,18 @@ class Linear:
 
     @property
     def matrices(self) -> tuple[Parameter, ...]:
-        """The fused weights, without biases."""
-        return tuple(parameter for parameter in self.parameters if parameter.matrix)
+        """The trained weights, without biases."""
+        return tuple(each for each in self.parameters if each.matrix and not each.frozen)
+
+    @property
+    def trained(self) -> bool:
+        """Whether a weight's gradient is computed, for which the input is kept."""
+        return bool(self.matrices)
+
+    @property
+    def _own_trained(self) -> bool:
+        """Whether the layer's own weights are trained, besides adapters."""
+        return any(each.matrix and not each.frozen for each in self.layers)
 
     def local(self, run: Execution) -> tuple[int, int]:
         """(input, output) features on a rank."""
@@ -87,23 +126,29 @@ class Linear:
         return self.inputs, sum(self._widths(run))
 
     def _widths(self, run: Execution) -> tuple[int, ...]:
-        """Output features on a rank of each of :attr:`matrices`."""
+        """Output features on a rank of each fused weight."""
         if self.row:
             return (self.features,)
         own, copied = (sum(outputs.values()) for outputs in self._own_and_copied)
         return (own // run.tensor, *([copied * self.copies // run.tensor] if copied else []))
 
     def products(self, run: Execution) -> list[Product]:
-        """One of each matrix in each action."""
+        """One of each matrix in each action, for frozen ones none in ``W``."""
         inputs, _ = self.local(run)
         found = []
         for outputs in self._widths(run):
-            found += [
-                Product("F", run.tokens, outputs, inputs),
-                Product("B", run.tokens, inputs, outputs),
-                Product("W", outputs, inputs, run.tokens),
-            ]
-        return found
+            found += [Product("F", run.tokens, outputs, inputs), Product("B", run.tokens, inputs, outputs)]
+            found += [Product("W", outputs, inputs, run.tokens)] if self._own_trained else []
+        if self.adapters is None:
+            return found
+        widths = {name: self._width(name, run) for name in self.adapters.outputs}
+        return found + self.adapters.products(run, inputs, widths)
+
+    def _width(self, name: str, run: Execution) -> int:
+        """Features of one output on a rank."""
+        if self.row:
+            return self.features
+        return self.outputs[name] * (self.copies if name in self.copied else 1) // run.tensor
 
     def sent(self, run: Execution, split: bool = False) -> list[Collective]:
         """What moves over the tensor axis; with ``split`` weight gradients are actions of their own."""
@@ -114,17 +159,37 @@ class Linear:
             return [Collective("F", "tensor", "all_reduce", whole)]
         if not run.sequence:
             return [Collective("B", "tensor", "all_reduce", whole)]
-        again = _gather("W" if split else "B", whole)
-        return [_gather("F", whole), Collective("B", "tensor", "reduce_scatter", whole), again]
+        again = [_gather("W" if split else "B", whole)] if self.trained else []
+        return [_gather("F", whole), Collective("B", "tensor", "reduce_scatter", whole), *again]
 
     def operands(self, run: Execution) -> int:
         """Bytes held from ``B`` to ``W``: the input as it was kept, and the output's gradient."""
+        if not self.trained:
+            return 0
         inputs, outputs = self.local(run)
         kept = run.whole(inputs) if self.row else run.stream(inputs)
-        return kept + run.whole(outputs)
+        if self.adapters is None:
+            return kept + run.whole(outputs)
+        if self.adapters.kind.dropout and not self._own_trained:
+            kept = 0  # of the input, only what is not dropped
+        return kept + run.whole(outputs) + self.adapters.operands(run, inputs)
+
+    def kept(self, run: Execution) -> int:
+        """Bytes that adapters keep from forward to backward."""
+        return 0 if self.adapters is None else self.adapters.kept(run)
+
+    def dropping(self, run: Execution) -> int:
+        """Bytes that dropout of adapters' inputs needs for a moment: a tensor as large as the input, and what
+        draws the mask."""
+        if self.adapters is None or not self.adapters.kind.dropout:
+            return 0
+        inputs = self.local(run)[0]
+        return run.whole(inputs) + run.mask(run.tokens * inputs)
 
     def weight_product(self, run: Execution) -> int:
         """Bytes of the largest weight's gradient before it is added in another format."""
+        if not self._own_trained:
+            return 0
         return run.weight_product(self.local(run)[0] * max(self._widths(run)))
 
     def eight_bits(self, run: Execution) -> int:
@@ -150,10 +215,11 @@ class Linear:
         """Memory of a column-parallel layer's backward: its input, recomputed (selective) or gathered, and
         the input's gradient with the parts of other ranks that are added to it."""
         stream, whole, gathered = run.stream(self.inputs), run.whole(self.inputs), run.gathered(self.inputs)
-        before = (stream if selective else 0) + (0 if split else gathered)
+        before = (stream if selective else 0) + (0 if split else gathered) if self.trained else 0
         summed = stream if gathered else 0
         product = max(0 if split else self.weight_product(run), summed)
-        needed = before + max(self.eight_bits(run), whole + gathered + product)
+        dropping = self.dropping(run) + (whole if self.dropping(run) else 0)  # of the gradient
+        needed = before + max(self.eight_bits(run), whole + gathered + max(product, dropping))
         return Moment(needed, before + whole + gathered, self.matrices)
 
 

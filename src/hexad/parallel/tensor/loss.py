@@ -79,7 +79,8 @@ def _slices(
     shard: Shard,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(loss, gradient of ``x``, gradient of ``weight`` unless it is accumulated); gradients times ``scale``.
+    """(loss, gradient of ``x``, gradient of ``weight`` unless it is accumulated or the weight is frozen);
+    gradients times ``scale``.
 
     In sequence parallel a slice has the same rows of every rank's shard, so that it is gathered, and its
     gradient scattered, by itself: the next slice arrives, and the gradients of the last one leave, while a
@@ -109,7 +110,7 @@ def _slices(
         leaving = _leave(gradient, weight, outputs[index], shard)
         if accumulator is not None:
             accumulator.contribute(weight, WeightGradient(gradient, rows_in), last=index + 1 == len(targets))
-        else:
+        elif weight.requires_grad:
             product = gradient.t() @ rows_in
             grad_weight = product if grad_weight is None else grad_weight.add_(product)
         del rows_in, gradient

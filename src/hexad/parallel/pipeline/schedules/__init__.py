@@ -16,6 +16,9 @@ from .zero_bubble import zb_h1, zb_h2
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto")
 
+MOST_PASSES = 2**20
+"""Microbatches x stages of a step: a schedule lists them all."""
+
 _ONE_STAGE = {"1f1b": one_forward_one_backward, "zb_h1": zb_h1, "zb_h2": zb_h2}
 _V_SHAPED = {"zb_v": zb_v, "dualpipe_v": dualpipe_v}
 
@@ -74,6 +77,11 @@ def build_schedule(
     for count, what in ((pipeline, "pipeline ranks"), (microbatches, "microbatches")):
         if count < 1:
             raise ScheduleError(f"found {count} {what}, expected at least 1")
+    if microbatches * pipeline * per_rank > MOST_PASSES:
+        raise ScheduleError(
+            f"found {microbatches} microbatches on {pipeline * per_rank} stage(s), expected at most "
+            f"{MOST_PASSES} pairs of them"
+        )
     if group is not None and (name != "interleaved" or group < 1):
         raise ScheduleError(f"found microbatch groups of {group}; interleaved alone has groups, of 1 or more")
     if name == "gpipe":

@@ -1,0 +1,192 @@
+"""The weights that ``model.load`` names: those that a run begins with, and to which adapters belong.
+
+A checkpoint of adapters (``model.lora``) holds no frozen weights but a reference to them: where they were
+loaded from, and a text that identifies them, so that adapters are never added to other weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hexad.comm import agreed, first_difference, from_first
+from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
+from hexad.model.inventory import ModelInventory
+from hexad.model.sources import HUGGING_FACE, hugging_face_directory
+from hexad.parallel.sharding import fill_initial
+from hexad.topology.mesh import Axis
+
+from .chunks import Chunk
+from .directory import check_same_model, find_checkpoint
+from .hugging_face import opened_model
+from .loading import chosen, load
+from .manifest import Manifest, manifest_checksum
+
+
+@dataclass(frozen=True)
+class Base:
+    """A reference to weights.
+
+    Attributes:
+        load: as ``model.load`` names them, with an absolute path; None where they are a run's initial values.
+        identity: a text that other weights do not have.
+    """
+
+    load: str | None
+    identity: str
+
+    @classmethod
+    def drawn(cls, config: Config) -> Base:
+        """The initial values of a run."""
+        return cls(None, f"initial values of run.seed {config.run.seed}")
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Base | None:
+        """What the adapters in a checkpoint belong to; None for one that holds all weights."""
+        found = manifest.progress.get("base")
+        return None if found is None else cls(**found)
+
+    def as_tree(self) -> dict[str, Any]:
+        """JSON values, for the checkpoint's progress."""
+        return asdict(self)
+
+    def source(self, config: Config) -> str | None:
+        """Where to load them from: ``model.load`` if it is given, as they may have moved; of a run that it
+        names, the checkpoint they were."""
+        given = config.model.load
+        if given is None or self.load is None:
+            return given or self.load
+        of_run = not given.startswith(HUGGING_FACE) and Path(self.load).is_relative_to(absolute(given))
+        return self.load if of_run else given
+
+    def check(self, found: Base) -> None:
+        """Refuse other weights.
+
+        Raises:
+            ConfigError: naming both.
+        """
+        if found.identity != self.identity:
+            was = self.load or self.identity
+            raise ConfigError(
+                "model.load",
+                f"found {found.load or found.identity}, which is not what the checkpoint's adapters were "
+                f"trained with ({was}); name the same weights",
+            )
+
+
+def absolute(load: str) -> str:
+    """``model.load`` with an absolute path."""
+    directory = hugging_face_directory(load)
+    return f"{HUGGING_FACE}{directory.resolve()}" if directory is not None else str(Path(load).resolve())
+
+
+def load_weights(config: Config, name: str, chunks: Sequence[Chunk], axis: Axis) -> Base:
+    """Fill chunks named ``model.<global name>`` with the weights that ``name`` (as ``model.load``) names, all
+    ranks of ``axis`` together: each reads what it holds.
+
+    Args:
+        config: whose model they belong to.
+        name: of a Hugging Face directory, a run or a checkpoint.
+        chunks: of this rank; without adapters.
+        axis: of all ranks.
+
+    Raises:
+        AgreedError: they are missing, damaged, of another model, or not the same on all ranks.
+    """
+    directory = hugging_face_directory(name)
+    with blaming("model.load"):
+        if directory is None:
+            path = chosen(lambda: find_checkpoint(name), axis, Path(name))
+            assert path is not None
+            load(path, chunks, axis, config.checkpoint.verify, lambda found: _check(path, found, config))
+            return Base(absolute(str(path)), from_first(lambda: _checksum(path), axis))
+        with ExitStack() as stack:
+            source, identity = agreed(
+                lambda: stack.enter_context(opened_model(directory, config.model)), axis
+            )
+            difference = first_difference(identity, axis)
+            if difference is not None:
+                first, rank, other = difference
+                raise AgreedError(
+                    f"what model.load names: rank 0 has {first}, rank {rank} has {other}; all ranks need the "
+                    "same"
+                )
+            agreed(lambda: source.fill(chunks), axis)
+            return Base(absolute(name), identity)
+
+
+def load_base(base: Base, config: Config, chunks: Sequence[Chunk], axis: Axis) -> None:
+    """Fill chunks with the weights that adapters were trained with; initial values of a run are drawn.
+
+    Raises:
+        AgreedError: as for :func:`load_weights`, or they are other weights.
+    """
+    name = base.source(config)
+    found = Base.drawn(config) if name is None else load_weights(config, name, chunks, axis)
+    agreed(lambda: base.check(found), axis)
+    if name is None:
+        weights = ModelInventory(config.model).weights()
+        for chunk in chunks:
+            rectangle = chunk.rectangle.named(chunk.name.removeprefix("model."))
+            fill_initial(chunk.tensor.detach(), rectangle, weights[rectangle.name], config.run.seed)
+
+
+def base_of(checkpoint: Path, manifest: Manifest) -> Base:
+    """What the adapters in a checkpoint belong to.
+
+    Raises:
+        HexadError: it does not say.
+    """
+    base = Base.of(manifest)
+    if base is None:
+        raise HexadError(
+            f"checkpoint {checkpoint} holds adapters without a reference to the weights that they belong to; "
+            "save it with hexad.checkpoint.base.recorded(base) in its progress"
+        )
+    return base
+
+
+def load_model_weights(source: Path | str, config: Config, chunks: Sequence[Chunk], axis: Axis) -> None:
+    """Fill chunks with all that a model computes with, all ranks together: of a checkpoint, with the base of
+    its adapters, or of a Hugging Face directory.
+
+    Args:
+        source: a checkpoint, or ``hf:DIR``.
+        config: whose model it is.
+        chunks: of this rank, adapters among them.
+        axis: of all ranks.
+
+    Raises:
+        AgreedError: as for :func:`load_weights` and :func:`load_base`.
+    """
+    if isinstance(source, str):
+        load_weights(config, source, chunks, axis)
+        return
+    weights = ModelInventory(config.model).weights() if config.model.lora is not None else {}
+    based = {f"model.{name}" for name, weight in weights.items() if weight.frozen}
+    own = [chunk for chunk in chunks if chunk.name not in based]
+    manifest = load(source, own, axis, config.checkpoint.verify)
+    if config.model.lora is not None:
+        base = agreed(lambda: base_of(source, manifest), axis)
+        load_base(base, config, [chunk for chunk in chunks if chunk.name in based], axis)
+
+
+def _check(path: Path, manifest: Manifest, config: Config) -> None:
+    if Base.of(manifest) is not None:
+        raise HexadError(
+            f"checkpoint {path} holds adapters, not complete weights; export the merged model (hexad "
+            f"checkpoint export) and load that with {HUGGING_FACE}DIR"
+        )
+    check_same_model(path, manifest.config, config, adapters=False)
+
+
+def _checksum(path: Path) -> str:
+    return (manifest_checksum(path) or b"").hex()
+
+
+def recorded(base: Base | None) -> Mapping[str, Any]:
+    """What a checkpoint's progress holds of it."""
+    return {} if base is None else {"base": base.as_tree()}

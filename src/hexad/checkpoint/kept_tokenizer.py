@@ -1,0 +1,138 @@
+"""The tokenizer that a run and its checkpoints keep, so that both work without the original. No torch.
+
+``run.dir/tokenizer`` holds a copy of the files of ``data.tokenizer``, and so does every checkpoint, which its
+manifest covers. What a run saves of its configuration names the run's copy, and every other path absolutely.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hexad.config import Config
+from hexad.config.load import anchored
+from hexad.model.hugging_face import CONFIG_FILE
+
+from .directory import sync_directory, write_durably
+from .hugging_face_files import has_tokenizer, tokenizer_files
+from .manifest import FileRecord
+from .verification import whole_file
+
+FOLDER = "tokenizer"
+"""Of the copy, in a run directory and in a checkpoint."""
+_ORIGIN = ".origin"
+"""Beside the run's copy: the paths it stands for."""
+_NAMING = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""Files beside a tokenizer's that name its special tokens and render conversations."""
+_TEMPLATES = "additional_chat_templates/*.jinja"
+
+
+def copied_files(tokenizer: str) -> dict[str, bytes]:
+    """The files of a tokenizer by the names under which a directory with them is one; empty for ``byte``.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    path = Path(tokenizer)
+    if tokenizer == "byte":
+        return {}
+    if path.is_dir():
+        # config.json has the ids of the tokens that begin and end a text.
+        files = [*tokenizer_files(path), *sorted(path.glob(_TEMPLATES)), path / CONFIG_FILE]
+        return {str(file.relative_to(path)): file.read_bytes() for file in files if file.is_file()}
+    beside = {name: path.parent / name for name in (*_NAMING, CONFIG_FILE)}
+    files_beside = {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+    name = {".json": "tokenizer.json", ".model": "tokenizer.model"}.get(path.suffix, path.name)
+    return {name: path.read_bytes(), **files_beside} if path.is_file() else {}
+
+
+def keep_tokenizer(config: Config) -> None:
+    """Copy the tokenizer into ``run.dir``, unless it is there.
+
+    Raises:
+        OSError: the copy cannot be written.
+    """
+    folder = Path(config.run.dir) / FOLDER
+    given = config.data.tokenizer
+    if given == "byte" or Path(given).resolve() == folder.resolve():
+        return
+    files = copied_files(given)
+    files[_ORIGIN] = "".join(f"{path}\n" for path in (_absolute(given), folder.resolve())).encode()
+    if _content(folder) == files:
+        return
+    partial, old = folder.with_name(f".{FOLDER}.partial"), folder.with_name(f".{FOLDER}.old")
+    for left in (partial, old):
+        shutil.rmtree(left, ignore_errors=True)
+    partial.mkdir()
+    _write(files, partial)
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    sync_directory(folder.parent)
+
+
+def copy_into(checkpoint: Path, run_dir: str) -> dict[str, FileRecord]:
+    """Copy the run's tokenizer into a checkpoint that is being written; returns the files' records.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    kept, folder = Path(run_dir) / FOLDER, checkpoint / FOLDER
+    if not has_tokenizer(kept):
+        return {}
+    folder.mkdir()
+    files = _content(kept)
+    files.pop(_ORIGIN, None)
+    _write(files, folder)
+    return {f"{FOLDER}/{name}": whole_file(folder / name) for name in files}
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    """All files in a folder, by their paths in it."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files into a folder, on disk."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_durably(folder / name, content)
+    for directory in {(folder / name).parent for name in files}:
+        sync_directory(directory)
+
+
+def tokenizer_of_run(config: Config) -> str:
+    """``data.tokenizer``, or the copy that the run keeps of it where the original is gone."""
+    given, kept = config.data.tokenizer, Path(config.run.dir) / FOLDER
+    if given == "byte" or Path(given).exists() or not has_tokenizer(kept):
+        return given
+    try:
+        origins = (kept / _ORIGIN).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return given
+    return str(kept) if _absolute(given) in origins else given
+
+
+def tokenizer_of_checkpoint(checkpoint: Path, tree: Mapping[str, Any]) -> str:
+    """The tokenizer of a checkpoint's model: its own copy, or what its configuration names."""
+    own = checkpoint / FOLDER
+    return str(own) if has_tokenizer(own) else str(tree.get("data", {}).get("tokenizer", "byte"))
+
+
+def saved_form(config: Config) -> Config:
+    """A configuration as a run saves it, which works from any working directory: every path is absolute, and
+    ``data.tokenizer`` names the run's copy."""
+    kept = Path(config.run.dir) / FOLDER
+    found = anchored(config)
+    if config.data.tokenizer == "byte" or not has_tokenizer(kept):
+        return found
+    data = found.data.model_copy(update={"tokenizer": str(kept.resolve())})
+    return found.model_copy(update={"data": data})
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute())

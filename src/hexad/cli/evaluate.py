@@ -1,0 +1,108 @@
+"""``hexad evaluate``: loss, perplexity and bits per byte of a run, a checkpoint or a published model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hexad.config import HexadError
+
+from .data import ManyValues
+from .options import json_option, overrides_argument, print_json, start_local
+
+
+class _Evaluate(ManyValues):
+    """``--data`` takes several values, up to the first setting."""
+
+    MANY = ("--data",)
+
+    def takes(self, value: str) -> bool:
+        return re.match(r"\w+\.[\w.]+=", value) is None
+
+
+@click.command("evaluate", cls=_Evaluate)
+@click.argument("source", metavar="RUN|CHECKPOINT|hf:DIR")
+@overrides_argument
+@click.option(
+    "--data",
+    "data",
+    metavar="[NAME=]PREFIX...",
+    multiple=True,
+    help="Data sets (.bin/.idx prefixes). [default: the run's data.validation]",
+)
+@click.option(
+    "--batches",
+    type=click.IntRange(1),
+    help="Global batches of each set, as validate.batches. [default: all samples, each once]",
+)
+@click.option(
+    "--nproc",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Ranks: data-parallel unless overridden.",
+)
+@json_option
+def evaluate(source: str, nproc: int, **options: Any) -> int:
+    """Evaluate a model on data sets, in any layout.
+
+    KEY=VALUE overrides the checkpoint's settings, as in parallel.tensor=2, precision.dtype=fp32 or
+    data.sequence=2048. Bits per byte count bytes of the text that the predicted tokens stand for.
+    """
+    from hexad.resolve.saved import evaluated_model, find_model
+    from hexad.train.environment import environment
+
+    ranks = environment().world if environment().joined else nproc
+    request = {**options, "source": find_model(source), "nproc": ranks}
+    request["data"] = _named(request["data"])
+    # Refuse wrong settings before any rank is started.
+    evaluated_model(request["source"], request["data"], request["overrides"], ranks)
+    if nproc > 1 and not environment().joined:
+        return start_local("evaluate", [json.dumps(request)], nproc)
+    from .outcome import work
+
+    return work(lambda: evaluate_here(request))
+
+
+def _named(data: tuple[str, ...]) -> dict[str, str]:
+    """Data sets by the names given, or else the last parts of their prefixes, as far as these differ."""
+    pairs = [each.partition("=") if "=" in each else ("", "", each) for each in data]
+    for each, (_, _, prefix) in zip(data, pairs):
+        if not prefix.strip():
+            raise HexadError(f"--data: found '{each}', expected PREFIX or NAME=PREFIX")
+    short = [name or Path(prefix).name for name, _, prefix in pairs]
+    names = [name if short.count(name) == 1 else prefix for name, (_, _, prefix) in zip(short, pairs)]
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise HexadError(f"--data: {double} is given twice; give each once")
+    return {name: prefix for name, (_, _, prefix) in zip(names, pairs)}
+
+
+def evaluate_here(request: dict[str, Any]) -> None:
+    """Be one rank of the evaluation; the first prints the result."""
+    from hexad.resolve.saved import evaluated_model
+    from hexad.train.evaluation import evaluate_run, total
+    from hexad.train.launch import launch
+
+    arguments = request["source"], request["data"], request["overrides"], request["nproc"]
+    model, tokenizer = evaluated_model(*arguments)
+    with launch(model.config) as run:
+        scores = evaluate_run(run, model.weights, tokenizer, request["batches"])
+        if run.mesh.rank:
+            return
+        if request["as_json"]:
+            results = {name: score.as_tree() for name, score in scores.items()}
+            print_json({"source": model.source, "results": results, "total": total(scores).as_tree()})
+            return
+        width = max(len(name) for name in [*scores, "all of them"])
+        click.echo(f"{'':{width}}  {'loss':>9}  {'perplexity':>11}  {'bits/byte':>9}  {'tokens':>13}")
+        rows = [*scores.items(), *([("all of them", total(scores))] if len(scores) > 1 else [])]
+        for name, score in rows:
+            bits = "-" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+            click.echo(
+                f"{name:{width}}  {score.loss:9.4f}  {score.perplexity:11,.3f}  {bits:>9}  {score.tokens:13,}"
+            )

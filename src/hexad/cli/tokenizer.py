@@ -1,0 +1,176 @@
+"""``hexad tokenizer``: train a tokenizer, and show what one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hexad.config import HexadError
+
+from .data import ManyValues, input_options
+from .options import json_option, print_json
+
+
+@click.group("tokenizer")
+def tokenizer() -> None:
+    """Train and show tokenizers."""
+
+
+@tokenizer.command("train", cls=ManyValues)
+@input_options
+@click.option("--vocab", type=click.IntRange(1, 2**24), required=True, help="Ids to learn, such as 32000.")
+@click.option("--output", metavar="DIR", required=True, help="The tokenizer's directory; it must not exist.")
+@click.option(
+    "--special-token",
+    "special",
+    metavar="TOKEN...",
+    multiple=True,
+    help="Further special tokens beside <|endoftext|>, as in --special-token '<|im_start|>' '<|im_end|>'.",
+)
+@click.option(
+    "--min-frequency",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    help="How often a pair must occur to become a token.",
+)
+@click.option("--chat-template", metavar="FILE", help="A Jinja2 template to store with the tokenizer.")
+@json_option
+def train_command(
+    inputs: tuple[str, ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    json_key: str | None,
+    vocab: int,
+    output: str,
+    special: tuple[str, ...],
+    min_frequency: int,
+    chat_template: str | None,
+    as_json: bool,
+) -> None:
+    """Train a byte-level BPE tokenizer and save it as Hugging Face's.
+
+    It reads what 'hexad data build' reads: text, .jsonl and .parquet, of conversations the messages.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from hexad.checkpoint.hugging_face_files import appearing
+    from hexad.dataset.chat import load_chat_template
+    from hexad.dataset.tokenizer import load_tokenizer
+    from hexad.dataset.tokenizer_training import train_bpe, training_texts
+
+    template = load_chat_template("byte", chat_template)
+    count = _Count()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def report(done: int, total: int) -> None:
+            count.size = total
+            bar.update(task, completed=done, total=total)
+            if done == total:
+                bar.update(task, description=f"learning {vocab:,} tokens")
+
+        with appearing(Path(output), "--output") as directory:
+            texts = training_texts(
+                inputs, json_key=json_key, include=include, exclude=exclude, progress=report
+            )
+            train_bpe(
+                count.of(texts),
+                vocab,
+                directory,
+                special_tokens=special,
+                min_frequency=min_frequency,
+                chat_template=template.source if template is not None else None,
+            )
+    trained = load_tokenizer(output)
+    notes = _notes(
+        trained.vocab_size, vocab, template.source if template is not None else "", trained.specials
+    )
+    if as_json:
+        facts = {"path": trained.name, "vocab": trained.vocab_size, "documents": count.documents}
+        print_json({**facts, "bytes_read": count.size, "special_tokens": trained.specials, "notes": notes})
+        return
+    click.echo(
+        f"{output}: vocabulary {trained.vocab_size:,}, from {count.documents:,} documents "
+        f"({count.size:,} bytes)"
+    )
+    for note in notes:
+        click.echo(f"note: {note}")
+
+
+class _Count:
+    """How much text a tokenizer has learned from."""
+
+    documents = size = 0
+
+    def of(self, texts: Iterable[str]) -> Iterator[str]:
+        for text in texts:
+            self.documents += bool(text)
+            yield text
+
+
+def _notes(found: int, wanted: int, template: str, special: dict[str, int]) -> list[str]:
+    import re
+
+    notes = []
+    if found < wanted:
+        notes.append(f"{found:,} instead of {wanted:,} ids: no further pair occurs often enough")
+    missing = [
+        each for each in dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>", template)) if each not in special
+    ]
+    if missing:
+        notes.append(
+            f"the chat template writes {', '.join(missing)}, which are several tokens each; make them "
+            f"special: --special-token {' '.join(map(repr, missing))}"
+        )
+    return notes
+
+
+@tokenizer.command("show")
+@click.argument("spec", metavar="byte|PATH")
+@click.option("--text", help="Show the tokens of this text.")
+@json_option
+def show_command(spec: str, text: str | None, as_json: bool) -> None:
+    """Show a tokenizer's vocabulary, special tokens and chat template, and the tokens of a text."""
+    from hexad.dataset.chat import load_chat_template
+    from hexad.dataset.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(spec)
+    template = load_chat_template(loaded.name)
+    facts: dict[str, Any] = {
+        "tokenizer": loaded.name,
+        "kind": loaded.kind,
+        "vocab": loaded.vocab_size,
+        "eod": loaded.eod,
+        "bos": list(loaded.bos),
+        "special_tokens": loaded.specials,
+        "chat_template": template.name if template is not None else None,
+    }
+    if text is not None:
+        try:
+            (found,) = loaded.encode_offsets([text])
+        except UnicodeEncodeError:
+            raise HexadError("--text: found bytes that are not UTF-8") from None
+        facts["tokens"] = [
+            {"id": int(each), "text": text[begin:end]}
+            for each, begin, end in zip(found.ids, found.begin, found.end)
+        ]
+    if as_json:
+        print_json(facts)
+        return
+    tokens = facts.pop("tokens", None)
+    names = ", ".join(f"{name} {number}" for name, number in loaded.specials.items())
+    shown = {**facts, "special_tokens": names or "none", "bos": ", ".join(map(str, loaded.bos)) or "none"}
+    for name, value in shown.items():
+        value = "none" if value is None else f"{value:,}" if name == "vocab" else value
+        click.echo(f"{name.replace('_', ' '):<16}{value}")
+    if tokens is not None:
+        click.echo(f"{'tokens':<16}{len(tokens)} of {len((text or '').encode())} bytes")
+        for each in tokens:
+            click.echo(f"{each['id']:>8}  {each['text']!r}")

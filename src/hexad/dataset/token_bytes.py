@@ -1,0 +1,81 @@
+"""How many bytes of text each token stands for: for bits per byte, which compare models of any vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+)
+
+_SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
+
+
+def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
+    """Bytes of UTF-8 that each id stands for, int64 ``[vocab_size]``, 0 for special tokens; None for kinds of
+    tokenizers that do not keep all bytes of a text (WordPiece)."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.array([1] * 256 + [0], dtype=np.int64)
+    if isinstance(tokenizer, TiktokenTokenizer):
+        ranks = tokenizer.backend.token_byte_values()
+        found = {tokenizer.backend.encode_single_token(value): len(value) for value in ranks}
+        return _table(tokenizer.vocab_size, found.items())
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        backend = tokenizer.backend
+        pieces = ((number, backend.id_to_piece(number)) for number in range(tokenizer.vocab_size))
+        lengths = ((number, _pieces_bytes(piece, backend.is_byte(number))) for number, piece in pieces)
+        special = set(tokenizer.specials.values()) | {backend.unk_id()}
+        return _table(tokenizer.vocab_size, ((n, size) for n, size in lengths if n not in special))
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    return _hugging_face(tokenizer)
+
+
+def _hugging_face(tokenizer: HuggingFaceTokenizer) -> NDArray[np.int64] | None:
+    backend = tokenizer.backend
+    kinds = set(_kinds(json.loads(backend.to_str()).get("decoder")))
+    added = backend.get_added_tokens_decoder()
+    found: dict[int, int] = {}
+    for token, number in backend.get_vocab(with_added_tokens=True).items():
+        if number in added:
+            found[number] = 0 if added[number].special else len(added[number].content.encode())
+        elif "ByteLevel" in kinds:  # every character of a token stands for one byte
+            found[number] = len(token)
+        elif kinds & {"Metaspace", "Replace", "ByteFallback"}:
+            found[number] = _pieces_bytes(token, _is_byte(token))
+        else:
+            return None
+    return _table(tokenizer.vocab_size, found.items())
+
+
+def _kinds(decoder: Any) -> Iterable[str]:
+    """The types of a decoder of ``tokenizer.json`` and of what it is made of."""
+    if isinstance(decoder, dict):
+        yield str(decoder.get("type"))
+        for part in decoder.get("decoders", ()):
+            yield from _kinds(part)
+
+
+def _is_byte(token: str) -> bool:
+    """Whether a token is one byte that no piece covers: ``<0xE4>``."""
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _pieces_bytes(piece: str, byte: bool) -> int:
+    return 1 if byte else len(piece.replace(_SPACE, " ").encode())
+
+
+def _table(size: int, lengths: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
+    table = np.zeros(size, dtype=np.int64)
+    for number, length in lengths:
+        table[number] = length
+    return table

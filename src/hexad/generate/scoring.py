@@ -1,0 +1,87 @@
+"""How likely a model finds given texts: what multiple-choice tasks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import torch
+
+from hexad.comm import broadcast, send_async
+from hexad.config import HexadError
+from hexad.model.attention_kernels import Spans
+from hexad.model.transformer import Transformer
+from hexad.topology.mesh import Axis
+
+from .generator import from_stage_before, gathered_logits
+
+_AT_ONCE = 4096
+"""Tokens of a forward pass, unless one sequence is longer."""
+
+
+class Likelihood(NamedTuple):
+    """Of the continuation in a sequence.
+
+    Attributes:
+        log_probability: the sum over its tokens, in nats.
+        greedy: whether each of them is the most likely one.
+    """
+
+    log_probability: float
+    greedy: bool
+
+
+@torch.no_grad()
+def log_likelihoods(
+    model: Transformer, sequences: Sequence[tuple[list[int], int]], pipeline: Axis | None = None
+) -> list[Likelihood]:
+    """The likelihood of the last tokens of each sequence, all ranks together.
+
+    Args:
+        model: of this rank.
+        sequences: ids of each, and the number of the first that counts, at least 1.
+        pipeline: the axis of the stages.
+
+    Raises:
+        HexadError: a sequence without tokens before those that count, or without any.
+    """
+    for ids, first in sequences:
+        if not 1 <= first < len(ids):
+            raise HexadError(f"log_likelihoods: found {len(ids)} tokens of which number {first} is the first")
+    found: list[Likelihood] = []
+    for group in _groups(sequences):
+        found += _scored(model, group, pipeline or Axis("pipeline"))
+    return found
+
+
+def _groups(sequences: Sequence[tuple[list[int], int]]) -> Iterator[list[tuple[list[int], int]]]:
+    group: list[tuple[list[int], int]] = []
+    for each in sequences:
+        if group and sum(len(ids) for ids, _ in group) + len(each[0]) > _AT_ONCE:
+            yield group
+            group = []
+        group.append(each)
+    if group:
+        yield group
+
+
+def _scored(model: Transformer, group: list[tuple[list[int], int]], pipeline: Axis) -> list[Likelihood]:
+    device = model.shard.device
+    inputs_of = [ids[:-1] for ids, _ in group]  # nothing follows the last one
+    bounds = list(accumulate(map(len, inputs_of), initial=0))
+    tokens = torch.tensor([list(chain.from_iterable(inputs_of))], device=device)
+    hidden = model(
+        tokens, Spans(tokens.numel(), 1, bounds), inputs=from_stage_before(model, tokens, pipeline)
+    )
+    result = torch.zeros((len(group), 2), dtype=torch.float64, device=device)
+    if model.inventory.last:
+        for row, ((ids, first), begin) in enumerate(zip(group, bounds)):
+            targets = torch.tensor(ids[first:])
+            logits = gathered_logits(model, hidden[begin + first - 1 : begin + len(ids) - 1]).double()
+            chosen = logits.log_softmax(-1).gather(1, targets[:, None]).sum()
+            result[row, 0], result[row, 1] = chosen, (logits.argmax(-1) == targets).all()
+    else:
+        send_async(hidden, pipeline, pipeline.rank + 1).wait()
+    result = broadcast(result, pipeline, source=pipeline.size - 1)
+    return [Likelihood(total, bool(greedy)) for total, greedy in result.tolist()]

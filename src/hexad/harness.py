@@ -1,0 +1,136 @@
+"""A run, checkpoint or published model in EleutherAI's evaluation harness (``pip install hexad[lm_eval]``).
+
+    import lm_eval
+    from hexad.harness import HexadLM
+
+    with HexadLM("runs/demo") as model:
+        results = lm_eval.simple_evaluate(model, tasks=["hellaswag"])
+
+Under torchrun all ranks do this together, tensor-parallel unless overridden; each gets the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from hexad.config import ConfigError
+from hexad.dataset.chat import load_chat_template
+from hexad.generate.generator import load_model
+from hexad.generate.sampling import Sampling
+from hexad.generate.scoring import Likelihood, log_likelihoods
+from hexad.generate.texts import Wanted, write
+from hexad.resolve.saved import find_model, generating_model
+from hexad.train.environment import environment
+from hexad.train.launch import launch
+
+_NEW_TOKENS = 256
+"""Where a task does not say how many."""
+
+
+class HexadLM(LM):
+    """A saved model as the harness calls it. Used as a context manager, or closed by :meth:`close`.
+
+    Args:
+        source: a run, a checkpoint, or ``hf:DIR``.
+        overrides: of its settings, as in ``precision.dtype=fp32``.
+        batch: texts generated at once.
+
+    Raises:
+        HexadError: it cannot be used.
+    """
+
+    def __init__(self, source: str | Path, overrides: Iterable[str] = (), batch: int = 16) -> None:
+        super().__init__()
+        self._stack = ExitStack()
+        saved = generating_model(find_model(str(source)), overrides, environment().world)
+        run = self._stack.enter_context(launch(saved.config))
+        self._config, self._pipeline, self._batch = saved.config, run.mesh.pipeline, batch
+        self._tokenizer = run.agreed(saved.tokenizer)
+        self._model = load_model(run.resolved.config, saved.weights, run.mesh, run.resolved.plan.layers)
+        self._length = saved.positions
+        begin = self._tokenizer.bos or ((self._tokenizer.eod,) if self._tokenizer.eod is not None else ())
+        self._begin = list(begin)[-1:]
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Log probability of each continuation after its context, and whether it is what the model would
+        write. Contexts longer than the model was made for lose their beginning."""
+        sequences = []
+        for context, continuation in (request.args for request in requests):
+            stripped = context.rstrip()
+            context, continuation = stripped, context[len(stripped) :] + continuation
+            ids = self._tokenizer.encode(context + continuation)
+            before = self._tokenizer.encode(context) if context else []
+            first = len(before) if before else len(self._begin)
+            sequences.append(self._fitting(ids if before else [*self._begin, *ids], first))
+        return [(each.log_probability, each.greedy) for each in self._scored(sequences)]
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        """Log probability of each whole text, in windows of the model's length."""
+        if not self._begin:
+            raise ConfigError("data.tokenizer", "has no token to begin a text with, which this task needs")
+        found = []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(
+                self._tokenizer.encode(text), self._begin[0], max_seq_len=self._length, context_len=1
+            )
+            pairs = map(make_disjoint_window, windows)
+            sequences = [([*before, *after], len(before)) for before, after in pairs]
+            found.append(sum(each.log_probability for each in self._scored(sequences)))
+        return found
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """What the model writes after each context, up to one of the texts in ``until``."""
+        return [self._written(*request.args) for request in requests]
+
+    def _written(self, context: str, options: dict[str, Any]) -> str:
+        until = options.get("until") or []
+        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
+        stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)
+        tokens = int(options.get("max_gen_toks", _NEW_TOKENS))
+        prompt = [*self._tokenizer.bos, *self._tokenizer.encode(context)] or self._begin
+        prompt = prompt[-max(1, self._length - tokens) :]
+        sampling = Sampling(temperature, int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
+        wanted = Wanted(tokens, sampling, stop=stop, batch=self._batch)
+        (found,) = write(self._model, self._tokenizer, [prompt], wanted, self._pipeline)
+        return found.text
+
+    def _fitting(self, ids: list[int], first: int) -> tuple[list[int], int]:
+        """At most as many tokens as the model was made for, and the last one, which it only predicts."""
+        lost = max(0, min(len(ids) - self._length - 1, first - 1))
+        return ids[lost:], first - lost
+
+    def _scored(self, sequences: list[tuple[list[int], int]]) -> list[Likelihood]:
+        if any(first < 1 for _, first in sequences):
+            raise ConfigError("data.tokenizer", "has no token to begin a text with, which this task needs")
+        return log_likelihoods(self._model, sequences, self._pipeline)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation."""
+        template = load_chat_template(self._config.data.tokenizer)
+        if template is None:
+            raise ConfigError("data.tokenizer", f"{self._config.data.tokenizer} has no chat template")
+        return template.render(chat_history, prompt=add_generation_prompt)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's cache of requests."""
+        return self._tokenizer.name.replace("/", "__")
+
+    def close(self) -> None:
+        """Leave the world."""
+        self._stack.close()
+
+    def __enter__(self) -> HexadLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,125 @@
+"""Which weights are trained, and which linear layers have adapters: ``model.train`` and ``model.lora``, by
+patterns of names. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+
+from hexad.config import ConfigError, did_you_mean
+from hexad.config.schema import ModelSettings
+from hexad.parallel.tensor.lora_inventory import Lora
+
+from .families import Family, family
+
+
+@cache
+def _runs(name: str) -> tuple[str, ...]:
+    """One or more consecutive parts of a dotted name: ``a.b`` -> ``a``, ``a.b``, ``b``."""
+    parts = name.split(".")
+    ends = range(1, len(parts) + 1)
+    return tuple(".".join(parts[begin:end]) for end in ends for begin in range(end))
+
+
+def selects(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether one of the patterns (``*``, ``?``, ``[...]``) is, for one of the names, one or more consecutive
+    parts of it: ``q_proj``, ``layers.3``, ``*.bias``."""
+    runs = [run for name in names for run in _runs(name)]
+    return any(fnmatchcase(run, pattern) for pattern in patterns for run in runs)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a model's settings select.
+
+    Attributes:
+        patterns: of the weights that are trained; None: all.
+        targets: of the linear layers' outputs that have adapters; None: all.
+        lora: the kind of adapters; None for none.
+        family: whose published names patterns may use.
+    """
+
+    patterns: tuple[str, ...] | None
+    targets: tuple[str, ...] | None
+    lora: Lora | None
+    family: Family
+
+    @classmethod
+    def of(cls, model: ModelSettings) -> Trained:
+        """With adapters ``model.train: all`` trains nothing else."""
+        settings = model.lora
+        patterns = None if model.train == "all" else model.train
+        if settings is None:
+            return cls(patterns, None, None, family(model.family))
+        kind = Lora(settings.rank, settings.alpha / settings.rank, settings.dropout)
+        targets = None if settings.targets == "all" else settings.targets
+        return cls(patterns or (), targets, kind, family(model.family))
+
+    @property
+    def everything(self) -> bool:
+        """All weights are trained, and there are no adapters."""
+        return self.patterns is None and self.lora is None
+
+    def frozen(self, name: str) -> bool:
+        """Whether a weight, by its complete name, is not trained."""
+        return self.patterns is not None and not selects(self.patterns, self._names(name))
+
+    def adapted(self, module: str) -> bool:
+        """Whether the output of a linear layer, by its complete module's name, has an adapter."""
+        if self.lora is None:
+            return False
+        return self.targets is None or selects(self.targets, self._names(module))
+
+    def _names(self, name: str) -> tuple[str, str]:
+        return name, self.family.published(name)
+
+
+def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequence[Sequence[str]]) -> None:
+    """Refuse patterns that select nothing, or a part of what is computed in one product.
+
+    Args:
+        model: whose ``train`` and ``lora`` are checked.
+        weights: names of all its weights, without adapters.
+        outputs: of every linear layer the names of its outputs.
+
+    Raises:
+        ConfigError: naming the pattern.
+    """
+    trained = Trained.of(model)
+    modules = list(dict.fromkeys(name for each in outputs for name in each))
+    _check_used("model.train", trained.patterns or (), weights, trained)
+    _check_used("model.lora.targets", trained.targets or (), modules, trained)
+    if trained.patterns == () and trained.lora is None:
+        raise ConfigError("model.train", "found [], which trains nothing; use all, or patterns of names")
+    if trained.targets == ():
+        raise ConfigError(
+            "model.lora.targets", "found [], which adapts nothing; use all, or patterns of names"
+        )
+    known = set(weights)
+    for each in outputs:
+        for kind in ("weight", "bias"):
+            names = [name for module in each if (name := f"{module}.{kind}") in known]
+            frozen = [name for name in names if trained.frozen(name)]
+            if 0 < len(frozen) < len(names):
+                other = next(name for name in names if name not in frozen)
+                raise ConfigError(
+                    "model.train",
+                    f"selects {other} but not {frozen[0]}, which are computed in one product; select all of "
+                    f"{', '.join(names)}, or none",
+                )
+
+
+def _check_used(field: str, patterns: Sequence[str], names: Sequence[str], trained: Trained) -> None:
+    for pattern in patterns:
+        if not any(selects([pattern], trained._names(name)) for name in names):
+            parts = dict.fromkeys(
+                part
+                for name in names
+                for each in trained._names(name)
+                for part in each.split(".")
+                if not part.isdigit()
+            )
+            hint = did_you_mean(pattern, parts) or f"; known parts of names: {', '.join(parts)}"
+            raise ConfigError(field, f"found {pattern!r}, which matches no name{hint}")

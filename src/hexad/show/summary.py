@@ -1,0 +1,105 @@
+"""What people ask of a configuration first: size, tokens, steps, ranks and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hexad.config import Config
+from hexad.model.counts import parameter_count, trained_count
+from hexad.plan.memory import MemoryPlan
+from hexad.resolve import Resolved
+
+_SHORT = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
+_AXES = ("tensor", "context", "pipeline", "data", "expert")
+
+
+def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
+    """The answers, as JSON values.
+
+    Args:
+        resolved: the run.
+        ranks: a plan for every pipeline coordinate (:func:`hexad.plan.memory.per_pipeline_rank`).
+    """
+    config, layout = resolved.config, resolved.layout
+    largest = max(ranks, key=lambda plan: plan.total)
+    tokens = config.batch.global_ * config.data.sequence
+    return {
+        "family": config.model.family,
+        "parameters": parameter_count(config.model),
+        "trained_parameters": trained_count(config.model),
+        "tokens_per_step": tokens,
+        "steps": config.run.steps,
+        "tokens": tokens * config.run.steps,
+        "ranks": layout.world,
+        "degrees": {axis: layout.degrees[axis] for axis in _AXES if layout.degrees[axis] > 1},
+        "zero": config.parallel.zero,
+        "schedule": resolved.plan.schedule.name if layout.pipeline > 1 else None,
+        "microbatches": resolved.plan.schedule.microbatches,
+        "dtype": config.precision.dtype,
+        "device": planned_device(config),
+        "memory_bytes": {
+            "rank": largest.rank,
+            "total": largest.total,
+            "parameters": largest.parameters,
+            "gradients": largest.gradients,
+            "optimizer": largest.master + largest.optimizer,
+            "activations": sum(largest.activations.values()),
+            "buffers": largest.buffers,
+            "host": largest.host,
+        },
+    }
+
+
+def planned_device(config: Config) -> str:
+    """``cpu`` or ``gpu``: what memory and format are predicted for."""
+    return "cpu" if config.run.device == "cpu" else "gpu"
+
+
+def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]) -> list[str]:
+    """The answers of :func:`summary`, each a line; ``given``: the configuration before it was resolved."""
+    config, facts = resolved.config, summary(resolved, ranks)
+    model, memory = config.model, facts["memory_bytes"]
+    shape = f"{model.layers} layers, hidden {model.hidden:,}, {model.heads} heads, vocabulary {model.vocab:,}"
+    where = facts["device"].upper()
+    auto = ""
+    if given.precision.dtype == "auto":
+        auto = " (auto: of this CPU)" if where == "CPU" else " (auto: of a GPU; run.device=cpu: of this CPU)"
+    state = f", zero {facts['zero']}" if facts["zero"] else ""
+    passes = f"{facts['microbatches']:,} microbatches of {config.batch.micro} sequence(s) on each data rank"
+    schedule = f", schedule {facts['schedule']}" if facts["schedule"] else ""
+    kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+    unit, name = (2**30, "GiB") if memory["total"] >= 2**30 else (2**20, "MiB")
+    parts = ", ".join(f"{kind} {memory[kind] / unit:,.2f}" for kind in kinds if memory[kind])
+    most = "at most " if len(ranks) > 1 else ""
+    host = f", and {memory['host'] / unit:,.2f} {name} in the host's" if memory["host"] else ""
+    whole = facts["trained_parameters"] == facts["parameters"]
+    trained = "" if whole else f", {_both(facts['trained_parameters'])} trained"
+    rows = {
+        "parameters": f"{_both(facts['parameters'])}{trained}: {facts['family']}, {shape}",
+        "tokens": f"{facts['tokens_per_step']:,} per step ({config.batch.global_:,} sequences of "
+        f"{config.data.sequence:,}), {_both(facts['tokens'])} in {facts['steps']:,} steps",
+        "ranks": f"{facts['ranks']:,}{_degrees(facts['degrees'])}{state}",
+        "step": f"{passes}{schedule}",
+        "precision": f"{facts['dtype']}{auto}",
+        "memory": f"{most}{memory['total'] / unit:,.2f} {name} per rank in the {where}'s memory{host}",
+        "": f"of which {parts}",
+    }
+    return [f"{name:<12}{text}" for name, text in rows.items()]
+
+
+def _degrees(degrees: dict[str, int]) -> str:
+    return ": " * bool(degrees) + " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+
+
+def rounded(number: int) -> str:
+    """``8.03 B``: three digits; all of them below a million."""
+    for unit, name in _SHORT:
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,}"
+
+
+def _both(number: int) -> str:
+    """``8,030,261,248 (8.03 B)``."""
+    return f"{number:,}" if number < _SHORT[-1][0] else f"{number:,} ({rounded(number)})"

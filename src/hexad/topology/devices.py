@@ -1,0 +1,88 @@
+"""Hardware facts that need no torch: published figures of GPUs, and what this host's CPU has in hardware."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        half, single: dense matrix-multiply peaks without sparsity, FLOP/s, of 16 bits and of fp32 (TF32 off);
+            from the vendors' data sheets.
+        memory: GB that it is sold with -> GiB that programs can use, which is less: the driver keeps some,
+            and error-correcting codes take their part. The smallest "total capacity" seen in out-of-memory
+            errors that users of PyTorch (2.1 to 2.9) have published.
+    """
+
+    half: float
+    single: float
+    memory: dict[int, float]
+
+
+_GPUS = {
+    "H100": Gpu(989e12, 67e12, {80: 79.1}),
+    "H100 PCIe": Gpu(756e12, 51e12, {80: 79.1}),
+    "H100 NVL": Gpu(835e12, 60e12, {94: 93.0}),
+    "H200": Gpu(989e12, 67e12, {141: 139.7}),
+    "H200 NVL": Gpu(836e12, 60e12, {141: 139.7}),
+    "GH200": Gpu(989e12, 67e12, {96: 94.5}),
+    "B200": Gpu(2250e12, 75e12, {180: 178.3}),
+    "A100": Gpu(312e12, 19.5e12, {80: 79.1, 40: 39.3}),
+    "A800": Gpu(312e12, 19.5e12, {80: 79.1, 40: 39.3}),
+    "H800": Gpu(989e12, 67e12, {80: 79.1}),
+    "L40S": Gpu(362e12, 91.6e12, {48: 44.3}),
+    "L40": Gpu(181e12, 90.5e12, {48: 44.3}),
+    "L4": Gpu(121e12, 30.3e12, {24: 22.0}),
+    "A10": Gpu(125e12, 31.2e12, {24: 21.9}),
+    "A10G": Gpu(70e12, 35e12, {24: 21.9}),
+    "V100": Gpu(125e12, 15.7e12, {32: 31.7, 16: 15.7}),
+    "RTX 4090": Gpu(165e12, 82.6e12, {24: 23.5}),
+    "RTX 3090": Gpu(71e12, 35.6e12, {24: 23.5}),
+}
+
+
+def published_peaks(name: str) -> tuple[float, float] | None:
+    """(16-bit, fp32) peak of a GPU by name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
+    words = rf"(?<![A-Za-z0-9])({'|'.join(sorted(_GPUS, key=len, reverse=True))})(?![A-Za-z0-9])"
+    found = re.search(words, name)
+    return (_GPUS[found[1]].half, _GPUS[found[1]].single) if found else None
+
+
+def usable_memory() -> dict[str, int]:
+    """Bytes that programs can use on a GPU, by name: ``h100``, ``h100-nvl``, ``a100-40gb``, ``a100`` (the
+    largest)."""
+    found: dict[str, int] = {}
+    for name, gpu in _GPUS.items():
+        word = name.lower().replace(" ", "-")
+        sizes = {f"{word}-{sold}gb": int(usable * 2**30) for sold, usable in gpu.memory.items()}
+        found |= {word: max(sizes.values())} | (sizes if len(sizes) > 1 or max(gpu.memory) >= 80 else {})
+    return found
+
+
+def gpu_visible(devices: Path = Path("/dev")) -> bool:
+    """Whether this host has a GPU that PyTorch may use, without asking its driver: a device file of NVIDIA's
+    or AMD's driver (or of WSL's), not hidden by ``CUDA_VISIBLE_DEVICES``."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    return any(devices.glob("nvidia[0-9]*")) or any((devices / name).exists() for name in ("kfd", "dxg"))
+
+
+def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this host's CPU multiplies bf16 in hardware: x86 with AVX512-BF16 or AMX-BF16, Arm with BF16.
+
+    Without, PyTorch converts every operand, several times slower than fp32. False where the operating system
+    does not list the CPU's features.
+    """
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return False
+    features = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    found = features[1].split() if features else []
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(found)

@@ -1,0 +1,115 @@
+"""A run keeps its tokenizer and names its files absolutely: it works from any directory, and without the
+original."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from hexad.checkpoint.manifest import read_manifest
+from hexad.dataset.tokenizer import load_tokenizer
+
+from ..dataset.chats import TEXT, chat_tokenizer
+from .command import RunFile, call, write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    """One that was started with relative paths in ``here``; the working directory is then ``elsewhere``."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    chat_tokenizer(Path("tok"))
+    Path("tok/additional_chat_templates").mkdir()
+    Path("tok/additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+    Path("a.txt").write_text("\n".join(TEXT * 3))
+    assert call("data", "build", "--input", "a.txt", "--output", "d", "--tokenizer", "tok").status == 0
+    settings = {"run": {"steps": 4, "dir": "run"}, "data": {"tokenizer": "tok"}}
+    write_run(Path(), "d", **settings)
+    assert call("train", "run.yaml").status == 0
+    monkeypatch.chdir(elsewhere)
+    return RunFile(here / "run.yaml", here / "run")
+
+
+PROMPT = ("--prompt", "the sky", "--tokens", "5", "--json")
+
+
+def test_generate_evaluate_export_and_resume_work_elsewhere_and_without_the_original(run: RunFile) -> None:
+    expected = call("generate", str(run.directory), *PROMPT)
+    assert (expected.status, expected.err) == (0, "")
+    original = load_tokenizer(str(run.path.parent / "tok"))
+    shutil.rmtree(run.path.parent / "tok")
+    assert call("generate", str(run.directory), *PROMPT).out == expected.out
+    assert call("evaluate", str(run.directory), "--data", str(run.path.parent / "d")).status == 0
+    result = call("checkpoint", "export", "--from", str(run.directory), "--to", "hf", "--json")
+    assert result.status == 0 and json.loads(result.out)["notes"] == []
+    theirs = AutoTokenizer.from_pretrained("hf")
+    assert theirs.encode("Why is the sky") == original.encode("Why is the sky")
+    assert set(theirs.chat_template) == {"default", "tool_use"} and theirs.eos_token_id == original.eod
+    resumed = call("train", str(run.directory / "config.yaml"), "run.steps=6")
+    assert resumed.status == 0, resumed.err
+    assert "changed since" not in resumed.err and "resuming from" in resumed.err
+    assert len(run.losses) == 6
+    assert list(Path().iterdir()) == [Path("hf")]  # nothing is written into the working directory
+
+
+def test_the_same_run_yaml_resumes_without_the_original(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.path.parent)
+    shutil.move("tok", "moved")
+    resumed = call("train", "run.yaml", "run.steps=5")
+    assert resumed.status == 0 and "changed since" not in resumed.err, resumed.err
+    # Another one that does not exist is a mistake.
+    assert "no such file or directory" in call("train", "run.yaml", "data.tokenizer=typo").error
+    # Another one that exists takes the place of the copy.
+    assert call("train", "run.yaml", "data.tokenizer=moved", "run.steps=6").status == 0
+    assert Path("run/tokenizer/.origin").read_text().splitlines()[0] == str(Path("moved").absolute())
+
+
+def test_a_checkpoint_is_complete_by_itself(run: RunFile, tmp_path: Path) -> None:
+    expected = call("generate", str(run.directory), *PROMPT).out
+    shutil.copytree(run.newest, tmp_path / "alone")
+    shutil.rmtree(run.path.parent)
+    assert call("generate", str(tmp_path / "alone"), *PROMPT).out == expected
+    assert call("checkpoint", "verify", str(tmp_path / "alone")).status == 0
+    names = {name for name in read_manifest(tmp_path / "alone").files if name.startswith("tokenizer/")}
+    expected_names = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+    expected_names |= {"additional_chat_templates/tool_use.jinja"}
+    assert names == {f"tokenizer/{name}" for name in expected_names}
+    damaged = tmp_path / "alone" / "tokenizer" / "tokenizer.json"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b" ")
+    assert "tokenizer/tokenizer.json" in call("checkpoint", "verify", str(tmp_path / "alone")).out
+
+
+def test_saved_paths_are_absolute(run: RunFile) -> None:
+    for path in (run.directory / "config.yaml", run.newest / "config.yaml"):
+        saved = yaml.safe_load(path.read_text())
+        assert saved["run"]["dir"] == str(run.directory)
+        assert saved["data"]["train"] == str(run.path.parent / "d")
+        assert saved["data"]["tokenizer"] == str(run.directory / "tokenizer")
+
+
+@pytest.mark.parametrize("kind", [pytest.param("byte", marks=pytest.mark.slow), "file"])
+def test_tokenizers_without_a_directory(run: RunFile, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A file is kept under the name that a directory with it needs; ``byte`` has no files."""
+    here = run.path.parent
+    monkeypatch.chdir(here)
+    (here / "tok" / "tokenizer.json").rename(here / "tok" / "other.json")
+    spec = "byte" if kind == "byte" else "tok/other.json"
+    options = (f"data.tokenizer={spec}", "run.dir=second", "data.train=e", "run.steps=1")
+    assert call("data", "build", "--input", "a.txt", "--output", "e", "--tokenizer", spec).status == 0
+    assert call("train", "run.yaml", *options).status == 0
+    kept = here / "second" / "tokenizer"
+    assert kept.exists() == (kind == "file")
+    if kind == "file":
+        names = {path.name for path in kept.iterdir()} - {".origin"}
+        assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+        assert load_tokenizer(str(kept)).eod == 0
+    assert call("generate", "second", *PROMPT).status == 0

@@ -10,48 +10,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexad.checkpoint.chunks import Chunk
-from hexad.checkpoint.hugging_face import WeightSource
-from hexad.comm import Pending, agreed, all_reduce, all_reduce_async
+from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, HexadError
-from hexad.config.schema import PrecisionSettings
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.recompute import Recompute
-from hexad.model.transformer import DTYPES, build_stages, factored_mesh
-from hexad.optim.adamw import BucketAdamW
+from hexad.model.transformer import build_stages, factored_mesh
 from hexad.optim.learning_rate import learning_rate
 from hexad.optim.scaling import LossScaler
-from hexad.parallel.data.buckets import Bucket, Formats, make_buckets
-from hexad.parallel.data.gatherer import ParameterGatherer
-from hexad.parallel.data.gradients import Gradients
-from hexad.parallel.data.pool import BufferPool
-from hexad.parallel.data.replicas import Replicas
-from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
 from hexad.parallel.sharding import freeze
 from hexad.resolve import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
 from .faults import Fault, FaultGuard, StepResult
 from .heap import give_back
 from .language import Counts, LanguageModel, Task, compute, training_shard
-from .modules import Modules, checked
+from .modules import checked
 from .precision import with_common_dtype
+from .state import State
 
 Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
 """What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
 first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
 scalar."""
-
-
-def formats(precision: PrecisionSettings) -> Formats:
-    """The number formats of parameters, gradients and master values."""
-    parameters = DTYPES[precision.dtype]
-    master = torch.float64 if parameters == torch.float64 else torch.float32
-    gradients = torch.bfloat16 if precision.accumulate == "bf16" else master
-    reduced = torch.bfloat16 if precision.reduce == "bf16" else master
-    return Formats(parameters, gradients, reduced, master)
 
 
 def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: float | None) -> torch.Tensor:
@@ -60,7 +42,7 @@ def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: flo
     return result
 
 
-class Engine:
+class Engine(State):
     """Modules with their gradients and optimizer on this rank.
 
     ``Engine(config, mesh)`` builds the language model that a configuration describes (:meth:`from_config`),
@@ -81,7 +63,7 @@ class Engine:
         initialise: draw the initial values of declared parameters; False where :meth:`restored` or
             :meth:`load_weights` follows.
 
-    Attributes:
+    Attributes (besides those of :class:`~hexad.train.state.State`):
         step: steps made so far.
         updates: those of them that were not skipped.
         samples: sequences consumed so far.
@@ -107,7 +89,6 @@ class Engine:
         training: bool = True,
     ) -> None:
         self.mesh, self.training = mesh, training
-        self.stages: dict[int, nn.Module]
         self.language: LanguageModel | None = None
         if isinstance(stages, Config):
             stages = resolve(with_common_dtype(stages, mesh), mesh.layout)
@@ -119,8 +100,10 @@ class Engine:
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
             self._compute, self._boundary = compute, boundary
+        super().__init__(
+            self.stages, self.plan, self.config, self.mesh, training, described=self.language is not None
+        )
         self.step = self.updates = self.samples = 0
-        self._allocate()
         if initialise:
             self.initialise()
         self.scaler = LossScaler(self.config.precision)
@@ -161,41 +144,6 @@ class Engine:
     def _full(self) -> bool:
         """Whether blocks are compiled as a whole."""
         return self.config.run.compile == "full"
-
-    def _allocate(self) -> None:
-        """Buckets, gradients, gathers and the optimizer of this rank's stages."""
-        config, mesh, parallel = self.config, self.mesh, self.config.parallel
-        owners = self.plan.schedule.placement
-        self.modules = Modules.agreed(self.stages, owners, mesh, self.training)
-        # In an order that is the same on all ranks: each makes the same process groups.
-        self.sharding = {
-            grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
-            for grid in self.modules.grids
-        }
-        tied = mesh.pair(mesh.pipeline, owners[0], owners[-1]) if self.modules.tied else Axis("pipeline")
-        kinds, limit = formats(config.precision), float(parallel.bucket_mb) * 2**20
-        self.modules.broadcast_untrained(kinds.parameters)
-        self.buckets = make_buckets(self.modules.held, limit, kinds, parallel.zero, self.sharding)
-        self.trained = [bucket for bucket in self.buckets if not bucket.plan.frozen]
-        for bucket in self.buckets:
-            self.modules.broadcast(each.parameter for each in bucket.members if each.plain)
-            bucket.allocate(kinds, config.memory.offload == "optimizer")
-        pool = BufferPool(mesh.device)
-        self.gradients = Gradients(self.trained, self.sharding, mesh.axes, tied, pool, kinds.reduced)
-        hooks, views = not self._full, self.language is None
-        self.gatherer = ParameterGatherer(self.stages, self.buckets, self.sharding, pool, hooks, views)
-        norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
-        axes = mesh.tensor, mesh.context, mesh.pipeline, mesh.data
-        self.optimizer = BucketAdamW(self.trained, config.optimizer, self.sharding, mesh.pipeline, norm, axes)
-        self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world, mesh.device)
-
-    def initialise(self, frozen: bool = True) -> None:
-        """Set parameters and optimizer to what a run begins with; without ``frozen`` only what is trained."""
-        for bucket in self.buckets if frozen else self.trained:
-            bucket.initialise(self.config.run.seed)
-        for bucket in self.trained:
-            for _, values in self.optimizer.state(bucket):
-                values.zero_()  # a damaged checkpoint may have been read in part
 
     # The parts of a step
 
@@ -364,55 +312,7 @@ class Engine:
             )
         return self.language
 
-    # The state
-
-    def chunks(self) -> list[Chunk]:
-        """This rank's shard of the state that a checkpoint holds, as views: master weights, optimizer state,
-        and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` frozen weights
-        are left out: a checkpoint refers to where they came from."""
-        adapters = self.language is not None and self.config.model.lora is not None
-        found = [] if adapters else self._weights(lambda bucket: bucket.plan.frozen)
-        found += self._weights(lambda bucket: not bucket.plan.frozen)
-        for bucket in self.trained:
-            for kind, tensor in self.optimizer.state(bucket):
-                found += self._pieces(bucket, kind, tensor)
-        return found + self.modules.chunks()
-
-    def _weights(self, wanted: Callable[[Bucket], bool]) -> list[Chunk]:
-        """This rank's shard of the master weights in some of the buckets."""
-        self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
-        return [
-            chunk
-            for bucket in self.buckets
-            if wanted(bucket)
-            for chunk in self._pieces(bucket, "model", bucket.master)
-        ]
-
-    def _pieces(self, bucket: Bucket, kind: str, tensor: torch.Tensor) -> list[Chunk]:
-        """A tensor like a bucket's master as chunks. Frozen weights are rounded to the model's format."""
-        return [
-            Chunk(
-                rectangle.named(f"{kind}.{rectangle.name}"),
-                values,
-                self._holder(bucket),
-                rounded=bucket.plan.frozen,
-            )
-            for rectangle, values in bucket.pieces(tensor)
-        ]
-
-    def check_replicas(self) -> None:
-        """Compare the weights of ranks that should hold the same; all ranks together.
-
-        Raises:
-            AgreedError: a weight differs, naming it and the ranks.
-        """
-        self.gatherer.settle()
-        self.replicas.check()
-
-    def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
-        traits = bucket.traits
-        # A copy of the embedding's weight is written by the stage with the embedding.
-        return None if traits.copy else self.sharding[traits.grid].holder(traits)
+    # Progress
 
     def progress(self) -> dict[str, Any]:
         """What a checkpoint keeps beside :meth:`chunks`, in JSON's types."""
@@ -438,33 +338,6 @@ class Engine:
         streak = self.guard.streak
         self.restored(progress)
         self.guard.streak, self.samples = streak, samples
-
-    def weights(self, adapters: bool = False) -> list[Chunk]:
-        """This rank's shard of the model's weights, as views: of master weights, and of frozen ones; those of
-        ``adapters`` (``model.lora``) if asked for."""
-        return self._weights(lambda bucket: adapters or not bucket.adapter) + self.modules.chunks()
-
-    def frozen(self) -> list[Chunk]:
-        """This rank's shard of the frozen weights, as views."""
-        return self._weights(lambda bucket: bucket.plan.frozen)
-
-    @torch.no_grad()
-    def load_weights(self, source: WeightSource) -> None:
-        """Set the weights (their masters, in 16-bit runs), all ranks together: each reads what it holds.
-        Optimizer state and progress stay as they are.
-
-        Raises:
-            AgreedError: what the source raised on any rank.
-        """
-        agreed(lambda: source.fill(self.weights()), self.mesh.world)
-        self.publish()
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Give the model the values of the master weights, after :meth:`chunks` have been overwritten."""
-        for bucket in self.buckets:
-            self.gatherer.publish(bucket)
-        self.gatherer.settle()
 
     # The pipeline
 

@@ -39,7 +39,7 @@ CONTENTS: dict[str, tuple[str, ...]] = {
         "dataset.loader.DataLoader",
         "dataset.loader.loader_from_config",
         "dataset.tokenizer.load_tokenizer",
-        "checkpoint.checkpointer.Checkpointer",
+        "train.saves.Saves",
         "train.evaluation.ValidationSets",
     ),
     "Ranks": ("Layout", "Mesh", "Axis"),
@@ -80,8 +80,11 @@ def _entry(name: str, found: Any) -> Iterator[str]:
 
 
 def _members(found: type) -> Iterator[str]:
-    """The public methods and properties that a class defines, in the order of the source."""
-    for name, member in vars(found).items():
+    """The public methods and properties of a class and its bases in Hexad, in the order of the sources."""
+    bases = [base for base in found.__mro__ if base.__module__.startswith("hexad.")]
+    for name, member in {
+        name: member for base in reversed(bases) for name, member in vars(base).items()
+    }.items():
         if name.startswith("_"):
             continue
         if isinstance(member, property):

@@ -478,8 +478,8 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
 
     config = case.config()
     if config.run.compile != "none":
-        # Ranks of one run compile the same shapes. Ranks of a pool have seen different cases: one that generated
-        # code for any size adds in another order than one that did for this size, and losses differ in a last bit.
+        # Ranks of one run compile alike; those of a pool have seen different cases. One with code for any
+        # size adds in another order than one with code for this size: losses differ in the last bit.
         torch.compiler.reset()
     layout = Layout.from_settings(config.parallel, case.world)
     mesh = Mesh.create(layout, torch.device("cpu"))

@@ -13,12 +13,15 @@ import pytest
 import torch
 import yaml
 
+import hexad
 from hexad.checkpoint.base import Base, base_of
 from hexad.checkpoint.directory import check_same_model
 from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.config import ConfigError, HexadError
+from hexad.dataset.loader import loader_from_config
 from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.tokenizer import ByteTokenizer
 from hexad.model.configuration import build_config
 from hexad.model.counts import flops_per_token, parameter_count, trained_count
 from hexad.model.families import family
@@ -27,6 +30,7 @@ from hexad.resolve import resolve
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
+from hexad.train.saves import Saves
 
 from ..checkpoint import hugging_face as theirs
 from ..checkpoint.test_hugging_face import convert, logits, refused
@@ -151,6 +155,26 @@ def test_a_run_saves_adapters_and_resumes_in_any_layout(tmp_path: Path, data: st
     assert other.world(pool, 2, "parallel.zero=3") == [(0, "")] * 2
     assert other.losses == pytest.approx(run.losses, rel=1e-9)
     assert len(set(run.losses)) == 4
+
+
+def test_a_loop_of_ones_own_trains_adapters_as_the_command_does(tmp_path: Path, data: str) -> None:
+    source = theirs.save("llama", tmp_path / "hf", torch.float64)
+    run, other = lora_run(tmp_path / "one", data, source), lora_run(tmp_path / "two", data, source)
+    assert run.train().status == 0
+    losses = []
+    for steps in (2, 4):  # the second time from a checkpoint
+        with hexad.launch(hexad.load_config(other.path)) as joined:
+            engine = hexad.Engine(joined.resolved, joined.mesh, initialise=False)
+            saves = Saves(joined, engine)
+            saves.begin()
+            with loader_from_config(joined.resolved.config, 0, 1, ByteTokenizer()) as loader:
+                while engine.step < steps:
+                    losses.append(engine.train_step(loader.step(engine.samples)).loss)
+            saves.save()
+            saves.close()
+    assert losses == run.losses
+    held_out = {"held out": data}
+    assert hexad.evaluate(other.directory, held_out) == hexad.evaluate(run.directory, held_out)
 
 
 def test_adapters_are_not_added_to_other_weights(tmp_path: Path, data: str) -> None:

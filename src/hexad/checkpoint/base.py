@@ -144,7 +144,7 @@ def base_of(checkpoint: Path, manifest: Manifest) -> Base:
     if base is None:
         raise HexadError(
             f"checkpoint {checkpoint} holds adapters without a reference to the weights that they belong to; "
-            "save it with hexad.checkpoint.base.recorded(base) in its progress"
+            "save with hexad.train.saves.Saves, which records them"
         )
     return base
 

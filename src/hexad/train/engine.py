@@ -61,9 +61,9 @@ class Engine(State):
             pipeline has several ranks.
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         initialise: draw the initial values of declared parameters; False where :meth:`restored` or
-            :meth:`load_weights` follows.
+            :meth:`load_weights` follows, or :meth:`hexad.train.saves.Saves.begin`.
 
-    Attributes (besides those of :class:`~hexad.train.state.State`):
+    Attributes:
         step: steps made so far.
         updates: those of them that were not skipped.
         samples: sequences consumed so far.

@@ -5,26 +5,21 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
-from hexad.checkpoint.base import Base, base_of, load_base, load_weights, recorded
-from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.checkpoint.directory import changed_settings, write_durably
-from hexad.checkpoint.kept_tokenizer import FOLDER, keep_tokenizer, saved_form
-from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
+from hexad.checkpoint.directory import write_durably
 from hexad.comm import CommError, merged
-from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming, dump_config
+from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
 from hexad.dataset.loader import DataLoader, loader_from_config
 from hexad.dataset.sidecar import identity
 from hexad.dataset.tokenizer import load_tokenizer
-from hexad.model.counts import flops_per_token, parameter_count, trained_count
+from hexad.model.counts import flops_per_token
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.simulate import TIMELINE
 from hexad.resolve import working_layout
@@ -44,6 +39,7 @@ from .precision import dtype_line
 from .profile import StepProfile
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
+from .saves import Saves
 from .stop import SAVE_FAILED, StopRequest
 from .timeline import timeline_text
 
@@ -112,12 +108,11 @@ class Trainer:
         self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
         run.identical("data", run.agreed(lambda: [identity(prefix) for prefix in _prefixes(config)]))
         self.engine = Engine(run.resolved, mesh, initialise=False)
-        self.checkpointer = Checkpointer(config, mesh)
-        self.base: Base | None = None
+        self.saves = Saves(run, self.engine)
         # Per token, without attention and with that of complete sequences; linear in between.
         self.flops = [flops_per_token(config.model, config.data.sequence, part) for part in (0.0, 1.0)]
         self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
-        self._resume()
+        self.saves.begin()
         run.agreed(self._prepare_data)
         self.pace = Pace(mesh)
         self.engine.after_passes = self.pace.computed
@@ -125,17 +120,6 @@ class Trainer:
         self.profile = StepProfile(config.log.profile, directory, mesh.rank, mesh.device, run.agreed)
         self._recovery: str | None = None
         self._stopping = StopRequest(mesh)
-        run.agreed(self._keep_settings)
-
-    def _keep_settings(self) -> None:
-        """Have in ``run.dir`` what the run needs to be resumed, exported or generated from anywhere."""
-        if self.first:
-            try:
-                keep_tokenizer(self.config)
-            except OSError as error:
-                where = Path(self.config.run.dir) / FOLDER
-                raise ConfigError("run.dir", f"cannot write {where}: {error.strerror}") from None
-        self._write("config.yaml", dump_config(saved_form(self.config)))
 
     def _prepare_data(self) -> None:
         """Have the indexes of large data before the first step."""
@@ -143,11 +127,11 @@ class Trainer:
         if self.validation is not None:
             self.validation.prepare()
 
-    def _write(self, name: str, text: str) -> None:
-        """Write a file of ``run.dir``, on the first rank only."""
+    def _write_timeline(self, text: str) -> None:
+        """Into ``run.dir``, on the first rank only."""
         if not self.first:
             return
-        path = Path(self.config.run.dir) / name
+        path = Path(self.config.run.dir) / TIMELINE
         try:
             write_durably(path, text)
         except OSError as error:
@@ -163,7 +147,7 @@ class Trainer:
         if isinstance(error, CommError):
             return
         try:
-            self.checkpointer.close()
+            self.saves.close()
             if error is None or isinstance(error, AgreedError):
                 self.pace.close()  # all ranks do
         except HexadError as failed:
@@ -192,7 +176,7 @@ class Trainer:
             self.callbacks.on_start(self)
             while engine.step < config.run.steps:
                 collect(engine.step)
-                asking = stop.ask(self.checkpointer.failed())
+                asking = stop.ask(self.saves.checkpointer.failed())
                 result, metrics = self._step()
                 action = self._action(result, metrics)
                 if action == "roll_back":
@@ -211,19 +195,19 @@ class Trainer:
                     engine.check_replicas()
                 signal = stop.answer(asking)
                 if signal == SAVE_FAILED:
-                    self.checkpointer.wait()
+                    self.saves.checkpointer.wait()
                     signal = None  # one that arrived meanwhile is handled after the next step
                 if action != "roll_back" and self._save_due(engine.step, signal):
                     reason = "signal" if signal else "schedule"
                     last = bool(signal) or engine.step == config.run.steps
-                    self.checkpointer.save(engine.chunks(), self._progress(), reason, last)
+                    self.saves.save(reason, last)
                     self.callbacks.on_checkpoint(self, engine.step)
                 if signal:
                     break
             else:
                 signal = None
             self.profile.finish()
-            self.checkpointer.wait()  # a signal must not cut the last save short
+            self.saves.checkpointer.wait()  # a signal must not cut the last save short
         if signal:  # after the progress bar has ended
             log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
         return self._ended(signal)
@@ -236,10 +220,6 @@ class Trainer:
     def stop(self) -> None:
         """End the run after the step in progress or the next one, with a checkpoint; on any rank."""
         self._stopping.request()
-
-    def _progress(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the state."""
-        return {**self.engine.progress(), **recorded(self.base)}
 
     def _action(self, result: StepResult, metrics: Metrics) -> str | None:
         """The reaction to a faulty step (``stop``, ``skip``, ``roll_back``), recorded in its metrics;
@@ -274,16 +254,12 @@ class Trainer:
         Raises:
             AgreedError: there is no checkpoint to roll back to.
         """
-        engine, samples = self.engine, self.engine.samples
-        self.checkpointer.wait()
-        found = self._load_newest(self.checkpointer.newest)
-        if found is None:
+        manifest = self.saves.roll_back()
+        if manifest is None:
             raise AgreedError(f"{metrics['fault']}; no checkpoint to roll back to yet (checkpoint.every)")
-        _, manifest = found
-        engine.rolled_back(manifest.progress, samples)
         self._recovery = (
-            f"{metrics['fault']}: rolled back to step {engine.step}, skipping samples {manifest.samples} "
-            f"to {samples - 1}"
+            f"{metrics['fault']}: rolled back to step {manifest.step}, skipping samples {manifest.samples} "
+            f"to {self.engine.samples - 1}"
         )
         log.warning(self._recovery)
 
@@ -309,7 +285,7 @@ class Trainer:
         sent = self.mesh.sent_bytes()
         if record:
             text = timeline_text(self.engine)
-            self.run.agreed(lambda: self._write(TIMELINE, text))
+            self.run.agreed(lambda: self._write_timeline(text))
         metrics = self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
         return result, {**metrics, "slowest": slowest}
 
@@ -348,54 +324,6 @@ class Trainer:
         self.callbacks.on_evaluation(self, scores)
         if isinstance(self.config.data.validation, dict):
             metrics["validation_losses"] = {name: score.loss for name, score in scores.items()}
-
-    def _load_newest(self, find: Callable[[], Path | None]) -> tuple[Path, Manifest] | None:
-        """Load the checkpoint that ``find`` finds, renaming damaged ones if the settings allow it; None if
-        there is none."""
-        path = find()
-        if path is None:
-            return None
-        try:
-            return path, self.checkpointer.load(path, self.engine.chunks())
-        except AgreedError as error:
-            if not issubclass(error.kind, DamagedCheckpoint):
-                raise
-            self.checkpointer.set_aside(path, error)
-        return self._load_newest(find)
-
-    def _resume(self) -> None:
-        """Begin with a checkpoint, with the weights that ``model.load`` names, or with initial values."""
-        adapters = self.config.model.lora is not None
-        if adapters:
-            self.engine.initialise(frozen=self.config.model.load is None)
-        found = self._load_newest(self.checkpointer.find)
-        if found is None:
-            base = self._begin()
-            self.base = base if adapters else None
-            return
-        path, manifest = found
-        if adapters:
-            self.base = self.run.agreed(lambda: base_of(path, manifest))
-            load_base(self.base, self.config, self.engine.frozen(), self.mesh.world)
-        self.engine.restored(manifest.progress)
-        log.info("resuming from %s: step %d, %d samples", path, manifest.step, manifest.samples)
-        for change in changed_settings(manifest.config, saved_form(self.config)):
-            log.info("changed since: %s", change)
-
-    def _begin(self) -> Base:
-        """Start a new run; returns the weights that it begins with."""
-        model, engine = self.config.model, self.engine
-        base, with_weights = Base.drawn(self.config), ""
-        if model.load is not None:
-            base = load_weights(self.config, model.load, engine.weights(), self.mesh.world)
-            engine.publish()
-            with_weights = f" with the weights of {model.load}"
-        elif model.lora is None:
-            engine.initialise()
-        parameters, trained = parameter_count(model), trained_count(model)
-        part = f", {trained:,} trained" if trained != parameters else ""
-        log.info("starting a new run%s: %s parameters%s", with_weights, f"{parameters:,}", part)
-        return base
 
 
 def _prefixes(config: Config) -> list[str]:

@@ -74,6 +74,9 @@ _TABLE = """
 1 2 1 | zb_h1           | none              | fp32        | lora
 1 1 2 | z1              | none              | fp32        | last layer
 1 1 1 |                 | none              | fp32        | last layer
+1 2 1 | 1f1b            | none              | fp32        | last layer
+1 2 1 | zb_v            | none              | fp32        | last layer
+1 2 2 | z3 interleaved  | full              | fp32        | last layer
 """
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -221,3 +221,33 @@ def test_pipeline_bytes(
         if tied and not v_shaped and stage in (0, pipeline - 1):
             wanted += weight  # an all-reduce of two ranks
         assert found["pipeline"] == _STEPS * wanted, f"rank {rank}"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "trained_from"), [("1f1b", 3), ("zb_h1", 2), ("interleaved", 4), ("zb_v", 3)]
+)
+def test_no_gradients_are_sent_to_frozen_stages(pool: Pool, schedule: str, trained_from: int) -> None:
+    """Of the stages, only those from the first trained one on pass gradients; activations pass all."""
+    virtual = 1 if schedule in ("1f1b", "zb_h1") else 2
+    pipeline = 4 // virtual if schedule != "interleaved" else 3
+    config = _config(
+        "gpt2", 1, 1, False, "fp32", pipeline=pipeline, schedule=schedule, virtual_stages=virtual
+    )
+    stages = pipeline * virtual
+    tree = config.model_dump(by_alias=True)
+    tree["model"] |= {"layers": stages, "train": [f"layers.{trained_from}", "norm"]}
+    tree["parallel"]["split"] = [1] * stages
+    message = _MICRO * _SEQUENCE * config.model.hidden * 4
+    placement = [*range(pipeline), *(reversed(range(pipeline)) if schedule == "zb_v" else range(pipeline))][
+        :stages
+    ]
+    scalars = (
+        sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4)) + (pipeline - 1) * 4 // pipeline
+    )
+    for rank, found in enumerate(pool.run(pipeline, _measure, build_config(tree), pipeline)):
+        sent = 0
+        for stage, owner in enumerate(placement):
+            forward, backward = stage + 1 < stages, stage > trained_from
+            near = [stage + 1] * forward + [stage - 1] * backward
+            sent += sum(placement[other] != rank for other in near) if owner == rank else 0
+        assert found["pipeline"] == _STEPS * (_GLOBAL // _MICRO * sent * message + scalars), f"rank {rank}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -69,6 +69,17 @@ class Block:
             feed_forward=self.ffn.kept(run, selective),
         )
 
+    def forward(self, run: Execution) -> int:
+        """Bytes needed in the forward pass, above what is kept."""
+        return self.ffn.forward(run)
+
+    def forward_alone(self, run: Execution) -> int:
+        """Bytes needed in a forward pass from which nothing is kept, beside the output: the input, normalised
+        too, and the attention's values; or with the sum of both, normalised too, the feed-forward's."""
+        stream = run.stream(self.attention.hidden)
+        attention = 2 * stream + self.attention.kept(run, False)
+        return max(attention, 4 * stream + self.ffn.kept(run, False) + self.ffn.forward(run))
+
     def _normed(self, run: Execution, linear: Linear, selective: bool) -> int:
         """Bytes kept of a norm's output, the input of ``linear``."""
         return 0 if selective or not linear.trained else run.stream(self.attention.hidden)
@@ -121,6 +132,7 @@ class Stage:
 
     Attributes:
         tied: see :class:`Head`; ``here`` on the embedding's rank too.
+        after_trained: whether anything is trained in the stages before, which then need a gradient.
     """
 
     model: ModelInventory
@@ -128,6 +140,7 @@ class Stage:
     first: bool
     last: bool
     tied: str = "own"
+    after_trained: bool = False
 
     @cached_property
     def embedding(self) -> Embedding | None:
@@ -177,13 +190,17 @@ class Stage:
 
     @cached_property
     def unreached(self) -> int:
-        """Leading layers that no gradient reaches: nothing is trained in them or before. Stages but the first
-        receive hidden states that may depend on trained weights."""
+        """Leading layers that no gradient reaches: nothing is trained in them or before."""
         before = (self.embedding, self.positions)
-        if not self.first or any(not each.frozen for part in before if part for each in part.parameters):
+        if self.after_trained or any(not each.frozen for part in before if part for each in part.parameters):
             return 0
         trained = (any(not each.frozen for each in block.parameters) for block in self.blocks)
         return next((number for number, found in enumerate(trained) if found), len(self.blocks))
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether any of its parameters is trained."""
+        return any(not each.frozen for each in self.parameters)
 
     def recomputing(self, recompute: Recomputed, count: int) -> list[tuple[Block, Recomputed]]:
         """Its layers, and what each recomputes: the first ``count`` do."""
@@ -203,6 +220,8 @@ class Stage:
         """All bytes from ``F`` to ``B``; the first ``count`` layers recompute."""
         model = self.model.settings
         stream, total = run.stream(model.hidden), Counter[str]()
+        if not (self.trains or self.after_trained):
+            return total
         reached = self.recomputing(recompute, count)[self.unreached :]
         for (block, kind), number in Counter(reached).items():
             for name, size in block.kept(run, kind).items():
@@ -382,15 +401,29 @@ class ModelInventory:
             placement: for every stage its pipeline rank.
             rank: whose stages.
         """
+        trained_from = self.trained_from(layers)
+        return {
+            number: replace(stage, after_trained=number > trained_from)
+            for number, stage in self._stages(layers, placement)
+            if placement[number] == rank
+        }
+
+    def trained_from(self, layers: Sequence[range]) -> int:
+        """The first of the stages with these layers in which anything is trained.
+
+        A head that is tied to the embedding is trained where that is, on the first stage.
+        """
+        placement = range(len(layers))
+        return next((number for number, stage in self._stages(layers, placement) if stage.trains), 0)
+
+    def _stages(self, layers: Sequence[range], placement: Sequence[int]) -> Iterator[tuple[int, Stage]]:
+        """All stages with their numbers; see :meth:`stages`."""
         final = len(placement) - 1
         tied = "own"
         if self.settings.tied_embeddings:
             tied = "here" if placement[0] == placement[final] else "copy"
-        return {
-            number: self.stage(layers[number], number == 0, number == final, tied)
-            for number, owner in enumerate(placement)
-            if owner == rank
-        }
+        for number in range(len(placement)):
+            yield number, self.stage(layers[number], number == 0, number == final, tied)
 
     def weights(self) -> dict[str, Weight]:
         """All global tensors by name, without adapters."""

@@ -76,8 +76,12 @@ class StageMemory:
     @property
     def forward(self) -> int:
         """Bytes that the layers' ``F`` needs above what is kept, its output included."""
-        needed = max((block.ffn.forward(self.run) for block in set(self.stage.blocks)), default=0)
-        return needed + (0 if self.stage.last else self.stream)
+        stage, run = self.stage, self.run
+        alone, reached = set(stage.blocks[: stage.unreached]), set(stage.blocks[stage.unreached :])
+        needed = max((block.forward(run) for block in reached), default=0)
+        # Layers that no gradient reaches come first, when nothing of the others is kept yet.
+        first = max((block.forward_alone(run) for block in alone), default=0) - self.kept_bytes
+        return max(needed, first) + (0 if stage.last else self.stream)
 
     def _backward(self, split: bool) -> Iterator[tuple[int, int, list[int], str | None]]:
         """(bytes needed, bytes when gradients are complete, parameters whose they are, unit that backward

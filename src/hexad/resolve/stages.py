@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hexad.config import Config, ConfigError, blaming
 from hexad.model.counts import layer_costs
+from hexad.model.inventory import ModelInventory
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import MOST_PASSES, build_schedule, stages_per_rank
@@ -39,7 +40,9 @@ def pipeline_plan(config: Config, layout: Layout) -> PipelinePlan:
     """
     microbatches = config.batch.global_ // (config.batch.micro * int(layout.data))
     schedule = _schedule(config, layout.pipeline, max(1, microbatches))
-    return PipelinePlan(schedule, stage_layers(config, schedule.stages))
+    layers = stage_layers(config, schedule.stages)
+    trained_from = ModelInventory(config.model).trained_from(layers)
+    return PipelinePlan(replace(schedule, trained_from=trained_from), layers)
 
 
 def plan_of_modules(config: Config, layout: Layout) -> PipelinePlan:
@@ -74,7 +77,8 @@ def training_schedule(config: Config, plan: PipelinePlan, microbatches: int) -> 
             "parallel.schedule",
             f"{name} has {planned.microbatches} microbatches, found {microbatches} in a step",
         )
-    return _by_name(config, planned.pipeline, microbatches, planned.placement)
+    longer = _by_name(config, planned.pipeline, microbatches, planned.placement)
+    return replace(longer, trained_from=planned.trained_from)
 
 
 def stage_layers(config: Config, stages: int) -> tuple[range, ...]:

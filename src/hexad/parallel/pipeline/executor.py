@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -127,11 +127,21 @@ class _PointToPoint(Generic[M]):
         return receive_async(self._buffer(self._microbatches[microbatch]), self._axis, peer, tag)
 
 
-class _Walk(Generic[M]):
-    """What one run holds: activations from ``F`` to ``B``, and operands of weight gradients to ``W``.
+class _Graph(NamedTuple):
+    """What is held of a stage and a microbatch from ``F`` to ``B``.
 
-    A stage's output is not held, only the edge of the graph at which backward starts.
+    Attributes:
+        inputs: whose gradient goes to the stage before; None if none does.
+        root: where backward starts: the loss, or the edge of the graph at the output, which is not held
+            itself. None if nothing needs a gradient.
     """
+
+    inputs: torch.Tensor | None
+    root: torch.Tensor | GradientEdge | None
+
+
+class _Walk(Generic[M]):
+    """What one run holds: activations from ``F`` to ``B``, and operands of weight gradients to ``W``."""
 
     def __init__(
         self,
@@ -142,12 +152,12 @@ class _Walk(Generic[M]):
         gradients: Gradients,
     ) -> None:
         self.total: torch.Tensor | None = None
-        self._final = schedule.stages - 1
+        self._schedule = schedule
         self._stages = stages
         self._microbatches = microbatches
         self._scale = scale
         self._gradients = gradients
-        self._graphs: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor | GradientEdge]] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
         self._weights: dict[tuple[int, int], Deferred] = {}
         self._handed: dict[Message, torch.Tensor] = {}
 
@@ -178,14 +188,16 @@ class _Walk(Generic[M]):
 
     def _forward(self, stage: int, microbatch: int, inputs: torch.Tensor | None) -> torch.Tensor | None:
         training = self._scale is not None
+        passes = training and inputs is not None and self._schedule.passes(stage)
         if inputs is not None:
-            inputs.requires_grad_(training)
+            inputs.requires_grad_(passes)
         with torch.set_grad_enabled(training):
             output = self._stages[stage](self._microbatches[microbatch], inputs, self._scale)
-        final = stage == self._final
-        if training:
-            root = output if final or not output.requires_grad else get_gradient_edge(output)
-            self._graphs[stage, microbatch] = (inputs, root)
+        final = stage == self._schedule.stages - 1
+        needed = training and output.requires_grad
+        if passes or needed:
+            root = None if not needed else output if final else get_gradient_edge(output)
+            self._graphs[stage, microbatch] = _Graph(inputs if passes else None, root)
         if not final:
             return output.detach()
         loss = output.detach().double()
@@ -195,12 +207,12 @@ class _Walk(Generic[M]):
     def _backward(
         self, stage: int, microbatch: int, gradient: torch.Tensor | None, split: bool
     ) -> torch.Tensor | None:
-        inputs, root = self._graphs.pop((stage, microbatch))
+        inputs, root = self._graphs.pop((stage, microbatch), _Graph(None, None))
         if isinstance(root, torch.Tensor):
             assert self._scale is not None
             gradient = torch.full_like(root, self._scale)
         with self._gradients.defer() if split else nullcontext() as later:
-            if not isinstance(root, torch.Tensor) or root.requires_grad:  # else nothing here is trained
+            if root is not None:
                 torch.autograd.backward(root, gradient)
         if later is not None:
             self._weights[stage, microbatch] = later

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,12 +67,15 @@ class Schedule:
         microbatches: of one step.
         placement: the pipeline rank of every stage.
         ranks: for each pipeline rank its actions, in order.
+        trained_from: the first stage in which anything is trained: those before have nothing to do in their
+            backward actions, and no gradient is sent to them.
     """
 
     name: str
     microbatches: int
     placement: tuple[int, ...]
     ranks: tuple[tuple[Action, ...], ...]
+    trained_from: int = 0
 
     @property
     def pipeline(self) -> int:
@@ -96,25 +99,33 @@ class Schedule:
     def sent(self, action: Action) -> Message | None:
         """The message to another rank after ``action``."""
         kind, stage, microbatch = action
-        target = stage + 1 if kind == "F" else stage - 1
-        if kind == "W" or not 0 <= target < self.stages or self.placement[target] == self.placement[stage]:
-            return None
-        return Message("F" if kind == "F" else "B", stage, microbatch)
+        return None if kind == "W" else self._message(Message("F" if kind == "F" else "B", stage, microbatch))
 
     def received(self, action: Action) -> Message | None:
         """The message that ``action`` waits for."""
         kind, stage, microbatch = action
-        source = stage - 1 if kind == "F" else stage + 1
-        if kind == "W" or not 0 <= source < self.stages or self.placement[source] == self.placement[stage]:
+        if kind == "W":
             return None
-        return Message("F" if kind == "F" else "B", source, microbatch)
+        forward = kind == "F"
+        return self._message(Message("F" if forward else "B", stage + (-1 if forward else 1), microbatch))
+
+    def passes(self, stage: int) -> bool:
+        """Whether a stage passes a gradient on to the one before."""
+        return stage > self.trained_from
+
+    def _message(self, message: Message) -> Message | None:
+        """The message, if there are such stages, on different ranks, and it is a gradient that is needed."""
+        first = 0 if message.kind == "F" else self.trained_from
+        if not (0 <= message.stage < self.stages and first <= message.target < self.stages):
+            return None
+        return message if self.placement[message.stage] != self.placement[message.target] else None
 
     def first(self, microbatches: int) -> Schedule:
         """The schedule for the first ``microbatches``. Removing actions keeps the order valid."""
         ranks = tuple(
             tuple(action for action in actions if action.microbatch < microbatches) for actions in self.ranks
         )
-        return Schedule(self.name, microbatches, self.placement, ranks)
+        return replace(self, microbatches=microbatches, ranks=ranks)
 
     def as_tree(self) -> dict[str, Any]:
         """The content of a file, as JSON values."""

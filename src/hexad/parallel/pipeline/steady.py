@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .schedule import Action, Schedule
 
@@ -100,5 +100,5 @@ def _without(schedule: Schedule, steady: list[_Steady], period: int, turns: int,
         (*actions[:cut], *(_later(action, -turns * period) for action in actions[cut + gone :]))
         for actions, cut, gone in zip(schedule.ranks, cuts, omitted)
     )
-    short = Schedule(schedule.name, schedule.microbatches - turns * period, schedule.placement, ranks)
+    short = replace(schedule, microbatches=schedule.microbatches - turns * period, ranks=ranks)
     return Shortened(short, tuple(cuts), tuple(omitted))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pytest
@@ -138,6 +140,21 @@ def test_tensorboard(make_run: MakeRun) -> None:
     found = {scalar.step: scalar.value for scalar in events.Scalars("loss")}
     assert found == pytest.approx(dict(enumerate(run.losses, 1)), rel=1e-6)
     assert "comm_bytes/tensor" in events.Tags()["scalars"]
+
+
+def test_the_time_is_known_once_the_run_has_made_steps(make_run: MakeRun) -> None:
+    run = make_run()
+    path, more = str(run.path), "run.steps=1000"
+    facts = json.loads(call("config", "check", path, "--json").out)["summary"]
+    assert (facts["steps_left"], facts["step_seconds"]) == (facts["steps"], None)
+    run.train("run.steps=5")
+    seconds = median(line["step_seconds"] for line in run.metrics)
+    facts = json.loads(call("config", "check", path, more, "--json").out)["summary"]
+    assert (facts["steps_left"], facts["step_seconds"]) == (995, seconds)
+    left = timedelta(seconds=round(995 * seconds))
+    assert f"\ntime        {left} for the 995 steps that are left" in call("config", "check", path, more).out
+    for other in ("batch.global=8", "parallel.data=2", "precision.dtype=fp32"):
+        assert "\ntime" not in call("config", "check", path, more, other).out
 
 
 def test_dry_run(make_run: MakeRun) -> None:

@@ -1,16 +1,26 @@
-"""What people ask of a configuration first: size, tokens, steps, ranks and memory."""
+"""What people ask of a configuration first: size, tokens, steps, ranks, memory; time where it is known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from hexad.config import Config
+import yaml
+
+from hexad.checkpoint.kept_tokenizer import saved_form
+from hexad.config import Config, HexadError
 from hexad.model.counts import parameter_count, trained_count
 from hexad.plan.memory import MemoryPlan
 from hexad.resolve import Resolved
 
+from .run import read_metrics
+
 _SHORT = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
+_TIMED = ("model", "batch", "parallel", "precision", "memory")
+"""Groups of settings on which the time of a step depends."""
 _AXES = ("tensor", "context", "pipeline", "data", "expert")
 
 
@@ -24,6 +34,10 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
     config, layout = resolved.config, resolved.layout
     largest = max(ranks, key=lambda plan: plan.total)
     tokens = config.batch.global_ * config.data.sequence
+    left, seconds = config.run.steps, None
+    if (found := _measured(config)) is not None:
+        done, seconds = found
+        left = max(0, left - done)
     return {
         "family": config.model.family,
         "parameters": parameter_count(config.model),
@@ -31,6 +45,8 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "steps": config.run.steps,
         "tokens": tokens * config.run.steps,
+        "steps_left": left,
+        "step_seconds": seconds,
         "ranks": layout.world,
         "degrees": {axis: layout.degrees[axis] for axis in _AXES if layout.degrees[axis] > 1},
         "zero": config.parallel.zero,
@@ -49,6 +65,21 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
             "host": largest.host,
         },
     }
+
+
+def _measured(config: Config) -> tuple[int, float] | None:
+    """(steps made, median seconds of a step) of the run in ``run.dir``, if it has the same model, batch,
+    layout and formats; None without one."""
+    directory = Path(config.run.dir)
+    try:
+        before = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
+        steps, seconds = read_metrics(directory).series("step_seconds")
+        before.get("model")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, HexadError):
+        return None
+    now = saved_form(config).model_dump(mode="json", by_alias=True)
+    same = all(before.get(group) == now[group] for group in _TIMED)
+    return (steps[-1], median(seconds)) if same and steps else None
 
 
 def planned_device(config: Config) -> str:
@@ -84,8 +115,17 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
         "precision": f"{facts['dtype']}{auto}",
         "memory": f"{most}{memory['total'] / unit:,.2f} {name} per rank in the {where}'s memory{host}",
         "": f"of which {parts}",
+        **({} if facts["step_seconds"] is None else {"time": _time(facts, config.run.dir)}),
     }
     return [f"{name:<12}{text}" for name, text in rows.items()]
+
+
+def _time(facts: dict[str, Any], directory: str) -> str:
+    whole = timedelta(seconds=round(facts["steps_left"] * facts["step_seconds"]))
+    return (
+        f"{whole} for the {facts['steps_left']:,} steps that are left, at {facts['step_seconds']:.3g} s per "
+        f"step, the median so far in {directory}"
+    )
 
 
 def _degrees(degrees: dict[str, int]) -> str:

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hexad.checkpoint.manifest import read_manifest
 from hexad.dataset.tokenizer import load_tokenizer
+from hexad.resolve.saved import encoded, find_model, generating_model
 
-from ..dataset.chats import TEXT, chat_tokenizer
+from ..dataset.chats import CHATML, CONVERSATIONS, GENERATION, TEXT, chat_tokenizer, write_lines
 from .command import RunFile, call, write_run
 
 
@@ -113,3 +116,111 @@ def test_tokenizers_without_a_directory(run: RunFile, monkeypatch: pytest.Monkey
         assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
         assert load_tokenizer(str(kept)).eod == 0
     assert call("generate", "second", *PROMPT).status == 0
+
+
+OTHER = CHATML.replace("You help.", "You are brief.")
+ASK = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+
+
+def conversations(directory: Path, name: str, tokenizer: str, template: str | None) -> None:
+    """``directory/name``, conversations rendered by a template given as a file, or by the tokenizer's own."""
+    write_lines(directory / "chat.jsonl", [{"messages": CONVERSATIONS[0]}] * 4)
+    given: tuple[str, ...] = ()
+    if template is not None:
+        (directory / f"{name}.jinja").write_text(template)
+        given = ("--chat-template", str(directory / f"{name}.jinja"))
+    build = ("data", "build", "--input", str(directory / "chat.jsonl"), "--workers", "1")
+    result = call(*build, "--output", str(directory / name), "--tokenizer", tokenizer, *given)
+    assert result.status == 0, result.err
+
+
+@pytest.mark.parametrize("kind", ["without", "another", "inside", "byte"])
+def test_the_template_of_the_data_is_kept(tmp_path: Path, kind: str) -> None:
+    """That of ``--chat-template FILE``, where the tokenizer has none or another, in a file of its own or in
+    ``tokenizer_config.json``: for generation, and for transformers after the export."""
+    spec = "byte"
+    if kind != "byte":
+        own = None if kind == "without" else GENERATION
+        spec = chat_tokenizer(tmp_path / "tok", own, inside=kind == "inside")
+    conversations(tmp_path, "d", spec, OTHER)
+    run = write_run(
+        tmp_path, str(tmp_path / "d"), run={"steps": 1}, data={"tokenizer": spec, "sequence": 192}
+    )
+    result = run.train()
+    assert result.status == 0, result.err
+    said = "has the chat template of data.train, which is not that of data.tokenizer"
+    assert (said in result.err) == (kind in ("another", "inside"))
+    expected = load_tokenizer(spec).encode(rendered := _oracle(OTHER, ASK["messages"]))
+    assert "You are brief." in rendered
+    write_lines(tmp_path / "ask.jsonl", [ASK])
+    for source in (run.directory, run.newest):
+        saved = generating_model(find_model(str(source)), (), 1)
+        assert encoded([ASK], saved.config, saved.tokenizer()) == [expected]
+        asked = call("generate", str(source), "--prompts", str(tmp_path / "ask.jsonl"), "--tokens", "2")
+        assert asked.status == 0, asked.err
+    assert call("checkpoint", "verify", str(run.directory)).status == 0
+    exported = call(
+        "checkpoint", "export", "--from", str(run.directory), "--to", str(tmp_path / "hf"), "--json"
+    )
+    assert json.loads(exported.out)["notes"] == []
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = theirs.apply_chat_template(ASK["messages"], add_generation_prompt=True, return_dict=False)
+    assert ids == expected
+
+
+def _oracle(template: str, messages: list[dict[str, str]]) -> str:
+    """A conversation as transformers renders it by a template."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()))
+    return str(
+        tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+    )
+
+
+def test_a_resumed_run_keeps_the_template(tmp_path: Path) -> None:
+    """From its own configuration, whose tokenizer is the copy; data of another template replace it."""
+    spec = chat_tokenizer(tmp_path / "tok")
+    (tmp_path / "tok" / "additional_chat_templates").mkdir()
+    (tmp_path / "tok" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    conversations(tmp_path, "d", spec, OTHER)
+    conversations(tmp_path, "own", spec, None)
+    run = write_run(
+        tmp_path, str(tmp_path / "d"), run={"steps": 1}, data={"tokenizer": spec, "sequence": 192}
+    )
+    assert run.train().status == 0
+    shutil.rmtree(tmp_path / "tok")
+    kept = run.directory / "tokenizer"
+    again = ("train", str(run.directory / "config.yaml"))
+    for step, (options, expected) in enumerate(
+        [((), OTHER), ((f"data.train={tmp_path / 'own'}",), CHATML)], 2
+    ):
+        result = call(*again, f"run.steps={step}", *options)
+        assert result.status == 0, result.err
+        assert (kept / "chat_template.jinja").read_text() == expected
+        # One given as a file renders conversations with tools too.
+        assert (kept / "additional_chat_templates" / "tool_use.jinja").exists() == (expected == CHATML)
+        assert (kept / ".origin").read_text().splitlines()[0] == str(tmp_path / "tok")
+
+
+def test_data_of_different_templates_are_refused(tmp_path: Path) -> None:
+    """Also where one is the tokenizer's own; text beside conversations has none."""
+    spec = chat_tokenizer(tmp_path / "tok")
+    for name, template in (("a", OTHER), ("b", None), ("c", CHATML)):
+        conversations(tmp_path, name, spec, template)
+    (tmp_path / "text.txt").write_text("\n".join(TEXT * 2))
+    build = ("data", "build", "--input", str(tmp_path / "text.txt"), "--output", str(tmp_path / "text"))
+    assert call(*build, "--tokenizer", spec, "--chat-template", str(tmp_path / "a.jinja")).status == 0
+    run = write_run(tmp_path, "", run={"steps": 1}, data={"tokenizer": spec, "sequence": 192})
+
+    def blend(*names: str) -> str:
+        return "data.train=[" + ", ".join(f"[1, {tmp_path / name}]" for name in names) + "]"
+
+    for names in (("a", "b"), ("text", "c", "a")):
+        error = run.train(blend(*names)).error
+        assert error.startswith(
+            f"data.train: found {tmp_path / names[-2]} and {tmp_path / names[-1]}, whose "
+        )
+    assert not run.directory.exists()
+    result = run.train(blend("b", "c", "text"))
+    assert result.status == 0, result.err

@@ -170,6 +170,10 @@ TRAIN = (
     ("train run.yaml data.train=bad-mask", "data.train: bad-mask.mask"),
     ("train run.yaml data.train=other-mask", "data.train: other-mask.mask"),
     ("train run.yaml data.train=chats", "data.train: chats"),
+    (
+        "train run.yaml 'data.train=[[1, chats], [1, other-chats]]' data.sequence=64",
+        "data.train: found chats and other-chats",
+    ),
     ("train run.yaml data.sequence=1000000", "data.train: "),
     ("train run.yaml data.sequence=0", "data.sequence: found 0"),
     ("train run.yaml data.packing=pack", "data.packing: found 'pack'"),

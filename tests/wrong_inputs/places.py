@@ -54,6 +54,7 @@ TEXTS = {
     "number-content.jsonl": '{"messages": [{"role": "assistant", "content": 5}]}\n',
     "tools.jsonl": '{"messages": [{"role": "assistant", "content": "a"}], "tools": 3}\n',
     "t.jinja": "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}",
+    "other.jinja": "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}",
     "open.jinja": "{% for m in messages %}{{ m",
     "prompts.jsonl": '{"prompt": "a"}\n{"prompt": 3}\n',
     "words.jsonl": "hello\n",
@@ -95,6 +96,7 @@ def _data() -> None:
     build = ("data", "build", "--tokenizer", "byte", "--workers", "1")
     _good(*build, "--input", "words.txt", "--output", "data")
     _good(*build, "--input", "chats.jsonl", "--chat-template", "t.jinja", "--output", "chats")
+    _good(*build, "--input", "chats.jsonl", "--chat-template", "other.jinja", "--output", "other-chats")
     for name in ("cut-bin", "cut-idx", "no-bin", "no-idx", "bad-idx", "empty-idx"):
         for suffix in (".bin", ".idx"):
             shutil.copy(f"data{suffix}", f"{name}{suffix}")

@@ -22,7 +22,6 @@ from .hugging_face_files import (
     appearing,
     has_tokenizer,
     special_tokens,
-    write_byte_tokenizer,
     write_json,
 )
 from .kept_tokenizer import copied_files, tokenizer_of_checkpoint
@@ -209,14 +208,11 @@ def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) 
 
 
 def _write_tokenizer(directory: Path, given: str) -> list[str]:
-    if given == "byte":
-        write_byte_tokenizer(directory)
     for name, content in copied_files(given).items():
         if name != CONFIG_FILE:  # the model's own is written
             (directory / name).parent.mkdir(exist_ok=True)
             write_durably(directory / name, content)
-    missing = given != "byte" and not has_tokenizer(directory)
-    return [f"no tokenizer found in data.tokenizer {given}"] if missing else []
+    return [] if has_tokenizer(directory) else [f"no tokenizer found in data.tokenizer {given}"]
 
 
 def _narrows(stored: str, dtype: torch.dtype) -> bool:

@@ -90,7 +90,11 @@ def copy_files(files: list[Path], to: Path) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object as Hugging Face does."""
-    write_durably(path, json.dumps(content, indent=2) + "\n")
+    write_durably(path, _as_json(content))
+
+
+def _as_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
 
 def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
@@ -111,12 +115,8 @@ def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
     return dict.fromkeys(SPECIAL) | {"eos_token_id": eod}
 
 
-def write_byte_tokenizer(directory: Path) -> None:
-    """``tokenizer.json`` of the ``byte`` tokenizer: the 256 values of a byte, then ``<|endoftext|>``.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def byte_tokenizer_files() -> dict[str, bytes]:
+    """The ``byte`` tokenizer as files: the 256 values of a byte, then ``<|endoftext|>``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     end = "<|endoftext|>"
@@ -128,15 +128,13 @@ def write_byte_tokenizer(directory: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(end, special=True)])
-    write_durably(directory / "tokenizer.json", backend.to_str(pretty=True))
-    write_json(
-        directory / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": end,
-            "clean_up_tokenization_spaces": False,
-        },
-    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {"tokenizer.json": backend.to_str(pretty=True), "tokenizer_config.json": _as_json(settings)}
+    return {name: text.encode() for name, text in files.items()}
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

@@ -1,24 +1,30 @@
 """The tokenizer that a run and its checkpoints keep, so that both work without the original. No torch.
 
 ``run.dir/tokenizer`` holds a copy of the files of ``data.tokenizer``, and so does every checkpoint, which its
-manifest covers. What a run saves of its configuration names the run's copy, and every other path absolutely.
+manifest covers. Its chat template is that of the training data. What a run saves of its configuration names
+the run's copy, and every other path absolutely.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config
+from hexad.config import Config, blaming
 from hexad.config.load import anchored
+from hexad.dataset.chat import load_chat_template, template_files
+from hexad.dataset.sidecar import chat_templates, prefixes
 from hexad.model.hugging_face import CONFIG_FILE
 
 from .directory import sync_directory, write_durably
-from .hugging_face_files import has_tokenizer, tokenizer_files
+from .hugging_face_files import byte_tokenizer_files, has_tokenizer, tokenizer_files
 from .manifest import FileRecord
 from .verification import whole_file
+
+log = logging.getLogger("hexad")
 
 FOLDER = "tokenizer"
 """Of the copy, in a run directory and in a checkpoint."""
@@ -27,17 +33,19 @@ _ORIGIN = ".origin"
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files beside a tokenizer's that name its special tokens and render conversations."""
 _TEMPLATES = "additional_chat_templates/*.jinja"
+_REPLACED = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
+"""Templates of a tokenizer that those of the training data take the place of."""
 
 
 def copied_files(tokenizer: str) -> dict[str, bytes]:
-    """The files of a tokenizer by the names under which a directory with them is one; empty for ``byte``.
+    """The files of a tokenizer by the names under which a directory with them is one.
 
     Raises:
         OSError: one cannot be read.
     """
     path = Path(tokenizer)
     if tokenizer == "byte":
-        return {}
+        return byte_tokenizer_files()
     if path.is_dir():
         # config.json has the ids of the tokens that begin and end a text.
         files = [*tokenizer_files(path), *sorted(path.glob(_TEMPLATES)), path / CONFIG_FILE]
@@ -49,19 +57,49 @@ def copied_files(tokenizer: str) -> dict[str, bytes]:
 
 
 def keep_tokenizer(config: Config) -> None:
-    """Copy the tokenizer into ``run.dir``, unless it is there.
+    """Copy the tokenizer into ``run.dir``, with the chat template of the training data, unless it is there.
 
     Raises:
+        ConfigError: the training data have several chat templates.
         OSError: the copy cannot be written.
     """
     folder = Path(config.run.dir) / FOLDER
-    given = config.data.tokenizer
-    if given == "byte" or Path(given).resolve() == folder.resolve():
+    templates = training_templates(config)
+    if config.data.tokenizer == "byte" and templates is None:
         return
-    files = copied_files(given)
-    files[_ORIGIN] = "".join(f"{path}\n" for path in (_absolute(given), folder.resolve())).encode()
-    if _content(folder) == files:
-        return
+    files = _kept_files(config.data.tokenizer, templates, folder)
+    if _content(folder) != files:
+        _replace(folder, files)
+
+
+def training_templates(config: Config) -> Mapping[str, str] | None:
+    """The chat templates of the conversations in ``data.train``, by name; None where it has none.
+
+    Raises:
+        ConfigError: data sets have different ones.
+    """
+    with blaming("data.train"):
+        return chat_templates(prefixes(config.data.train))
+
+
+def _kept_files(given: str, templates: Mapping[str, str] | None, folder: Path) -> dict[str, bytes]:
+    """What the run's copy of a tokenizer holds."""
+    if Path(given).resolve() == folder.resolve():
+        files = _content(folder)
+    else:
+        files = copied_files(given)
+        files[_ORIGIN] = "".join(f"{path}\n" for path in (_absolute(given), folder.resolve())).encode()
+    own = load_chat_template(given)
+    if templates is None or (own is not None and own.named == templates):
+        return files
+    if own is not None:
+        log.info("%s: has the chat template of data.train, which is not that of data.tokenizer", folder)
+    others = {name: content for name, content in files.items() if name not in _REPLACED}
+    return others | template_files(templates)
+
+
+def _replace(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a folder that takes the place of one by a rename."""
     partial, old = folder.with_name(f".{FOLDER}.partial"), folder.with_name(f".{FOLDER}.old")
     for left in (partial, old):
         shutil.rmtree(left, ignore_errors=True)

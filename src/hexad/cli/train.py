@@ -107,7 +107,8 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
 
 def _check_data(config: Config) -> int:
     """Check the data before any process is started; returns the tokenizer's vocabulary size."""
-    from hexad.checkpoint.kept_tokenizer import tokenizer_of_run
+    from hexad.checkpoint.kept_tokenizer import tokenizer_of_run, training_templates
+    from hexad.dataset.sidecar import prefixes
     from hexad.dataset.tokenizer import load_tokenizer
     from hexad.dataset.whole_samples import check_samples
 
@@ -120,9 +121,10 @@ def _check_data(config: Config) -> int:
         sets, several = config.data.validation_sets, isinstance(config.data.validation, dict)
         wanted |= {f"data.validation.{name}" if several else "data.validation": sets[name] for name in sets}
     for field, data in wanted.items():
-        for _, prefix in [(1.0, data)] if isinstance(data, str) else data:
+        for prefix in prefixes(data):
             with blaming(field):
                 check_samples(prefix, config.data.packing, config.data.sequence, config.data.too_long)
+    training_templates(config)
     return vocab
 
 

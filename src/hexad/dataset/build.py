@@ -73,12 +73,14 @@ class BuildSummary:
 @dataclass(frozen=True)
 class _Encoded:
     """The documents of one task: ids one after another, which of them are trained (None: all), the length of
-    each document, whether it has what begins and ends documents, and what was skipped."""
+    each document, whether some have what begins and ends documents, whether some are conversations, and what
+    was skipped."""
 
     tokens: NDArray[Any]
     trained: NDArray[np.bool_] | None
     lengths: NDArray[np.int64]
     framed: bool
+    rendered: bool
     skipped: Counter[str]
     size: int
 
@@ -133,12 +135,12 @@ def build(
     bos = encoder.bos if prepend_bos else ()
     work = partial(_encode, reading=reading, bos=bos, eod=eod, dtype=dtype_for(encoder.vocab_size))
     count = min(workers or _usable_cores(), max(1, total // _TASK_BYTES + 1, len(list(_group(pieces)))))
-    done, skipped, framed = 0, Counter[str](), False
+    done, skipped, framed, rendered = 0, Counter[str](), False, False
     with IndexedWriter(prefix, dtype_for(encoder.vocab_size)) as writer:
         for encoded in _run(work, _group(streamed(pieces)), encoder, count):
             writer.add_documents(encoded.tokens, encoded.lengths, encoded.trained)
             skipped += encoded.skipped
-            framed = framed or encoded.framed
+            framed, rendered = framed or encoded.framed, rendered or encoded.rendered
             done += encoded.size
             if progress:
                 progress(done, total)
@@ -156,6 +158,7 @@ def build(
         vocab=encoder.vocab_size,
         eod=eod if framed else encoder.eod,
         bos=bos if framed else None,
+        chat_templates=reading.template.named if rendered and reading.template is not None else None,
     )
     with suppress(OSError):  # the sidecar only saves time
         write_sidecar(prefix, facts)
@@ -225,7 +228,7 @@ def _encode(
     marks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []
     skipped = Counter[str]()
-    some_framed = False
+    kinds: set[bool] = set()  # framed ones and conversations
     begin, end = np.array(bos, dtype=dtype), np.array([] if eod is None else [eod], dtype=dtype)
     for batch in _batches(_documents(pieces, reading, skipped)):
         for document, (ids, trained) in zip(batch, _tokenized(batch, tokenizer)):
@@ -236,14 +239,15 @@ def _encode(
             parts += [before, ids.astype(dtype), after]
             marks += [np.full(len(before), document.trained is None), trained, np.full(len(after), True)]
             lengths.append(len(before) + len(ids) + len(after))
-            some_framed = some_framed or document.framed
+            kinds.add(document.framed)
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
     mask = np.concatenate(marks) if marks else None
     return _Encoded(
         tokens,
         None if mask is None or mask.all() else mask,
         np.array(lengths, dtype=np.int64),
-        some_framed,
+        True in kinds,
+        False in kinds,
         skipped,
         sum(p.size for p in pieces),
     )

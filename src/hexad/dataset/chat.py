@@ -18,6 +18,8 @@ from .tokenizer import tokenizer_settings
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first."""
+_DEFAULT, _TOOLS = "default", "tool_use"
+_FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 
@@ -39,6 +41,11 @@ class ChatTemplate:
     special: Mapping[str, str] = field(default_factory=dict)
     ends: tuple[str, ...] = ()
     tool_source: str | None = None
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The sources by the names that they have in a tokenizer's files."""
+        return {_DEFAULT: self.source} | ({} if self.tool_source is None else {_TOOLS: self.tool_source})
 
     ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
     """Those in use; a template may name others."""
@@ -209,20 +216,26 @@ def load_chat_template(tokenizer: str, file: str | None = None) -> ChatTemplate 
     if directory is None:
         return None
     name, named = _templates(directory, settings)
-    if "default" not in named:
+    if _DEFAULT not in named:
         return None
-    return ChatTemplate(named["default"], name, special, ends, named.get("tool_use"))
+    return ChatTemplate(named[_DEFAULT], name, special, ends, named.get(_TOOLS))
+
+
+def template_files(named: Mapping[str, str]) -> dict[str, bytes]:
+    """Templates by name, as :attr:`ChatTemplate.named` has them, as files of a tokenizer's directory."""
+    names = {_DEFAULT: _FILE, _TOOLS: f"{_FOLDER}/{_TOOLS}.jinja"}
+    return {file: named[name].encode() for name, file in names.items() if name in named}
 
 
 def _templates(directory: Path, settings: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """(the file that has the default one, a tokenizer's templates by name)."""
-    beside = directory / "chat_template.jinja"
-    more = sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    beside = directory / _FILE
+    more = sorted((directory / _FOLDER).glob("*.jinja"))
     if beside.is_file():
-        return str(beside), {"default": _read(beside), **{path.stem: _read(path) for path in more}}
+        return str(beside), {_DEFAULT: _read(beside), **{path.stem: _read(path) for path in more}}
     given = settings.get("chat_template")
     if isinstance(given, str):
-        given = [{"name": "default", "template": given}]
+        given = [{"name": _DEFAULT, "template": given}]
     entries = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
     named = {str(each.get("name")): str(each.get("template")) for each in entries}
     return str(directory / "tokenizer_config.json"), named

@@ -8,7 +8,7 @@ is used only while its fingerprint matches the data, so that it is never applied
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,6 +34,8 @@ class Sidecar:
         eod: id of its end-of-document token, if it has one.
         bos: ids before each document; None if not known.
         mask: hash of the loss mask beside the data (``PREFIX.mask``); None where all tokens are trained.
+        chat_templates: those of its conversations, as :attr:`~hexad.dataset.chat.ChatTemplate.named`; None
+            where there are no conversations.
     """
 
     fingerprint: str
@@ -47,6 +49,7 @@ class Sidecar:
     eod: int | None = None
     bos: Sequence[int] | None = None
     mask: str | None = None
+    chat_templates: Mapping[str, str] | None = None
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -92,6 +95,7 @@ def describe(
     vocab: int | None = None,
     eod: int | None = None,
     bos: Sequence[int] | None = None,
+    chat_templates: Mapping[str, str] | None = None,
 ) -> Sidecar:
     """The sidecar of an open dataset."""
     return Sidecar(
@@ -106,7 +110,33 @@ def describe(
         eod=eod,
         bos=None if bos is None else list(bos),
         mask=None if data.mask is None else data.mask.fingerprint(),
+        chat_templates=chat_templates,
     )
+
+
+def prefixes(data: str | Iterable[tuple[float, str]] | None) -> list[str]:
+    """The data sets of a setting: a prefix, or a blend."""
+    return [data] if isinstance(data, str) else [prefix for _, prefix in data or ()]
+
+
+def chat_templates(data: Iterable[str]) -> Mapping[str, str] | None:
+    """The chat templates of the conversations in some data sets; None where none are recorded.
+
+    Raises:
+        HexadError: two data sets have different ones: a model is kept with one.
+    """
+    first, found = "", None
+    for prefix in data:
+        built = read_sidecar(prefix)
+        if built is None or built.chat_templates is None:
+            continue
+        if found is not None and built.chat_templates != found:
+            raise HexadError(
+                f"found {first} and {prefix}, whose conversations have different chat templates; build one "
+                "of them again with that of the other (--chat-template FILE)"
+            )
+        first, found = prefix, built.chat_templates
+    return found
 
 
 def check_mask(data: IndexedDataset, built: Sidecar) -> None:

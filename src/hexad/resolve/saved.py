@@ -16,6 +16,7 @@ from hexad.checkpoint.manifest import read_manifest
 from hexad.config import Config, ConfigError, HexadError, apply_override, blaming
 from hexad.dataset.chat import ChatTemplate, load_chat_template
 from hexad.dataset.indexed import IndexedDataset
+from hexad.dataset.sidecar import prefixes
 from hexad.dataset.tokenizer import Tokenizer, bos_ids, load_tokenizer
 from hexad.model.configuration import build_config
 from hexad.model.families import family
@@ -190,7 +191,7 @@ def evaluated_model(
     if not config.data.validation_sets:
         raise ConfigError("--data", "found none, and the run has no data.validation; name .bin/.idx prefixes")
     for each in config.data.validation_sets.values():
-        for prefix in [each] if isinstance(each, str) else [prefix for _, prefix in each]:
+        for prefix in prefixes(each):
             with blaming("--data"):
                 IndexedDataset(prefix)
     return model, tokenizer

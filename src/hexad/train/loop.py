@@ -14,10 +14,11 @@ from types import TracebackType
 import torch
 
 from hexad.checkpoint.directory import write_durably
+from hexad.checkpoint.kept_tokenizer import training_templates
 from hexad.comm import CommError, merged
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
 from hexad.dataset.loader import DataLoader, loader_from_config
-from hexad.dataset.sidecar import identity
+from hexad.dataset.sidecar import identity, prefixes
 from hexad.dataset.tokenizer import load_tokenizer
 from hexad.model.counts import flops_per_token
 from hexad.model.transformer import DTYPES
@@ -106,7 +107,9 @@ class Trainer:
         self.first = mesh.rank == 0
         # What can fail on one rank alone (files) runs under agreed, without collectives inside.
         self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
-        run.identical("data", run.agreed(lambda: [identity(prefix) for prefix in _prefixes(config)]))
+        run.identical(
+            "data", run.agreed(lambda: [identity(prefix) for prefix in prefixes(config.data.train)])
+        )
         self.engine = Engine(run.resolved, mesh, initialise=False)
         self.saves = Saves(run, self.engine)
         # Per token, without attention and with that of complete sequences; linear in between.
@@ -326,12 +329,6 @@ class Trainer:
             metrics["validation_losses"] = {name: score.loss for name, score in scores.items()}
 
 
-def _prefixes(config: Config) -> list[str]:
-    """The training data's prefixes."""
-    data = config.data.train
-    return [data] if isinstance(data, str) else [prefix for _, prefix in data or []]
-
-
 def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets | None]:
     """The loaders for training and validation."""
     with blaming("data.tokenizer"):
@@ -344,6 +341,7 @@ def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets |
         )
     place = (mesh.data.rank, mesh.data.size)
     training = loader_from_config(config, *place, tokenizer)
+    training_templates(config)  # several are refused before the model is made
     if not config.validate_.every:
         return training, None
     return training, ValidationSets(config, mesh, tokenizer)

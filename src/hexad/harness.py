@@ -11,7 +11,7 @@ Under torchrun all ranks do this together, tensor-parallel unless overridden; ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,10 @@ from hexad.train.launch import launch
 
 _NEW_TOKENS = 256
 """Where a task does not say how many."""
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the number of new tokens; the first that is given counts, as in the harness."""
+_WITHOUT_EFFECT = {"num_beams": 1}
+"""Options that may be given with the value that changes nothing."""
 
 
 class HexadLM(LM):
@@ -40,7 +44,7 @@ class HexadLM(LM):
     Args:
         source: a run, a checkpoint, or ``hf:DIR``.
         overrides: of its settings, as in ``precision.dtype=fp32``.
-        batch: texts generated at once.
+        batch: texts with equal options that are generated at once.
 
     Raises:
         HexadError: it cannot be used.
@@ -86,20 +90,22 @@ class HexadLM(LM):
         return found
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """What the model writes after each context, up to one of the texts in ``until``."""
-        return [self._written(*request.args) for request in requests]
+        """What the model writes after each context, up to one of the texts in ``until``; those with equal
+        options in batches."""
+        groups: dict[Wanted, list[int]] = {}
+        for number, (_, options) in enumerate(request.args for request in requests):
+            groups.setdefault(_wanted(options, self._batch), []).append(number)
+        found: dict[int, str] = {}
+        for wanted, numbers in groups.items():
+            prompts = [self._prompt(requests[number].args[0], wanted.tokens) for number in numbers]
+            written = write(self._model, self._tokenizer, prompts, wanted, self._pipeline)
+            found |= {number: each.text for number, each in zip(numbers, written)}
+        return [found[number] for number in range(len(requests))]
 
-    def _written(self, context: str, options: dict[str, Any]) -> str:
-        until = options.get("until") or []
-        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
-        stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)
-        tokens = int(options.get("max_gen_toks", _NEW_TOKENS))
-        prompt = [*self._tokenizer.bos, *self._tokenizer.encode(context)] or self._begin
-        prompt = prompt[-max(1, self._length - tokens) :]
-        sampling = Sampling(temperature, int(options.get("top_k", 0)), float(options.get("top_p", 1.0)))
-        wanted = Wanted(tokens, sampling, stop=stop, batch=self._batch)
-        (found,) = write(self._model, self._tokenizer, [prompt], wanted, self._pipeline)
-        return found.text
+    def _prompt(self, context: str, new: int) -> list[int]:
+        """The last ids of a context that leave room for so many new ones."""
+        ids = [*self._tokenizer.bos, *self._tokenizer.encode(context)] or self._begin
+        return ids[-max(1, self._length - new) :]
 
     def _fitting(self, ids: list[int], first: int) -> tuple[list[int], int]:
         """At most as many tokens as the model was made for, and the last one, which it only predicts."""
@@ -134,3 +140,29 @@ class HexadLM(LM):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _wanted(options: Mapping[str, Any], batch: int) -> Wanted:
+    """A task's ``generation_kwargs``, as the harness's own adapter for ``transformers`` understands them; a
+    value of None is an option that is not given.
+
+    Raises:
+        ConfigError: an unknown option, or a value out of range.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    until = given.pop("until", ())
+    temperature = float(given.pop("temperature", 0.0))
+    sampled = given.pop("do_sample", temperature > 0)
+    sampling = Sampling(
+        temperature if sampled else 0.0, int(given.pop("top_k", 0)), float(given.pop("top_p", 1.0))
+    )
+    limits = [int(given.pop(name)) for name in _LIMITS if name in given]
+    unknown = {name: value for name, value in given.items() if _WITHOUT_EFFECT.get(name) != value}
+    if unknown:
+        found = ", ".join(f"{name}: {value}" for name, value in unknown.items())
+        known = ", ".join(("until", "do_sample", "temperature", "top_k", "top_p", *_LIMITS))
+        raise ConfigError(
+            "generation_kwargs", f"found {found}; remove it from the task; expected some of {known}"
+        )
+    stop = (until,) if isinstance(until, str) else tuple(until)
+    return Wanted((*limits, _NEW_TOKENS)[0], sampling, stop=tuple(filter(None, stop)), batch=batch)

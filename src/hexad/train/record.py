@@ -149,6 +149,7 @@ class ProgressLine:
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe belongs there
         )
         self._task = self._progress.add_task("", total=steps, completed=done, text="")
         self._progress.start()

@@ -66,6 +66,17 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
     run.agreed(lambda: _log_to_file(path / f"log-rank{run.mesh.rank}.txt", run, settings.timeout, stack))
 
 
+class _Stderr(logging.Handler):
+    """Writes to what ``sys.stderr`` is at the time: a progress bar puts lines above itself, which would
+    otherwise continue its own line and leave a copy of it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
 def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None:
     """Messages, and the stacks of a crash or a stall, are written to ``log-rankN.txt``; the first rank's
     messages to stderr too."""
@@ -78,7 +89,7 @@ def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None
     stack.push(lambda kind, error, trace: traceback.print_exception(error, file=file) if error else None)
     handlers: list[logging.Handler] = [logging.StreamHandler(file)]
     if run.mesh.rank == 0:
-        handlers.append(logging.StreamHandler(sys.stderr))
+        handlers.append(_Stderr())
     for handler in handlers:
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         log.addHandler(handler)

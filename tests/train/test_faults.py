@@ -145,13 +145,16 @@ def test_a_signal_saves_and_stops_one_rank(
     assert run.losses[:count] == alone.losses[:count]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 4), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [pytest.param(signal.SIGTERM, 4, marks=pytest.mark.slow), (signal.SIGINT, 2)]
+)
 def test_a_signal_saves_and_stops_all_ranks(
     make_run: MakeRun, start: Start, four: RunFile, pool: Pool, number: signal.Signals, ranks: int
 ) -> None:
+    """And is named once, in one line."""
     layout = FOUR if ranks == 4 else ("parallel.data=2",)
-    run = make_run(run={"steps": 24}, checkpoint={"every": 0})
+    steps = 24 if ranks == 4 else 2000
+    run = make_run(run={"steps": steps}, checkpoint={"every": 0})
     process = start(run.arguments(*layout))
     process.wait_for_step(run, 5)
     processes = process.ranks()
@@ -159,8 +162,13 @@ def test_a_signal_saves_and_stops_all_ranks(
     result = process.wait(60)
     assert result.status == 0, result.err
     assert "Traceback" not in result.err and "hexad: error" not in result.err
+    named = [line for line in result.err.splitlines() if "SIG" in line or "Interrupt" in line]
+    step = len(run.losses)
+    assert [line.split(maxsplit=1)[1] for line in named] == [
+        f"{number.name}: saved step {step} and stopped; the same command resumes"
+    ]
     wait_until_gone(processes.values(), 5)
-    assert run.checkpoints == [len(run.losses)] and len(run.losses) < 24
+    assert run.checkpoints == [len(run.losses)] and len(run.losses) < steps
     assert run.state()["reason"] == "signal"
     if ranks == 4:
         assert run.world(pool, 4, *layout) == [(0, "")] * 4

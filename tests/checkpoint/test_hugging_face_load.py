@@ -224,6 +224,28 @@ def test_fine_tuning_from_our_own(tmp_path: Path, pool: Pool) -> None:
     assert again == imported.losses
 
 
+def test_tuning_on_shorter_samples_keeps_the_models_length(tmp_path: Path) -> None:
+    """On export: of a model that was loaded, imported before, or tuned twice; of merged adapters."""
+    directory = theirs.save("llama", tmp_path / "hf")
+    convert("import", directory, tmp_path / "ours")
+    first = run_on(tmp_path, f"hf:{directory}")
+    adapted = run_on(tmp_path, f"hf:{directory}")
+    tree = yaml.safe_load(adapted.path.read_text())
+    tree["model"]["lora"] = {"rank": 2}
+    adapted.path.write_text(yaml.safe_dump(tree))
+    runs = [first, adapted, run_on(tmp_path, str(tmp_path / "ours")), run_on(tmp_path, str(first.directory))]
+    for number, run in enumerate(runs):
+        assert run.train("run.steps=1", "precision.dtype=fp32").status == 0
+        assert yaml.safe_load(run.path.read_text())["data"]["sequence"] == 16 < theirs.LENGTH
+        convert("export", run.directory, tmp_path / f"out{number}")
+        found = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
+        assert found["max_position_embeddings"] == theirs.LENGTH, number
+    result = call("train", str(runs[-1].path), f"data.sequence={theirs.LENGTH + 1}")
+    assert result.error.startswith(
+        f"data.sequence: found {theirs.LENGTH + 1}, more than the model's {theirs.LENGTH}"
+    )
+
+
 def test_only_a_complete_model_needs_no_source() -> None:
     """Every setting counts on which weights of the family depend. A file from before there was a multiplier
     is still complete."""

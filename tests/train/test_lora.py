@@ -177,6 +177,24 @@ def test_a_loop_of_ones_own_trains_adapters_as_the_command_does(tmp_path: Path, 
     assert hexad.evaluate(other.directory, held_out) == hexad.evaluate(run.directory, held_out)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_data_ranks_have_the_losses_and_adapters_of_one(
+    zero: int, tmp_path: Path, data: str, pool: Pool
+) -> None:
+    """Where every rank holds complete gradients, and the optimizer's state of all adapters or of a half."""
+    source = theirs.save("llama", tmp_path / "hf", torch.float64)
+    runs = [lora_run(tmp_path / name, data, source, dropout=0.2) for name in ("alone", "two")]
+    assert runs[0].train().status == 0
+    assert runs[1].world(pool, 2, "parallel.data=2", f"parallel.zero={zero}") == [(0, "")] * 2
+    for name in ("loss", "grad_norm"):
+        wanted = [line[name] for line in runs[0].metrics]
+        assert [line[name] for line in runs[1].metrics] == pytest.approx(wanted, rel=1e-9)
+    with Checkpoint(runs[0].newest) as alone, Checkpoint(runs[1].newest) as two:
+        assert alone.manifest.tensors.keys() == two.manifest.tensors.keys()
+        for name in alone.manifest.tensors:
+            torch.testing.assert_close(two.read(name), alone.read(name), rtol=1e-9, atol=1e-13)
+
+
 def test_adapters_are_not_added_to_other_weights(tmp_path: Path, data: str) -> None:
     source = theirs.save("llama", tmp_path / "hf")
     run = lora_run(tmp_path / "run", data, source)

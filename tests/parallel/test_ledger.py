@@ -13,7 +13,7 @@ from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.model.counts import parameter_count
-from hexad.plan.memory import execution, rank_buckets, rank_parameters, rank_stages
+from hexad.plan.memory import execution, per_pipeline_rank, rank_buckets, rank_parameters, rank_stages
 from hexad.resolve import resolve
 from hexad.topology.layout import Layout
 
@@ -251,3 +251,78 @@ def test_no_gradients_are_sent_to_frozen_stages(pool: Pool, schedule: str, train
             near = [stage + 1] * forward + [stage - 1] * backward
             sent += sum(placement[other] != rank for other in near) if owner == rank else 0
         assert found["pipeline"] == _STEPS * (_GLOBAL // _MICRO * sent * message + scalars), f"rank {rank}"
+
+
+_RANK = 8
+_LORA = {"lora": {"rank": _RANK}}  # of every linear layer
+
+
+def _state(config: Config, world: int) -> dict[str, int]:
+    """Bytes that a rank keeps, by kind; memory that two kinds share counts as the first."""
+    from hexad.topology.mesh import Mesh
+    from hexad.train.engine import Engine
+
+    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu")))
+    kinds: dict[str, list[torch.Tensor | None]] = {
+        "parameters": [bucket.whole for bucket in engine.buckets],
+        "gradients": [part for bucket in engine.trained for part in (bucket.gradients, bucket.gradient)],
+        "master": [bucket.master for bucket in engine.trained],
+        "optimizer": [each for bucket in engine.trained for _, each in engine.optimizer.state(bucket)],
+    }
+    seen: set[int] = set()
+    found = dict.fromkeys(kinds, 0)
+    for kind, tensors in kinds.items():
+        for storage in (tensor.untyped_storage() for tensor in tensors if tensor is not None):
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[kind] += storage.nbytes()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data", "tensor", "sequence", "zero"),
+    [
+        ("fp32", 2, 1, True, 0),
+        ("bf16", 2, 1, True, 1),
+        ("bf16", 1, 2, True, 0),
+        ("fp32", 2, 2, False, 1),
+    ],
+)
+def test_lora_sends_and_keeps_what_its_adapters_need(
+    pool: Pool, dtype: str, data: int, tensor: int, sequence: bool, zero: int
+) -> None:
+    """Gradients, wide values and moments of the adapters instead of all weights; over the tensor axis the
+    activations of full training, but for the gradient that nothing before the first layer needs."""
+    full = _config("llama", data, tensor, sequence, dtype, zero=zero)
+    tree = full.model_dump(by_alias=True)
+    lora = build_config({**tree, "model": {**tree["model"], **_LORA}})
+    layers, hidden, ffn = full.model.layers, full.model.hidden, int(full.model.ffn_hidden)
+    # Of an adapter every tensor rank holds one half: A of query, key, value, gate and up; B of o and down.
+    replicated = layers * _RANK * 7 * hidden
+    adapters = replicated + layers * _RANK * (4 * hidden + 3 * ffn) // tensor
+    norms = hidden * (2 * layers + 1)
+    weights = norms + (parameter_count(full.model, _SEQUENCE) - norms) // tensor
+    width = 2 if dtype == "bf16" else 4
+    world, microbatches = data * tensor, _GLOBAL // _MICRO // data
+    shards = data if zero else 1
+    for config, trained, partial in ((full, weights, norms * sequence), (lora, adapters, replicated)):
+        frozen = 0 if config is full else weights
+        wanted = {
+            "parameters": width * (frozen + trained),
+            "gradients": 4 * trained,
+            "master": 0 if dtype == "fp32" else 4 * trained // shards,
+            "optimizer": 8 * trained // shards,
+        }
+        plan = per_pipeline_rank(resolve(config, Layout.from_settings(config.parallel, world)))[0].as_tree()
+        for found in (*pool.run(world, _state, config, world), {kind: plan[kind] for kind in wanted}):
+            assert found == wanted
+        scalars = _data_bytes(0, data) + (2 * (data - 1) * 4 // data if zero else 0)  # and the norm's shards
+        over = {"data": scalars + (data - 1) * (4 + (width if zero else 4)) * trained // data, "tensor": 0}
+        if tensor > 1:
+            over["tensor"] = _tensor_bytes(config, tensor, microbatches, 4 * partial // shards)
+            if config is lora:
+                activation = _MICRO * _SEQUENCE * hidden * width
+                # In sequence parallel the scatter of that gradient and the gather before the embedding's.
+                over["tensor"] -= microbatches * 2 * (tensor - 1) * activation // tensor
+        for found in pool.run(world, _measure, config, world):
+            assert {axis: found[axis] for axis in over} == {a: _STEPS * n for a, n in over.items()}

@@ -86,6 +86,29 @@ def test_damaged_archives_are_refused(tmp_path: Path, kind: str, inner: str) -> 
         assert list((tmp_path / "out").iterdir()) == []
 
 
+def _frame(log: int, content: bytes) -> bytes:
+    """A Zstandard frame with a window of 2**log bytes (RFC 8878) and one block, as ``zstd --long=LOG`` writes
+    of text that it cannot compress."""
+    header = b"\x28\xb5\x2f\xfd" + bytes([0, (log - 10) << 3])
+    return header + (len(content) << 3 | 1).to_bytes(3, "little") + content
+
+
+def test_zstandard_windows_up_to_the_largest_are_read(tmp_path: Path) -> None:
+    """One that no library reads is refused in one line."""
+    pytest.importorskip("zstandard")
+    content = LINES[: LINES.index(b"\n", 10_000) + 1]
+    for log in (27, 31):
+        (tmp_path / f"{log}.jsonl.zst").write_bytes(_frame(log, content))
+        build([tmp_path / f"{log}.jsonl.zst"], tmp_path / str(log), "byte", workers=1)
+        assert texts_of(tmp_path / str(log)) == [json.loads(line)["text"] for line in content.splitlines()]
+    path = tmp_path / "32.jsonl.zst"
+    path.write_bytes(_frame(32, content))
+    result = call(
+        "data", "build", "--input", str(path), "--output", str(tmp_path / "d"), "--tokenizer", "byte"
+    )
+    assert result.status == 2 and "memory" in result.error and str(path) in result.error
+
+
 def test_wrong_lines_of_compressed_files_are_numbered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,15 +40,16 @@ from .command import RunFile, call, write_run
 STEPS, LR = 3, 0.01
 
 
-def adapted(source: Path, targets: Any, **lora: Any) -> Engine:
-    """An engine with the weights of a Hugging Face directory and adapters that already do something."""
+def adapted(source: Path, targets: Any, precision: dict[str, Any] | None = None, **lora: Any) -> Engine:
+    """An engine with the weights of a Hugging Face directory and adapters that already do something; in
+    float64, unless a precision is given."""
     config = build_config(
         {
             "run": {"steps": 9},
             "model": {"load": f"hf:{source}", "lora": {"rank": 3, "alpha": 7.0, "targets": targets, **lora}},
             "data": {"sequence": 16},
             "batch": {"micro": 3, "global": 3},
-            "precision": {"dtype": "fp64"},
+            "precision": precision or {"dtype": "fp64"},
             "optimizer": {"lr": LR, "clip": 0.05, "eps": 1e-4},
             "lr_schedule": {"kind": "constant", "warmup": 0},
         }
@@ -64,6 +65,11 @@ def adapted(source: Path, targets: Any, **lora: Any) -> Engine:
             chunk.tensor.copy_(torch.randn(chunk.tensor.shape, generator=generator, dtype=torch.float64) / 9)
     engine.publish()
     return engine
+
+
+def random_batch(generator: torch.Generator) -> Microbatch:
+    tokens = torch.randint(0, theirs.VOCAB, (3, 17), generator=generator)
+    return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def adapters_of(engine: Engine) -> dict[str, torch.Tensor]:
@@ -111,10 +117,10 @@ def test_losses_are_those_of_peft(name: str, targets: Any, tmp_path: Path) -> No
     generator = torch.Generator().manual_seed(0)
     with theirs.exact_norms():
         for _ in range(STEPS):
-            tokens = torch.randint(0, theirs.VOCAB, (3, 17), generator=generator)
-            found = engine.train_step([Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())])
-            logits = model(tokens[:, :-1]).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            batch = random_batch(generator)
+            found = engine.train_step([batch])
+            logits = model(batch.tokens).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.get_total_norm(each.grad for each in trained)
@@ -124,6 +130,33 @@ def test_losses_are_those_of_peft(name: str, targets: Any, tmp_path: Path) -> No
             assert found.loss == pytest.approx(loss.item(), rel=1e-9)
             assert found.grad_norm == pytest.approx(norm.item(), rel=1e-9)
             assert norm > 0.05
+
+
+def test_adapters_train_in_fp16(tmp_path: Path) -> None:
+    """A loss scale that overflows is halved and nothing is updated; then losses and norms are those of fp32,
+    and frozen weights stay bit for bit."""
+    source = theirs.save("llama", tmp_path / "hf")
+    scaled = {"dtype": "fp16", "loss_scale_initial": 2.0**40, "loss_scale_hysteresis": 1}
+    half, single = adapted(source, "all", scaled), adapted(source, "all", {"dtype": "fp32"})
+    frozen = [chunk.tensor.clone() for chunk in half.frozen()]
+    assert frozen and {tensor.dtype for tensor in frozen} == {torch.float16}
+    batch = random_batch(torch.Generator().manual_seed(0))
+    first, losses, scales = adapters_of(half), [], [2.0**40]
+    for _ in range(8):
+        before = adapters_of(half)
+        while (found := half.train_step([batch])).skipped:
+            assert found.loss_scale == scales[-1] and found.fault is None
+            scales.append(scales[-1] / 2)
+            assert all(torch.equal(values, before[name]) for name, values in adapters_of(half).items())
+        wanted = single.train_step([batch])
+        losses.append(found.loss)
+        assert found.loss_scale == scales[-1]
+        assert found.loss == pytest.approx(wanted.loss, rel=1e-3)
+        assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-2)
+    assert 2.0**8 < scales[-1] < 2.0**40 and losses[-1] < losses[0] - 0.1
+    for chunk, values in zip(half.frozen(), frozen):
+        assert torch.equal(chunk.tensor, values), chunk.name
+    assert all(not torch.equal(values, first[name]) for name, values in adapters_of(half).items())
 
 
 def lora_run(where: Path, data: str, source: Path, **lora: Any) -> RunFile:

@@ -40,26 +40,33 @@ def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
     "--world", type=click.IntRange(1), help="Ranks to check for. [default: as few as the degrees allow]"
 )
 @click.option("--all", "complete", is_flag=True, help="Print the resolved configuration too.")
-@click.option("--elsewhere", is_flag=True, help="For another machine: run.device: cuda needs no GPU here.")
+@click.option(
+    "--elsewhere",
+    is_flag=True,
+    help="For another machine: data is not opened, and run.device: cuda needs no GPU here.",
+)
 @json_option
 def check(
     path: str, overrides: tuple[str, ...], world: int | None, complete: bool, elsewhere: bool, as_json: bool
 ) -> None:
-    """Check a configuration as 'hexad train' would before starting, and print its size, tokens and memory."""
+    """Check a configuration and its data as 'hexad train' would before starting, and print its size, tokens
+    and memory."""
     from hexad.plan.memory import per_pipeline_rank
-    from hexad.resolve import resolve, smallest_world
+    from hexad.resolve import check_config, resolve, smallest_world
+    from hexad.resolve.data import check_data
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
     from hexad.topology.layout import Layout
 
     given = load_config(path, overrides)
     layout = Layout.from_settings(given.parallel, world or smallest_world(given))
-    resolved = resolve(given, layout)
+    check_config(given, layout)
     if given.run.device == "cuda" and not elsewhere and not gpu_visible():
         raise ConfigError(
             "run.device",
             "found cuda, but no GPU is visible; use auto or cpu, or --elsewhere to check for another machine",
         )
+    resolved = resolve(given, layout, None if elsewhere else check_data(given))
     ranks = per_pipeline_rank(resolved)
     sizes = degrees(layout)
     if as_json:

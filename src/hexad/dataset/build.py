@@ -105,13 +105,14 @@ def build(
     the old one: then there is none.
 
     Args:
-        inputs: files or directories: .jsonl, .parquet, and any other extension is one document of UTF-8 text;
-            .jsonl and text also compressed (.gz, .bz2, .xz, .zst).
+        inputs: files or directories: .jsonl or .ndjson, .parquet, and any other extension is one document of
+            UTF-8 text, but a .json that is named itself is an array of records; all but .parquet also
+            compressed (.gz, .bz2, .xz, .zst).
         prefix: of the files to write.
         tokenizer: as for :func:`~hexad.dataset.tokenizer.load_tokenizer`.
         workers: processes that tokenize; None: one per usable CPU core. One works in this process.
-        json_key: key (.jsonl) or column (.parquet) of the text or conversation; None: ``text``, ``messages``,
-            or ``prompt`` and ``completion``, whichever a record has.
+        json_key: key (.jsonl, .json) or column (.parquet) of the text or conversation; None: ``text``,
+            ``messages``, or ``prompt`` and ``completion``, whichever a record has.
         chat_template: file of the template of conversations; None: the tokenizer's own.
         include, exclude: glob patterns of files, see :func:`~hexad.dataset.sources.find_files`.
         append_eod: end every document with the tokenizer's end-of-document token, if it has one.

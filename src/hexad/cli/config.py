@@ -43,7 +43,7 @@ def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.option(
     "--elsewhere",
     is_flag=True,
-    help="For another machine: data is not opened, and run.device: cuda needs no GPU here.",
+    help="For another machine: data, packages of log.* and a GPU are not needed here.",
 )
 @json_option
 def check(
@@ -52,21 +52,20 @@ def check(
     """Check a configuration and its data as 'hexad train' would before starting, and print its size, tokens
     and memory."""
     from hexad.plan.memory import per_pipeline_rank
-    from hexad.resolve import check_config, resolve, smallest_world
-    from hexad.resolve.data import check_data
+    from hexad.resolve import check_config, planned_layout, resolve
+    from hexad.resolve.machine import check_machine
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
-    from hexad.topology.layout import Layout
 
     given = load_config(path, overrides)
-    layout = Layout.from_settings(given.parallel, world or smallest_world(given))
+    layout = planned_layout(given, world)
     check_config(given, layout)
     if given.run.device == "cuda" and not elsewhere and not gpu_visible():
         raise ConfigError(
             "run.device",
             "found cuda, but no GPU is visible; use auto or cpu, or --elsewhere to check for another machine",
         )
-    resolved = resolve(given, layout, None if elsewhere else check_data(given))
+    resolved = resolve(given, layout, None if elsewhere else check_machine(given))
     ranks = per_pipeline_rank(resolved)
     sizes = degrees(layout)
     if as_json:

@@ -7,10 +7,9 @@ from typing import NamedTuple
 from hexad.config import HexadError, did_you_mean
 from hexad.model.configuration import load_config
 from hexad.plan.memory import MemoryPlan, per_pipeline_rank, predict
-from hexad.resolve import Resolved, resolve, smallest_world
+from hexad.resolve import Resolved, planned_layout, resolve
 from hexad.show.memory import Device
 from hexad.topology.devices import named_gpus
-from hexad.topology.layout import Layout
 
 from .options import split_settings
 
@@ -44,7 +43,7 @@ def planned(settings: tuple[str, ...], world: int | None, rank: int | None, devi
     if found is not None and found.bf16 is not None:
         overrides += ["run.device=cuda"]  # planned for the GPU that is named
     config = load_config(path, overrides)
-    layout = Layout.from_settings(config.parallel, smallest_world(config) if world is None else world)
+    layout = planned_layout(config, world)
     if rank is not None and not 0 <= rank < layout.world:
         raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
     resolved = resolve(config, layout, bf16=None if found is None else found.bf16)

@@ -36,7 +36,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
     """
-    from hexad.resolve.data import check_data
+    from hexad.resolve.machine import check_machine
 
     config = load_config(path, overrides)
     joined = environment().joined
@@ -52,7 +52,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     ranks = environment().world if joined else nproc or smallest_world(config)
     layout = working_layout(config, ranks)
     check_config(config, layout)
-    vocab = check_data(config)
+    vocab = check_machine(config)
     if dry_run or ranks > 1:  # a single rank resolves it itself
         resolved = resolve(config, layout, vocab)
     if dry_run:

@@ -1,12 +1,37 @@
-"""A run's tokenizer and data, opened before any process is started. No torch."""
+"""What a run needs of the machine it starts on: packages, tokenizer and data. No torch: checked before any
+process is started."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 from hexad.checkpoint.kept_tokenizer import tokenizer_of_run
 from hexad.config import Config, ConfigError, blaming
 from hexad.dataset.sidecar import open_built
 from hexad.dataset.tokenizer import bos_ids, load_tokenizer
 from hexad.dataset.whole_samples import check_samples
+
+
+def check_machine(config: Config) -> int:
+    """As :func:`check_packages`, then :func:`check_data`."""
+    check_packages(config)
+    return check_data(config)
+
+
+def check_packages(config: Config) -> None:
+    """Refuse what needs a package that is not installed; wanted on the rank that writes.
+
+    Raises:
+        ConfigError: naming the setting and how to install it.
+    """
+    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
+    for package, needed in wanted.items():
+        spec = find_spec(package) if needed else None
+        # A directory of that name in the working directory is a spec too, without a file.
+        if needed and (spec is None or spec.origin is None):
+            raise ConfigError(
+                f"log.{package}", f"needs a package that is not installed: pip install 'hexad[{package}]'"
+            )
 
 
 def check_data(config: Config) -> int:

@@ -143,7 +143,7 @@ def test_lines_are_read_once_wherever_a_file_is_cut(
 
 MISTAKES = {
     "a.jsonl": (b'{"text": "x"}\n{"text": 1}\n', r"a\.jsonl:2: 'text' is a number \(1\), expected text"),
-    "b.jsonl": (b'{"text": "x"}\n\n{"body": "x"}', r"b\.jsonl:3: none of 'text', .*; keys here: 'body'"),
+    "b.jsonl": (b'{"text": "x"}\n\n{"body": "x"}', r"b\.jsonl:3: none of 'text', .*; keys found: 'body'"),
     "c.jsonl": (b'{"text": "x"\n', r"c\.jsonl:1: not valid JSON"),
     "d.jsonl": (b'{"text": "x"}\n{"text": "\xff"}\n', r"d\.jsonl:2: byte 0xff is not UTF-8"),
     "e.jsonl": (b"[1]\n", r"e\.jsonl:1: a JSON list, expected an object"),
@@ -179,7 +179,7 @@ def test_missing_inputs_and_columns(inputs: Path, tmp_path: Path) -> None:
     (tmp_path / "hollow").mkdir()
     with pytest.raises(HexadError, match="hollow: no files found"):
         build([tmp_path / "hollow"], tmp_path / "d", "byte")
-    with pytest.raises(HexadError, match=r"e\.parquet: no column 'body'; columns here: text"):
+    with pytest.raises(HexadError, match=r"e\.parquet: no column 'body'; columns found: text"):
         build([inputs / "e.parquet"], tmp_path / "d", "byte", json_key="body")
 
 

@@ -349,7 +349,7 @@ def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Recor
     chosen = names if columns is None else [name for name in columns if name in names]
     if not chosen:
         raise HexadError(
-            f"{piece.path}: no column {' or '.join(map(repr, columns or []))}; columns here: "
+            f"{piece.path}: no column {' or '.join(map(repr, columns or []))}; columns found: "
             f"{', '.join(names)}; choose one with --json-key"
         )
     if columns is not None and "tools" in names:

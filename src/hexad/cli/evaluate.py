@@ -11,7 +11,7 @@ import click
 from hexad.config import HexadError, setting_names
 
 from .data import ManyValues
-from .options import json_option, overrides_argument, print_json, start_local
+from .options import json_option, nproc_option, overrides_argument, print_json, start_local
 
 
 class _Evaluate(ManyValues):
@@ -40,13 +40,7 @@ class _Evaluate(ManyValues):
     help="Global batches of each set, as validate.batches. [default: all samples, each once; of a "
     "blend, until one of its members is used up]",
 )
-@click.option(
-    "--nproc",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Ranks: data-parallel unless overridden.",
-)
+@nproc_option("data")
 @json_option
 def evaluate(source: str, nproc: int, **options: Any) -> int:
     """Evaluate a model on data sets, in any layout.

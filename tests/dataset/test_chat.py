@@ -209,7 +209,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "role": (_chat({"role": "asistant", "content": "a"}), r"role 'asistant' is unknown .*mean 'assistant'"),
     "content": (_chat({"role": "user", "content": 3}), r"messages\[0\]: its content is a number \(3\)"),
     "no content": (_chat({"role": "user"}), r"messages\[0\] has no 'content'"),
-    "image": (_chat({"role": "user", "content": [{"type": "image"}]}), "its content has a part of type 'image'"),
+    "image": (_chat({"role": "user", "content": [{"type": "image"}]}), "a part of type 'image', expected"),
     "no answer": (_chat(USER), "'messages' has no message with role 'assistant'"),
     "surrogate": ({"text": "a\ud800"}, r"\\ud800 is a lone surrogate"),
     "refused": (_chat(USER, USER, ANSWER), "the chat template of .*: roles must alternate"),

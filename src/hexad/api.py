@@ -103,7 +103,8 @@ def evaluate(
     Args:
         source: a run, a checkpoint, or ``hf:DIR``.
         data: a ``.bin/.idx`` prefix, or several data sets by name; None: the run's ``data.validation``.
-        batches: global batches of each set; None: all samples, each once.
+        batches: global batches of each set; None: all samples, each once; of a blend, until one
+            of its members is used up.
         overrides: of the saved settings, as in ``parallel.tensor=2``.
 
     Returns:

@@ -16,6 +16,7 @@ from hexad.model.counts import parameter_count
 from hexad.model.families import presets
 from hexad.topology.devices import gpu_visible
 
+from ..dataset.chats import TEXT, chat_tokenizer
 from ..train.command import call
 
 WRONG = [
@@ -61,6 +62,38 @@ def test_cuda_needs_a_gpu_here_or_elsewhere(tmp_path: Path, monkeypatch: pytest.
     assert call("config", "check", str(path), "--elsewhere").status == 0
 
 
+def test_check_opens_the_data_as_train_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat_tokenizer(Path("tok"))
+    Path("a.txt").write_text("\n".join(TEXT * 3))
+    for prefix, tokenizer in (("good", "tok"), ("cut", "tok"), ("bytes", "byte")):
+        options = ("--output", prefix, "--tokenizer", tokenizer, "--workers", "1")
+        assert call("data", "build", "--input", "a.txt", *options).status == 0
+    Path("cut.idx").write_bytes(Path("cut.idx").read_bytes()[:-1])
+    settings = {"data": {"tokenizer": "tok", "train": "good", "sequence": 16, "validation": "no/such"}}
+    Path("run.yaml").write_text(yaml.safe_dump({"model": {"heads": 4, "hidden": 64}, **settings}))
+    wrong = {
+        "data.train=null": "data.train: found null",
+        "data.train=no/such": "data.train: no/such.idx: no such file",
+        "data.train=cut": "data.train: cut.idx: ",
+        "data.tokenizer=byte": "data.train: good was built with tokenizer",
+        "data.train=[[1, good], [1, bytes]]": "data.train: bytes was built with tokenizer byte",
+        "data.sequence=100000": "data.train: good: holds",
+        "validate.every=2": "data.validation: no/such.idx: no such file",
+        "model.vocab=99": "model.vocab: found 99, less than the tokenizer's",
+        "data.tokenizer=nope": "data.tokenizer: tokenizer 'nope'",
+    }
+    for setting, says in wrong.items():
+        checked, trained = call("config", "check", "run.yaml", setting), call("train", "run.yaml", setting)
+        assert checked.error == trained.error and checked.error.startswith(says), setting
+    assert call("config", "check", "run.yaml").status == 0
+    assert call("config", "check", "run.yaml", "data.train=no/such", "--elsewhere").status == 0
+    # Ids that the tokenizer lacks, of data with the same end of documents.
+    facts = json.loads(Path("good.hexad.json").read_text())
+    Path("good.hexad.json").write_text(json.dumps({**facts, "max_token": 9999}))
+    assert "good holds token id 9999" in call("config", "check", "run.yaml").error
+
+
 def test_gpus_are_found_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "nvidiactl").touch()
@@ -78,6 +111,7 @@ def test_the_summary_has_the_published_size(tmp_path: Path) -> None:
         "parallel: {tensor: 4, pipeline: 2, data: 4, zero: 1}\nrun: {steps: 1000}\n"
     )
     text = call("config", "check", str(path)).out
+    assert "note: data.train is null" in text
     assert "8,030,261,248 (8.03 B)" in text and "524,288 per step (64 sequences of 8,192)" in text
     assert "32: tensor 4 x pipeline 2 x data 4, zero 1" in text
     facts = json.loads(call("config", "check", str(path), "--json").out)["summary"]
@@ -121,7 +155,7 @@ def test_init_writes_what_was_asked_for_and_can_be_trained_from(tmp_path: Path) 
     assert (config.data.train, config.data.validation, config.validate_.every) == ("d/train", "d/val", 100)
     assert config.parallel.tensor == 2 and config.parallel.data == "auto"
     assert config.batch.global_ % (config.batch.micro * 3) == 0  # the ranks can divide it
-    assert call("config", "check", str(path), "--world", "6").status == 0
+    assert call("config", "check", str(path), "--world", "6", "--elsewhere").status == 0
     # All else is as without a file.
     given = yaml.safe_load(path.read_text())
     default = Config().model_dump(mode="json", by_alias=True)

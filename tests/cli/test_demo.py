@@ -99,4 +99,4 @@ def test_the_template_is_accepted(tmp_path: Path) -> None:
     data = DemoData("train", "validation", "byte", 4096, 1000, 50, 7.0)
     path = module._write_run(tmp_path, data, ())
     assert yaml.safe_load(path.read_text())["run"]["steps"] == 150
-    assert run(["config", "check", str(path), "--world", "8"]) == 0
+    assert run(["config", "check", str(path), "--world", "8", "--elsewhere"]) == 0

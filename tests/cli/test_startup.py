@@ -40,7 +40,7 @@ def modules_of(arguments: list[str]) -> tuple[int, list[str]]:
         ["show", "layout", "--world", "16", "--tensor", "2"],
         ["show", "layout", "--world", "16", "--tensor", "2", "--json"],
         ["config", "show", "RUN"],
-        ["config", "check", "RUN", "parallel.tensor=2"],
+        ["config", "check", "RUN", "parallel.tensor=2", "--elsewhere"],
     ],
     ids=" ".join,
 )
@@ -54,6 +54,7 @@ def test_no_torch(tmp_path: Path, arguments: list[str]) -> None:
         ["train", "RUN", "model.layer=2"],
         ["train", "RUN", "parallel.tensor=3", "--dry-run"],
         ["train", "RUN", "--dry-run", "data.train=no/such"],
+        ["config", "check", "RUN", "data.train=no/such"],
         ["train", "RUN"],  # data.train is null
         ["generate", "nowhere", "--prompt", "a"],
         ["no-such-command"],

@@ -209,6 +209,12 @@ def test_experts_are_refused_with_the_reason() -> None:
 @pytest.mark.parametrize("family", [None, "gpt2", "llama"])
 def test_a_resolved_configuration_is_never_refused(preset: str | None, family: str | None) -> None:
     given = {"preset": preset, "family": family}
+    if preset and family not in (None, presets()[preset]["family"]):
+        with pytest.raises(
+            ConfigError, match=rf"^model.family: found '{family}', but model.preset {preset} is"
+        ):
+            build_config({"model": given})
+        return
     config = build_config({"model": {key: value for key, value in given.items() if value}})
     # As a run does before it writes the configuration.
     positions = config.model.max_positions if config.model.max_positions != "auto" else config.data.sequence

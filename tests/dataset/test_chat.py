@@ -196,8 +196,8 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "number": ({"text": 5}, r"'text' is a number \(5\), expected text"),
     "null": ({"text": None}, "'text' is null, expected text"),
-    "no key": ({"body": "x"}, "none of 'text', 'messages', or 'prompt' and 'completion'; keys here: 'body'"),
-    "two kinds": ({"text": "a", "messages": []}, "holds 'messages' and 'text'; choose one with --json-key"),
+    "no key": ({"body": "x"}, "none of 'text', 'messages', or 'prompt' and 'completion'; keys found: 'body'"),
+    "two kinds": ({"text": "a", "messages": []}, "has 'messages' and 'text'; choose one with --json-key"),
     "no completion": ({"prompt": "a"}, "a 'prompt' without 'completion'"),
     "no prompt": ({"completion": "a"}, "a 'completion' without 'prompt'"),
     "empty completion": ({"prompt": "a", "completion": ""}, "'completion' is empty"),
@@ -209,9 +209,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "role": (_chat({"role": "asistant", "content": "a"}), r"role 'asistant' is unknown .*mean 'assistant'"),
     "content": (_chat({"role": "user", "content": 3}), r"messages\[0\]: its content is a number \(3\)"),
     "no content": (_chat({"role": "user"}), r"messages\[0\] has no 'content'"),
-    "image": (_chat({"role": "user", "content": [{"type": "image"}]}), "a part of its content is 'image'"),
-    "no answer": (_chat(USER), "'messages' has no message of the assistant"),
-    "surrogate": ({"text": "a\ud800"}, r"\\ud800 is half of a character"),
+    "image": (_chat({"role": "user", "content": [{"type": "image"}]}), "a part of type 'image', expected"),
+    "no answer": (_chat(USER), "'messages' has no message with role 'assistant'"),
+    "surrogate": ({"text": "a\ud800"}, r"\\ud800 is a lone surrogate"),
     "refused": (_chat(USER, USER, ANSWER), "the chat template of .*: roles must alternate"),
 }  # fmt: skip
 

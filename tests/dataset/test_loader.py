@@ -42,6 +42,22 @@ def rows(loaders: list[DataLoader], consumed: int) -> list[list[int]]:
     return [row.tolist() for parts in zip(*steps) for part in parts for row in part.tokens]
 
 
+@pytest.mark.parametrize("weights", [(0.3, 0.7), (0.9, 0.1), (1, 1)])
+def test_the_samples_of_a_blend_end_where_a_member_is_used_up(
+    tmp_path: Path, weights: tuple[float, float]
+) -> None:
+    """No sample is taken twice; of other members the rest is left out."""
+    lengths = [61, 43]  # 10 and 7 samples, whose tokens are all different
+    paths = [make(tmp_path / str(n), [length], first=1000 * n) for n, length in enumerate(lengths)]
+    blend = list(zip(weights, paths))
+    with DataLoader(blend, sequence=6, micro=1, global_batch=1, seed=5) as loader:
+        found = [tuple(row) for step in range(loader.samples) for row in rows([loader], step)]
+    counts = [sum(row[0] // 1000 == n for row in found) for n in (0, 1)]
+    assert len(set(found)) == len(found)
+    assert counts[0] == 10 or counts[1] == 7
+    assert len(found) < 17
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     data_size=st.sampled_from([1, 2, 3, 6]),

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,37 @@ def test_compressed_files_give_the_same_data(
 
 
 @pytest.mark.slow
+def test_named_json_files_are_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [{"text": "one"}, {"text": "two\nlines"}]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "a.ndjson").write_text(lines)
+    (tmp_path / "a.ndjson.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "a.json").write_text(json.dumps(records, indent=2))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(records).encode()))
+    for name in ("a.ndjson", "a.ndjson.gz", "a.json", "a.json.gz"):
+        build([tmp_path / name], tmp_path / "d", "byte", workers=1)
+        assert texts_of(tmp_path / "d") == ["one", "two\nlines"], name
+    # One of a directory is text, as source code is; lines are lines there too.
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "package.json").write_text('{"name": 1}')
+    (folder / "b.ndjson").write_text('{"text": "three"}')
+    build([folder], tmp_path / "d", "byte", workers=1)
+    assert texts_of(tmp_path / "d") == ["three", '{"name": 1}']
+    wrong = {
+        json.dumps(records[0]): "a JSON dict, expected an array of records",
+        lines: "if it has a record per line, name it .jsonl",
+        '[{"text": "a"}, "b"]': "wrong.json: record 2: a JSON str, expected an object",
+        '[{"text": "a"}, {"text": null}]': "wrong.json: record 2: 'text' is null, expected text",
+        " " * 2000: "jq -c '.[]' wrong.json > wrong.jsonl",
+    }
+    monkeypatch.setattr("hexad.dataset.sources._LARGEST_ARRAY", 1999)
+    for content, says in wrong.items():
+        (tmp_path / "wrong.json").write_text(content)
+        with pytest.raises(HexadError, match=re.escape(says)):
+            build([tmp_path / "wrong.json"], tmp_path / "e", "byte", workers=1)
+
+
 def test_compressed_lines_are_shared_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hexad.dataset.sources._JSONL_PIECE", 10_007)
     monkeypatch.setattr("hexad.dataset.build._TASK_BYTES", 10_000)

@@ -8,7 +8,7 @@ import pytest
 
 from hexad.plan.memory import MemoryPlan
 from hexad.show.memory import MOST_BARS, memory_figure
-from hexad.topology.devices import published_peaks, usable_memory
+from hexad.topology.devices import named_gpus, published_peaks
 
 from .common import document_of, error_of, labels_of, text_of
 
@@ -89,9 +89,27 @@ def test_devices_are_gpus_or_sizes(path: str) -> None:
         == document_of("memory", path)["total"]
         != document_of("memory", path, "run.device=cpu")["total"]
     )
-    names = usable_memory()
+    names = {name: usable for name, (_, usable) in named_gpus().items()}
     assert names["a100"] == names["a100-80gb"] > names["a100-40gb"]
     assert all(published_peaks(name.upper().replace("-", " ")) for name in names if "pcie" not in name)
+
+
+def test_auto_is_planned_in_the_format_that_the_named_gpu_trains_in(path: str, tmp_path: Path) -> None:
+    wide, narrow = (document_of("memory", path, f"precision.dtype={dtype}") for dtype in ("fp32", "bf16"))
+    for device, expected in (("v100-16gb", wide), ("t4", wide), ("a100", narrow), ("16GB", narrow)):
+        found = document_of("memory", path, "--device", device)
+        del found["device"]
+        assert found == expected, device
+    assert wide["dtype"] == "fp32" and wide["parameters"] == 2 * narrow["parameters"]
+    text = " ".join(text_of("memory", path, "--device", "v100").split())
+    assert "llama, 4 layers, fp32, 4 ranks" in text and f"total {wide['total'] / 2**30:.5f}" in text
+    labels = labels_of("memory", path, "--device", "v100", file=tmp_path / "memory.svg")
+    assert any("llama, 4 layers, fp32" in label for label in labels)
+    # A named format is kept, and what auto does not allow is refused as without the device.
+    assert document_of("memory", path, "--device", "v100", "precision.dtype=fp16")["dtype"] == "fp16"
+    assert "found bf16 with precision.dtype auto" in error_of(
+        "memory", path, "--device", "a100", "precision.reduce=bf16"
+    )
 
 
 def test_the_legend_has_no_empty_entries_and_no_colour_twice() -> None:

@@ -120,7 +120,8 @@ def test_ranks_agree_on_a_mistake(make_run: MakeRun, pool: Pool) -> None:
     # A package missing on the one rank that writes.
     outcomes = run.world(pool, 2, "log.wandb=project")
     assert outcomes[0][0] == outcomes[1][0] == 2
-    assert "log.wandb: needs" in outcomes[0][1] and "log.wandb: needs" in outcomes[1][1]
+    assert outcomes[0][1] == outcomes[1][1] and outcomes[0][1].startswith("rank 0: log.wandb: needs")
+    assert not run.directory.joinpath("config.yaml").exists()  # before the model is built
 
 
 def test_no_collectives_before_the_configuration_is_checked(make_run: MakeRun, pool: Pool) -> None:

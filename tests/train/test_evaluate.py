@@ -159,6 +159,15 @@ def test_mistakes_are_named(trained: RunFile, data: str, tmp_path: Path) -> None
     )
 
 
+def test_names_of_data_may_have_dots(trained: RunFile, data: str) -> None:
+    """What begins with a group of settings is one of them."""
+    options = ("--data", f"web.v2={data}", f"a.b.c={data}", "batch.micro=1", "--batches", "1", "--json")
+    result = call("evaluate", str(trained.directory), *options)
+    assert set(json.loads(result.out)["results"]) == {"web.v2", "a.b.c"}, result.err
+    wrong = call("evaluate", str(trained.directory), "--data", data, f"data.v2={data}")
+    assert wrong.error.startswith("data.v2: unknown key")
+
+
 def test_several_sets_are_checked_by_name(trained: RunFile, tmp_path: Path) -> None:
     error = trained.train("data.validation={one: /none}", "run.steps=4").error
     assert error.startswith("data.validation.one: /none.idx: no such file")

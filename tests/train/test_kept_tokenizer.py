@@ -76,6 +76,36 @@ def test_the_same_run_yaml_resumes_without_the_original(
     assert Path("run/tokenizer/.origin").read_text().splitlines()[0] == str(Path("moved").absolute())
 
 
+def test_resuming_with_a_tokenizer_of_other_ids_is_refused(
+    run: RunFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the original was replaced under its old path."""
+    monkeypatch.chdir(run.path.parent)
+    kept = run.newest / "tokenizer"
+    file, naming = Path("tok/tokenizer.json"), Path("tok/tokenizer_config.json")
+    vocabulary, names = json.loads(file.read_text()), json.loads(naming.read_text())
+    # As other programs save it, with another template: the same ids.
+    file.write_text(json.dumps({**vocabulary, "truncation": None}, indent=4))
+    Path("tok/chat_template.jinja").write_text("{{ messages }}")
+    assert call("train", "run.yaml", "run.steps=5").status == 0
+    assert (run.directory / "tokenizer/chat_template.jinja").read_text() == "{{ messages }}"
+    tokens = vocabulary["model"]["vocab"]
+    tokens["a"], tokens["b"] = tokens["b"], tokens["a"]
+    file.write_text(json.dumps(vocabulary))
+    other = call("train", "run.yaml", "run.steps=6")
+    newest = "run/checkpoints/step-00000005"
+    wanted = f"data.tokenizer: found tok, whose ids may differ from those of {newest}/tokenizer, with which "
+    assert other.status == 2 and other.error.startswith(wanted) and f"model.load={newest}" in other.error
+    for setting in ("byte", str(kept)):
+        result = call("train", "run.yaml", f"data.tokenizer={setting}", "run.steps=6", "data.train=d")
+        assert (result.status == 0) == (setting != "byte"), result.err
+    # The same vocabulary with another end of documents; what the data was built with is not known.
+    file.write_text((kept / "tokenizer.json").read_text())
+    naming.write_text(json.dumps({**names, "eos_token": "<|im_end|>"}))
+    Path("d.hexad.json").unlink()
+    assert "whose ids may differ" in call("train", "run.yaml", "run.steps=7").error
+
+
 def test_a_checkpoint_is_complete_by_itself(run: RunFile, tmp_path: Path) -> None:
     expected = call("generate", str(run.directory), *PROMPT).out
     shutil.copytree(run.newest, tmp_path / "alone")

@@ -4,6 +4,7 @@ stays as it is."""
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import yaml
 
 import hexad
-from hexad.checkpoint.base import Base, base_of
+from hexad.checkpoint.base import Base, base_of, removal_notice
 from hexad.checkpoint.directory import check_same_model
 from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.reader import Checkpoint
@@ -385,3 +386,24 @@ def test_the_memory_of_a_stage_with_nothing_trained_is_planned() -> None:
     tree |= {"precision": {"dtype": "bf16", "reduce": "bf16", "accumulate": "bf16"}}
     plans = per_pipeline_rank(resolve(build_config(tree), Layout(world=2, pipeline=2)))
     assert plans[0].optimizer > 0 == plans[1].optimizer
+
+
+def test_a_base_that_its_run_may_remove_is_reported_and_can_be_a_copy(tmp_path: Path, data: str) -> None:
+    groups = {"data": {"tokenizer": "byte"}, "checkpoint": {"every": 2, "keep": 1}}
+    base = write_run(tmp_path / "base", data, run={"steps": 2}, **groups)
+    assert base.train().status == 0
+    used, copy = base.newest, tmp_path / "copy"
+    lora = ("run.steps=2", "model.lora={rank: 2}", f"run.dir={tmp_path / 'lora'}")
+    started = base.train(f"model.load={base.directory}", *lora)
+    notice = f"the adapters need {used}, which run {base.directory} removes when it has 1 newer checkpoints"
+    assert started.status == 0 and started.err.count(notice) == 1
+    shutil.copytree(used, copy)
+    assert base.train("run.steps=4").status == 0 and not used.exists()
+    generate = ("generate", str(tmp_path / "lora"), "--prompt", "a", "--tokens", "2")
+    assert call(*generate).status == 2
+    assert call(*generate, f"model.load={copy}").status == 0
+    # No run removes a copy or a published model; a resumed run does not repeat the warning.
+    for load in (str(copy), f"hf:{tmp_path / 'hf'}"):
+        assert removal_notice(Base(load, "")) is None
+    resumed = base.train(f"model.load={copy}", *lora, "run.steps=4")
+    assert resumed.status == 0 and "checkpoint.keep" not in resumed.err, resumed.err

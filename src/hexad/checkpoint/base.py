@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from hexad.comm import agreed, first_difference, from_first
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
 from hexad.model.inventory import ModelInventory
@@ -20,7 +22,7 @@ from hexad.parallel.sharding import fill_initial
 from hexad.topology.mesh import Axis
 
 from .chunks import Chunk
-from .directory import check_same_model, find_checkpoint
+from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .hugging_face import opened_model
 from .loading import chosen, load
 from .manifest import Manifest, manifest_checksum
@@ -81,6 +83,25 @@ def absolute(load: str) -> str:
     """``model.load`` with an absolute path."""
     directory = hugging_face_directory(load)
     return f"{HUGGING_FACE}{directory.resolve()}" if directory is not None else str(Path(load).resolve())
+
+
+def removal_notice(base: Base) -> str | None:
+    """A warning about a base that another run may remove, which keeps its newest checkpoints only; None for
+    any other base."""
+    if base.load is None or hugging_face_directory(base.load) is not None:
+        return None
+    checkpoint = Path(base.load)
+    run = checkpoint.parent.parent
+    if CheckpointDirectory(run).path != checkpoint.parent:
+        return None
+    try:
+        keep = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["checkpoint"]["keep"]
+    except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError):  # no run that could continue
+        return None
+    return (
+        f"the adapters need {checkpoint}, which run {run} removes when it has {keep} newer checkpoints "
+        "(checkpoint.keep): before that run continues, copy the checkpoint, and name the copy in model.load"
+    )
 
 
 def load_weights(config: Config, name: str, chunks: Sequence[Chunk], axis: Axis) -> Base:

@@ -25,7 +25,7 @@ from hexad.topology.mesh import Mesh
 from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .index import Index
-from .kept_tokenizer import copy_into, saved_form
+from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
 from .loading import chosen, load
 from .manifest import Manifest
 from .manifest_writer import is_large, write_manifest
@@ -128,12 +128,13 @@ class Checkpointer:
         :func:`hexad.checkpoint.loading.load` does.
 
         Raises:
-            AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, or of
-                another format.
+            AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, of another
+                tokenizer, or of another format.
         """
 
         def check(manifest: Manifest) -> None:
             check_same_model(path, manifest.config, self.config)
+            check_same_tokenizer(path, manifest.config, self.config)
 
         return load(path, chunks, self._axis, self.config.checkpoint.verify, check)
 

@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config, blaming
+from hexad.config import Config, ConfigError, blaming
 from hexad.config.load import anchored
 from hexad.dataset.chat import load_chat_template, template_files
 from hexad.dataset.sidecar import chat_templates, prefixes
+from hexad.dataset.tokenizer import same_ids
 from hexad.model.hugging_face import CONFIG_FILE
 
 from .directory import sync_directory, write_durably
@@ -159,6 +160,25 @@ def tokenizer_of_checkpoint(checkpoint: Path, tree: Mapping[str, Any]) -> str:
     """The tokenizer of a checkpoint's model: its own copy, or what its configuration names."""
     own = checkpoint / FOLDER
     return str(own) if has_tokenizer(own) else str(tree.get("data", {}).get("tokenizer", "byte"))
+
+
+def check_same_tokenizer(checkpoint: Path, tree: Mapping[str, Any], config: Config) -> None:
+    """Refuse to resume from a checkpoint with a tokenizer whose ids may be others: the weights of its
+    embedding belong to ids. Where the checkpoint names none that can be read (it is gone, or a model was
+    imported without one), nothing is compared.
+
+    Raises:
+        ConfigError: naming the tokenizer that the checkpoint was trained with.
+    """
+    given, trained = config.data.tokenizer, tokenizer_of_checkpoint(checkpoint, tree)
+    readable = trained == "byte" or Path(trained).is_file() or has_tokenizer(Path(trained))
+    if not readable or same_ids(given, trained):
+        return
+    raise ConfigError(
+        "data.tokenizer",
+        f"found {given}, whose ids may differ from those of {trained}, with which {checkpoint} was trained; "
+        f"use that one, or begin a new run (another run.dir, model.load={checkpoint})",
+    )
 
 
 def saved_form(config: Config) -> Config:

@@ -14,6 +14,8 @@ from hexad.model.configuration import load_config
 
 from .options import degrees, json_option, overrides_argument, print_json
 
+NO_DATA = "note: data.train is null; name the prefix that 'hexad data build' wrote"
+
 
 @click.group("config")
 def config() -> None:
@@ -40,26 +42,33 @@ def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
     "--world", type=click.IntRange(1), help="Ranks to check for. [default: as few as the degrees allow]"
 )
 @click.option("--all", "complete", is_flag=True, help="Print the resolved configuration too.")
-@click.option("--elsewhere", is_flag=True, help="For another machine: run.device: cuda needs no GPU here.")
+@click.option(
+    "--elsewhere",
+    is_flag=True,
+    help="For another machine: data, packages of log.* and a GPU are not needed here.",
+)
 @json_option
 def check(
     path: str, overrides: tuple[str, ...], world: int | None, complete: bool, elsewhere: bool, as_json: bool
 ) -> None:
-    """Check a configuration as 'hexad train' would before starting, and print its size, tokens and memory."""
+    """Check a configuration and its data as 'hexad train' would before starting, and print its size, tokens
+    and memory."""
     from hexad.plan.memory import per_pipeline_rank
-    from hexad.resolve import resolve, smallest_world
+    from hexad.resolve import check_config, planned_layout, resolve
+    from hexad.resolve.machine import check_machine
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
-    from hexad.topology.layout import Layout
 
     given = load_config(path, overrides)
-    layout = Layout.from_settings(given.parallel, world or smallest_world(given))
-    resolved = resolve(given, layout)
+    layout = planned_layout(given, world)
+    check_config(given, layout)
     if given.run.device == "cuda" and not elsewhere and not gpu_visible():
         raise ConfigError(
             "run.device",
             "found cuda, but no GPU is visible; use auto or cpu, or --elsewhere to check for another machine",
         )
+    sizing = given.data.train is None  # before there are data
+    resolved = resolve(given, layout, None if elsewhere or sizing else check_machine(given))
     ranks = per_pipeline_rank(resolved)
     sizes = degrees(layout)
     if as_json:
@@ -70,6 +79,8 @@ def check(
     shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
     click.echo(f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}")
     click.echo("\n".join(summary_lines(given, resolved, ranks)))
+    if sizing:
+        click.echo(NO_DATA)
     if complete:
         click.echo("\n" + dump_config(resolved.config), nl=False)
 
@@ -135,4 +146,4 @@ def init(
     name = quote(path)
     click.echo(f"wrote {path}; next: hexad config check {name}{check}, then hexad train {name}{start}")
     if config.data.train is None:
-        click.echo("note: data.train is null; name the prefix that 'hexad data build' wrote")
+        click.echo(NO_DATA)

@@ -9,8 +9,7 @@ from hexad.config import Config, ConfigError, HexadError, apply_override, settin
 from hexad.config.template import commented
 from hexad.model.configuration import build_config
 from hexad.model.families import family, preset
-from hexad.resolve import check_config, smallest_world
-from hexad.topology.layout import Layout
+from hexad.resolve import check_config, planned_layout
 
 _HEAD = (
     "Written by 'hexad config init'. A first choice of settings with what they mean; all others have "
@@ -60,7 +59,7 @@ def first_run(
     for override in overrides:
         apply_override(given, override)
     config = build_config(given)
-    layout = Layout.from_settings(config.parallel, smallest_world(config) if ranks is None else ranks)
+    layout = planned_layout(config, ranks)
     batch = given.setdefault("batch", {})
     if "global" not in batch:  # the default, or the next number that the ranks can divide
         per_pass = config.batch.micro * int(layout.data)

@@ -59,8 +59,8 @@ _INPUTS = (
         metavar="PATH...",
         multiple=True,
         required=True,
-        help="Files or directories: .jsonl, .parquet, or text (one document per file); .jsonl and text also "
-        "as .gz, .bz2, .xz, .zst.",
+        help="Files or directories: .jsonl or .ndjson, .parquet, or text (one document per file); a .json "
+        "that is named is an array of records. All but .parquet also as .gz, .bz2, .xz, .zst.",
     ),
     click.option(
         "--include",
@@ -72,8 +72,8 @@ _INPUTS = (
     click.option(
         "--json-key",
         metavar="KEY",
-        help="Key (.jsonl) or column (.parquet) of the text or conversation. Default: text, messages, or "
-        "prompt and completion.",
+        help="Key (.jsonl, .json) or column (.parquet) of the text or conversation. Default: text, "
+        "messages, or prompt and completion.",
     ),
 )
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hexad.config import HexadError
+from hexad.config import HexadError, setting_names
 
 from .data import ManyValues
-from .options import json_option, overrides_argument, print_json, start_local
+from .options import json_option, nproc_option, overrides_argument, print_json, start_local
 
 
 class _Evaluate(ManyValues):
-    """``--data`` takes several values, up to the first setting."""
+    """``--data`` takes several values, up to the first setting; a name of data may have dots too."""
 
     MANY = ("--data",)
 
     def takes(self, value: str) -> bool:
-        return re.match(r"\w+\.[\w.]+=", value) is None
+        group, dot, _ = value.partition("=")[0].partition(".")
+        return not ("=" in value and dot and group in setting_names())
 
 
 @click.command("evaluate", cls=_Evaluate)
@@ -37,15 +37,10 @@ class _Evaluate(ManyValues):
 @click.option(
     "--batches",
     type=click.IntRange(1),
-    help="Global batches of each set, as validate.batches. [default: all samples, each once]",
+    help="Global batches of each set, as validate.batches. [default: all samples, each once; of a "
+    "blend, until one of its members is used up]",
 )
-@click.option(
-    "--nproc",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Ranks: data-parallel unless overridden.",
-)
+@nproc_option("data")
 @json_option
 def evaluate(source: str, nproc: int, **options: Any) -> int:
     """Evaluate a model on data sets, in any layout.

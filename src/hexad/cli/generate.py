@@ -12,7 +12,7 @@ import click
 
 from hexad.config import ConfigError, HexadError
 
-from .options import overrides_argument, start_local
+from .options import json_option, nproc_option, overrides_argument, start_local
 
 if TYPE_CHECKING:
     from hexad.generate.texts import Continuation, Wanted
@@ -51,14 +51,8 @@ if TYPE_CHECKING:
 @click.option(
     "--seed", type=int, default=1234, show_default=True, help="Seed of sampling; sample n has seed + n."
 )
-@click.option(
-    "--nproc",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Ranks: tensor-parallel unless overridden.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@nproc_option("tensor")
+@json_option
 def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None, **options: Any) -> int:
     """Continue prompts. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32.
 

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
     from hexad.topology.layout import Layout
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+
+
+def nproc_option(axis: str) -> Callable[[Command], Command]:
+    """``--nproc`` of commands that start one rank by default and divide more along ``axis``."""
+    return click.option(
+        "--nproc",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help=f"Ranks: {axis}-parallel unless overridden.",
+    )
 
 
 def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None, list[str]]:

@@ -150,9 +150,9 @@ def memory_command(
     """
     found = planned(settings, world, rank, device)
     title = memory_title(found.resolved)
-    tree = partial(memory_json, found.plan, found.ranks, found.device)
+    tree = partial(memory_json, *found)
     figure = partial(memory_figure, found.ranks, title, found.device)
-    _present(as_json, output, tree, figure, partial(memory_text, found.plan, found.ranks, found.device))
+    _present(as_json, output, tree, figure, partial(memory_text, *found))
 
 
 @show.command("run")

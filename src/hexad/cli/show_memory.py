@@ -7,10 +7,9 @@ from typing import NamedTuple
 from hexad.config import HexadError, did_you_mean
 from hexad.model.configuration import load_config
 from hexad.plan.memory import MemoryPlan, per_pipeline_rank, predict
-from hexad.resolve import Resolved, resolve, smallest_world
+from hexad.resolve import Resolved, planned_layout, resolve
 from hexad.show.memory import Device
-from hexad.topology.devices import usable_memory
-from hexad.topology.layout import Layout
+from hexad.topology.devices import named_gpus
 
 from .options import split_settings
 
@@ -41,13 +40,13 @@ def planned(settings: tuple[str, ...], world: int | None, rank: int | None, devi
     if path is None:
         raise HexadError("show memory: found no configuration file; give one")
     found = None if device is None else device_of(device)
-    if found is not None and found.gpu:
+    if found is not None and found.bf16 is not None:
         overrides += ["run.device=cuda"]  # planned for the GPU that is named
     config = load_config(path, overrides)
-    layout = Layout.from_settings(config.parallel, smallest_world(config) if world is None else world)
+    layout = planned_layout(config, world)
     if rank is not None and not 0 <= rank < layout.world:
         raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
-    resolved = resolve(config, layout)
+    resolved = resolve(config, layout, bf16=None if found is None else found.bf16)
     return Planned(resolved, *plans_of(resolved, rank), found)
 
 
@@ -59,12 +58,13 @@ def device_of(text: str) -> Device:
     """
     from hexad.checkpoint.hugging_face_files import parse_size
 
-    known = usable_memory()
+    known = named_gpus()
     word = "-".join(text.lower().replace("_", " ").replace("-", " ").split())
     if word in known:
-        return Device(word, known[word], True)
+        gpu, usable = known[word]
+        return Device(word, usable, gpu.bf16)
     if text[:1].isdigit() and not text.isdigit():
-        return Device(text, parse_size(text, "--device"), False)
+        return Device(text, parse_size(text, "--device"))
     hint = did_you_mean(word, known) or f"; known: {', '.join(known)}"
     raise HexadError(f"--device: found '{text}', expected a GPU or a size such as 80GB{hint}")
 

@@ -13,10 +13,9 @@ from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import TIMELINE, Costs, simulate
 from hexad.parallel.pipeline.validate import validate
-from hexad.resolve import resolve, smallest_world
+from hexad.resolve import planned_layout, resolve
 from hexad.resolve.stages import stage_costs
 from hexad.show.schedule import Chart, read_timeline
-from hexad.topology.layout import Layout
 
 from .options import split_settings
 
@@ -124,7 +123,7 @@ def _times(text: str) -> Times:
 
 def _from_config(config: Config, times: Times | None) -> Chart:
     """The schedule that the trainer would run."""
-    resolved = resolve(config, Layout.from_settings(config.parallel, smallest_world(config)))
+    resolved = resolve(config, planned_layout(config))
     plan = resolved.plan
     if times:
         return _with_times(plan.schedule, times)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import Config, ConfigError, blaming, dump_config
+from hexad.config import Config, ConfigError, dump_config
 from hexad.model.configuration import load_config
 from hexad.resolve import Resolved, check_config, resolve, smallest_world, working_layout
 from hexad.train.environment import environment
@@ -36,6 +36,8 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
     """
+    from hexad.resolve.machine import check_machine
+
     config = load_config(path, overrides)
     joined = environment().joined
     if joined and nproc is not None:
@@ -50,7 +52,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     ranks = environment().world if joined else nproc or smallest_world(config)
     layout = working_layout(config, ranks)
     check_config(config, layout)
-    vocab = _check_data(config)
+    vocab = check_machine(config)
     if dry_run or ranks > 1:  # a single rank resolves it itself
         resolved = resolve(config, layout, vocab)
     if dry_run:
@@ -103,29 +105,6 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
         "run_dir": str(directory),
         "checkpoint": None if newest is None else str(newest),
     }
-
-
-def _check_data(config: Config) -> int:
-    """Check the data before any process is started; returns the tokenizer's vocabulary size."""
-    from hexad.checkpoint.kept_tokenizer import tokenizer_of_run, training_templates
-    from hexad.dataset.sidecar import prefixes
-    from hexad.dataset.tokenizer import load_tokenizer
-    from hexad.dataset.whole_samples import check_samples
-
-    with blaming("data.tokenizer"):
-        vocab = load_tokenizer(tokenizer_of_run(config)).vocab_size
-    if config.data.train is None:
-        raise ConfigError("data.train", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]")
-    wanted = {"data.train": config.data.train}
-    if config.validate_.every:
-        sets, several = config.data.validation_sets, isinstance(config.data.validation, dict)
-        wanted |= {f"data.validation.{name}" if several else "data.validation": sets[name] for name in sets}
-    for field, data in wanted.items():
-        for prefix in prefixes(data):
-            with blaming(field):
-                check_samples(prefix, config.data.packing, config.data.sequence, config.data.too_long)
-    training_templates(config)
-    return vocab
 
 
 def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:

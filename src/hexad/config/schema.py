@@ -300,10 +300,9 @@ class PrecisionSettings(Settings):
     """Format of parameters and activations. ``auto``: bf16 if the devices of all ranks compute it in hardware
     (NVIDIA GPUs of compute capability 8.0 and later, GPUs of ROCm, CPUs with AVX512-BF16, AMX-BF16 or Arm's
     BF16), else fp32; ``config.yaml`` and checkpoints hold the result. Commands that start nothing assume
-    bf16, or with ``run.device: cpu`` what this host's CPU has. bf16 and fp16 keep fp32 master weights and
-    optimizer state. fp8 is bf16 whose layers multiply inputs, weights and output gradients in 8 bits; it
-    needs a GPU with fp8
-    units."""
+    bf16, or with ``run.device: cpu`` what this host's CPU has; ``hexad show memory --device`` what the GPU
+    that it names has. bf16 and fp16 keep fp32 master weights and optimizer state. fp8 is bf16 whose layers
+    multiply inputs, weights and output gradients in 8 bits; it needs a GPU with fp8 units."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are sent and reduced over data ranks; ``bf16`` in bf16 and fp8 runs only."""
     accumulate: Literal["fp32", "bf16"] = "fp32"

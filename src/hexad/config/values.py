@@ -17,8 +17,8 @@ def _not_a_switch(value: Any) -> Any:
 
 Integer = Annotated[int, BeforeValidator(_not_a_switch)]
 Number = Annotated[float, BeforeValidator(_not_a_switch)]
-# Integers end where no run can be meant: what is computed before a run grows with layers and degrees, and
-# samples are counted in 64 bits.
+# Upper bounds exclude values that are mistakes: what is computed before a run grows with layers and degrees,
+# and samples are counted in 64 bits.
 Positive = Annotated[Integer, Field(ge=1, le=10**9)]
 Count = Annotated[Integer, Field(ge=0, le=10**9)]
 Seed = Annotated[Integer, Field(ge=0, lt=2**63)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -85,6 +85,25 @@ class _Encoded:
     size: int
 
 
+@dataclass(frozen=True)
+class _Frame:
+    """The ids before each document, and the one after it, if any."""
+
+    bos: tuple[int, ...]
+    eod: int | None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The writer, closed, of the files of a build; what was skipped; whether any document has the ids of a
+    :class:`_Frame`, and whether any is a conversation."""
+
+    writer: IndexedWriter
+    skipped: Counter[str]
+    framed: bool
+    rendered: bool
+
+
 def build(
     inputs: Sequence[str | Path],
     prefix: str | Path,
@@ -107,13 +126,14 @@ def build(
     the old one: then there is none.
 
     Args:
-        inputs: files or directories: .jsonl, .parquet, and any other extension is one document of UTF-8 text;
-            .jsonl and text also compressed (.gz, .bz2, .xz, .zst).
+        inputs: files or directories: .jsonl or .ndjson, .parquet, and any other extension is one document of
+            UTF-8 text, but a .json that is named itself is an array of records; all but .parquet also
+            compressed (.gz, .bz2, .xz, .zst).
         prefix: of the files to write.
         tokenizer: as for :func:`~hexad.dataset.tokenizer.load_tokenizer`.
         workers: processes that tokenize; None: one per usable CPU core. One works in this process.
-        json_key: key (.jsonl) or column (.parquet) of the text or conversation; None: ``text``, ``messages``,
-            or ``prompt`` and ``completion``, whichever a record has.
+        json_key: key (.jsonl, .json) or column (.parquet) of the text or conversation; None: ``text``,
+            ``messages``, or ``prompt`` and ``completion``, whichever a record has.
         chat_template: file of the template of conversations; None: the tokenizer's own.
         include, exclude: glob patterns of files, see :func:`~hexad.dataset.sources.find_files`.
         append_eod: end every document with the tokenizer's end-of-document token, if it has one.
@@ -130,38 +150,12 @@ def build(
     reading = reading_of(encoder, json_key, chat_template)
     files, left_out = find_files(inputs, include, exclude)
     pieces = cut(files)
-    total = sum(piece.size for piece in pieces)
-    eod = encoder.eod if append_eod else None
-    bos = encoder.bos if prepend_bos else ()
-    work = partial(_encode, reading=reading, bos=bos, eod=eod, dtype=dtype_for(encoder.vocab_size))
-    count = min(workers or _usable_cores(), max(1, total // _TASK_BYTES + 1, len(list(_group(pieces)))))
-    done, skipped, framed, rendered = 0, Counter[str](), False, False
-    with IndexedWriter(prefix, dtype_for(encoder.vocab_size)) as writer:
-        for encoded in _run(work, _group(streamed(pieces)), encoder, count):
-            writer.add_documents(encoded.tokens, encoded.lengths, encoded.trained)
-            skipped += encoded.skipped
-            framed, rendered = framed or encoded.framed, rendered or encoded.rendered
-            done += encoded.size
-            if progress:
-                progress(done, total)
-        if not writer.tokens:
-            why = f" ({_listed(skipped)})" if skipped else ""
-            raise HexadError(f"{', '.join(map(str, inputs))}: no text found in {len(files)} files{why}")
-        with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
-            sidecar_path(prefix).unlink(missing_ok=True)
-    data = IndexedDataset(prefix)
-    # A template writes what begins a conversation: the run's data.bos has no part in it.
-    facts = describe(
-        data,
-        writer.max_token,
-        tokenizer=encoder.name,
-        vocab=encoder.vocab_size,
-        eod=eod if framed else encoder.eod,
-        bos=bos if framed else None,
-        chat_templates=reading.template.named if rendered and reading.template is not None else None,
-    )
-    with suppress(OSError):  # the sidecar only saves time
-        write_sidecar(prefix, facts)
+    frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
+    nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
+    written = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
+    template = reading.template.named if written.rendered and reading.template is not None else None
+    data = _describe(prefix, written, encoder, frame, template)
+    writer, skipped = written.writer, written.skipped
     return BuildSummary(
         prefix=str(prefix),
         documents=writer.documents,
@@ -170,13 +164,71 @@ def build(
         skipped=skipped.total(),
         skipped_kinds=dict(skipped),
         left_out=left_out,
-        bytes_read=total,
+        bytes_read=sum(piece.size for piece in pieces),
         dtype=data.dtype.name,
         tokenizer=encoder.name,
         vocab=encoder.vocab_size,
-        eod=eod if framed else None,
-        bos=bos if framed else (),
+        eod=frame.eod if written.framed else None,
+        bos=frame.bos if written.framed else (),
     )
+
+
+def _write(
+    prefix: str | Path,
+    pieces: Sequence[Piece],
+    encoder: Tokenizer,
+    reading: Reading,
+    frame: _Frame,
+    workers: int | None,
+    progress: Callable[[int, int], object] | None,
+    nothing: str,
+) -> _Written:
+    """Tokenize pieces into the files of ``prefix``, and remove a sidecar of earlier ones.
+
+    Raises:
+        HexadError: ``nothing``, where there is no text; or as for :func:`build`.
+    """
+    dtype, total = dtype_for(encoder.vocab_size), sum(piece.size for piece in pieces)
+    work = partial(_encode, reading=reading, frame=frame, dtype=dtype)
+    count = min(workers or _usable_cores(), max(1, total // _TASK_BYTES + 1, len(list(_group(pieces)))))
+    done, skipped, framed, rendered = 0, Counter[str](), False, False
+    with IndexedWriter(prefix, dtype) as writer:
+        for encoded in _run(work, _group(streamed(pieces)), encoder, count):
+            writer.add_documents(encoded.tokens, encoded.lengths, encoded.trained)
+            skipped += encoded.skipped
+            framed, rendered = framed or encoded.framed, rendered or encoded.rendered
+            done += encoded.size
+            if progress:
+                progress(done, total)
+        if not writer.tokens:
+            raise HexadError(nothing + (f" ({_listed(skipped)})" if skipped else ""))
+        with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
+            sidecar_path(prefix).unlink(missing_ok=True)
+    return _Written(writer, skipped, framed, rendered)
+
+
+def _describe(
+    prefix: str | Path,
+    written: _Written,
+    encoder: Tokenizer,
+    frame: _Frame,
+    templates: Mapping[str, str] | None,
+) -> IndexedDataset:
+    """Write the sidecar of new files; returns them, opened."""
+    data = IndexedDataset(prefix)
+    # A template writes what begins a conversation: the run's data.bos has no part in it.
+    facts = describe(
+        data,
+        written.writer.max_token,
+        tokenizer=encoder.name,
+        vocab=encoder.vocab_size,
+        eod=frame.eod if written.framed else encoder.eod,
+        bos=frame.bos if written.framed else None,
+        chat_templates=templates,
+    )
+    with suppress(OSError):  # the sidecar only saves time
+        write_sidecar(prefix, facts)
+    return data
 
 
 def _listed(skipped: Counter[str]) -> str:
@@ -219,8 +271,7 @@ def _encode(
     tokenizer: Tokenizer,
     *,
     reading: Reading,
-    bos: tuple[int, ...],
-    eod: int | None,
+    frame: _Frame,
     dtype: np.dtype[Any],
 ) -> _Encoded:
     """Read and tokenize the documents of some pieces."""
@@ -229,7 +280,8 @@ def _encode(
     lengths: list[int] = []
     skipped = Counter[str]()
     kinds: set[bool] = set()  # framed ones and conversations
-    begin, end = np.array(bos, dtype=dtype), np.array([] if eod is None else [eod], dtype=dtype)
+    begin = np.array(frame.bos, dtype=dtype)
+    end = np.array([] if frame.eod is None else [frame.eod], dtype=dtype)
     for batch in _batches(_documents(pieces, reading, skipped)):
         for document, (ids, trained) in zip(batch, _tokenized(batch, tokenizer)):
             if not len(ids):

@@ -25,7 +25,7 @@ from .blend import Blend
 from .indexed import IndexedDataset
 from .microbatch import IGNORED, Microbatch
 from .samples import Samples, SampleSource, Source
-from .sidecar import Sidecar, check_mask, read_sidecar, sidecar_path
+from .sidecar import open_built
 from .tokenizer import Tokenizer, bos_ids
 from .whole_samples import Packing, TooLong, WholeSamples, whole_documents
 
@@ -104,7 +104,7 @@ class DataLoader:
         self.data_rank, self.data_size = data_rank, data_size
         self._blend = Blend([weight for weight, _ in blend])
         try:
-            opened = [_open(prefix, vocab, eod, bos) for _, prefix in blend]
+            opened = [open_built(prefix, vocab, eod, bos) for _, prefix in blend]
             self._sources = [
                 self._source(each, number, seed, packing, too_long, cache_dir, patience)
                 for number, each in enumerate(opened)
@@ -275,35 +275,6 @@ def _report(setting: str, source: WholeSamples) -> None:
             f"{facts.too_long - facts.left_out:,}",
             f"{facts.left_out:,}",
             source.too_long,
-        )
-
-
-def _open(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
-    """A dataset that fits the run, by what its sidecar records."""
-    data = IndexedDataset(prefix)
-    if (built := read_sidecar(prefix)) is not None:
-        check_mask(data, built)
-        _check_built(prefix, built, vocab, eod)
-        if bos is not None and built.bos is not None and list(bos) != list(built.bos):
-            raise HexadError(
-                f"{prefix} was built with the ids {list(built.bos)} before each document, but data.bos and "
-                f"data.tokenizer give {list(bos)}; set data.bos to {'auto' if built.bos else 'no'} or build "
-                "the data again"
-            )
-    return data
-
-
-def _check_built(prefix: str, built: Sidecar, vocab: int | None, eod: int | None) -> None:
-    if eod is not None and built.eod not in (None, eod):
-        raise HexadError(
-            f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, but "
-            f"that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data again"
-        )
-    if vocab is not None and built.max_token >= vocab:
-        with_ = f", built with {built.tokenizer}, vocabulary {built.vocab}" if built.tokenizer else ""
-        raise HexadError(
-            f"{prefix} holds token id {built.max_token} ({sidecar_path(prefix).name}{with_}), expected 0 to "
-            f"{vocab - 1}; set data.tokenizer (or model.vocab) to what the data was built with"
         )
 
 

@@ -42,7 +42,7 @@ class Reading:
     Attributes:
         key: that of the text or conversation; None: by the keys that a record has.
         template: of conversations; None where the tokenizer has none.
-        no_template: what to say then.
+        no_template: the message for a conversation then.
     """
 
     key: str | None = None
@@ -58,7 +58,7 @@ class Reading:
         """The document of a record; its text may be empty.
 
         Raises:
-            HexadError: it is none, naming file and line.
+            HexadError: the record holds no document; names file and line.
         """
         content, place = record
         if isinstance(content, str):
@@ -69,13 +69,13 @@ class Reading:
                 document.text.encode()
             except UnicodeEncodeError as error:
                 bad = ord(document.text[error.start])
-                raise HexadError(f"{place}: \\u{bad:04x} is half of a character (a lone surrogate)") from None
+                raise HexadError(f"{place}: \\u{bad:04x} is a lone surrogate, not a character") from None
         return document
 
     def _of_object(self, content: dict[str, Any], place: Place) -> Document:
         if self.key is not None:
             if self.key not in content:
-                raise HexadError(f"{place}: no '{self.key}' here (--json-key); {_keys(content)}")
+                raise HexadError(f"{place}: no key '{self.key}' (--json-key); {_keys(content)}")
             value = content[self.key]
             if isinstance(value, list):
                 return self._conversation(self.key, content, place)
@@ -83,7 +83,7 @@ class Reading:
         kinds = [kind for kind in ("messages", "completion", "text") if kind in content]
         if len(kinds) > 1:
             raise HexadError(
-                f"{place}: holds {' and '.join(map(repr, kinds))}; choose one with --json-key, or keep one"
+                f"{place}: has {' and '.join(map(repr, kinds))}; choose one with --json-key, or remove one"
             )
         if "messages" in content:
             return self._conversation("messages", content, place)
@@ -135,7 +135,7 @@ def _text(key: str, content: dict[str, Any], place: Place) -> str:
 
 
 def _check_messages(key: str, messages: Any, place: Place, template: ChatTemplate | None) -> None:
-    """Refuse what no template can render as meant.
+    """Refuse what no template can render.
 
     Raises:
         HexadError: naming file, line and message.
@@ -145,12 +145,12 @@ def _check_messages(key: str, messages: Any, place: Place, template: ChatTemplat
     if not messages:
         raise HexadError(f"{place}: '{key}' is empty: a conversation has at least one message")
     for number, message in enumerate(messages):
-        # Places are made text for a message only: that counts the lines of the file.
+        # The place is formatted only for an error: that counts the lines of the file.
         problem = _message_problem(message, template)
         if problem is not None:
             raise HexadError(f"{place}: {key}[{number}]{problem}")
     if not any(message["role"] == "assistant" for message in messages):
-        raise HexadError(f"{place}: '{key}' has no message of the assistant: nothing to train on")
+        raise HexadError(f"{place}: '{key}' has no message with role 'assistant': nothing to train on")
 
 
 def _message_problem(message: Any, template: ChatTemplate | None) -> str | None:
@@ -171,7 +171,7 @@ def _message_problem(message: Any, template: ChatTemplate | None) -> str | None:
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":
                 kind = part.get("type") if isinstance(part, dict) else _name(part)
-                return f": a part of its content is {kind!r}, expected type 'text' only"
+                return f": its content has a part of type {kind!r}, expected 'text'"
     elif content is not None and not isinstance(content, str):
         return f": its content is {_name(content)}, expected text"
     return None
@@ -183,4 +183,4 @@ def _name(value: Any) -> str:
 
 
 def _keys(content: dict[str, Any]) -> str:
-    return "keys here: " + (", ".join(f"'{key}'" for key in list(content)[:8]) or "none")
+    return "keys found: " + (", ".join(f"'{key}'" for key in list(content)[:8]) or "none")

@@ -153,3 +153,42 @@ def check_mask(data: IndexedDataset, built: Sidecar) -> None:
         )
     if built.mask is not None and data.mask is not None and data.mask.fingerprint() != built.mask:
         raise HexadError(f"{path}: damaged: not what was written; build the data again, or copy it again")
+
+
+def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
+    """A dataset that fits a run by what its sidecar records; without one, by what can be said unread.
+
+    Args:
+        prefix: of the dataset.
+        vocab: refuse a token id that is not below this. None: unchecked.
+        eod: of the run's tokenizer; data built with another is refused. None: unchecked.
+        bos: ids before each document in the run; data built with others is refused. None: unchecked.
+
+    Raises:
+        HexadError: it cannot be opened, or does not fit.
+    """
+    data = IndexedDataset(prefix)
+    if (built := read_sidecar(prefix)) is not None:
+        check_mask(data, built)
+        _check_built(prefix, built, vocab, eod)
+        if bos is not None and built.bos is not None and list(bos) != list(built.bos):
+            raise HexadError(
+                f"{prefix} was built with the ids {list(built.bos)} before each document, but data.bos and "
+                f"data.tokenizer give {list(bos)}; set data.bos to {'auto' if built.bos else 'no'} or build "
+                "the data again"
+            )
+    return data
+
+
+def _check_built(prefix: str, built: Sidecar, vocab: int | None, eod: int | None) -> None:
+    if eod is not None and built.eod not in (None, eod):
+        raise HexadError(
+            f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, but "
+            f"that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data again"
+        )
+    if vocab is not None and built.max_token >= vocab:
+        with_ = f", built with {built.tokenizer}, vocabulary {built.vocab}" if built.tokenizer else ""
+        raise HexadError(
+            f"{prefix} holds token id {built.max_token} ({sidecar_path(prefix).name}{with_}), expected 0 to "
+            f"{vocab - 1}; set data.tokenizer (or model.vocab) to what the data was built with"
+        )

@@ -16,10 +16,14 @@ from .compressed import ARCHIVES, compression, inner_suffix, opened
 
 _JSONL_PIECE = 4 << 20
 """Bytes of a .jsonl file that one process reads at a time."""
+_LINES = (".jsonl", ".ndjson")
+"""Endings of files with a JSON object per line."""
+_LARGEST_ARRAY = 256 << 20
+"""Bytes of a .json file, which is parsed at once and takes several times as much memory."""
 _HEAD = 8192
 """Bytes in which a NUL makes a file binary, as in git."""
 
-Kind = Literal["text", "jsonl", "parquet"]
+Kind = Literal["text", "jsonl", "json", "parquet"]
 Skipped = Literal["empty", "binary", "not UTF-8"]
 
 
@@ -38,7 +42,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an input: a whole text file, lines of a .jsonl, or a row group of a .parquet.
+    """A part of an input: a whole text file or .json, lines of a .jsonl, or a row group of a .parquet.
 
     Attributes:
         path: the file.
@@ -66,8 +70,11 @@ class Place:
     line: int | None = None
     offset: int | None = None
     row: int | None = None
+    record: int | None = None
 
     def __str__(self) -> str:
+        if self.record is not None:
+            return f"{self.path}: record {self.record}"
         if self.row is not None:
             return f"{self.path}: row {self.row}"
         if self.offset is not None:
@@ -76,7 +83,7 @@ class Place:
 
 
 class Record(NamedTuple):
-    """What a file holds: the text of a text file, or an object of a .jsonl or .parquet."""
+    """What a file holds: the text of a text file, or an object of a .jsonl, .json or .parquet."""
 
     content: str | dict[str, Any]
     place: Place
@@ -160,12 +167,16 @@ def cut(files: Iterable[Found]) -> list[Piece]:
         suffix = inner_suffix(path)
         if suffix in ARCHIVES and named:
             raise HexadError(f"{path}: an archive of files; extract it, and give the directory")
-        if suffix == ".jsonl" and not compression(path):
+        if suffix in _LINES and not compression(path):
             for start in range(0, size, _JSONL_PIECE):
                 stop = min(start + _JSONL_PIECE, size)
                 pieces.append(Piece(path, "jsonl", start, stop, stop - start, named))
-        elif suffix == ".jsonl":
+        elif suffix in _LINES:
             pieces.append(Piece(path, "jsonl", 0, size, size, named))
+        elif (
+            suffix == ".json" and named
+        ):  # those of a directory are most often no data: text, as source code is
+            pieces.append(Piece(path, "json", 0, size, size, named))
         elif suffix == ".parquet" and not compression(path):
             groups = _parquet(path).metadata.num_row_groups
             pieces += [Piece(path, "parquet", g, g + 1, size // groups, named) for g in range(groups)]
@@ -223,6 +234,8 @@ def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]
     with _reporting(piece.path):
         if piece.kind == "jsonl":
             yield from _read_jsonl(piece)
+        elif piece.kind == "json":
+            yield from _read_array(piece)
         elif piece.kind == "parquet":
             yield from _read_parquet(piece, columns)
         else:
@@ -266,17 +279,45 @@ def _read_jsonl(piece: Piece) -> Iterator[Record]:
                 yield Record(_object(line, place), place)
 
 
+def _read_array(piece: Piece) -> Iterator[Record]:
+    """The objects of a .json file: an array of them."""
+    with opened(piece.path) as (stream, _):
+        content = stream.read(_LARGEST_ARRAY + 1)
+    lines = f"jq -c '.[]' {piece.path.name} > {piece.path.name.partition('.')[0]}.jsonl"
+    if len(content) > _LARGEST_ARRAY:
+        raise HexadError(
+            f"{piece.path}: larger than {_LARGEST_ARRAY >> 20} MiB, and a .json file is parsed at once; "
+            f"write a record per line: {lines}"
+        )
+    found = _json(content, Place(piece.path), "; if it has a record per line, name it .jsonl")
+    if not isinstance(found, list):
+        raise HexadError(
+            f"{piece.path}: a JSON {type(found).__name__}, expected an array of records; to read it as text, "
+            "name it .txt or give its directory"
+        )
+    for number, each in enumerate(found, 1):
+        place = Place(piece.path, record=number)
+        yield Record(_as_object(each, place), place)
+
+
 def _object(line: bytes, place: Place) -> dict[str, Any]:
     """The JSON object of a line."""
+    return _as_object(_json(line, place), place)
+
+
+def _as_object(found: Any, place: Place) -> dict[str, Any]:
+    if isinstance(found, dict):
+        return found
+    raise HexadError(f"{place}: a JSON {type(found).__name__}, expected an object")
+
+
+def _json(content: bytes, place: Place, hint: str = "") -> Any:
     try:
-        found = json.loads(line)
-        if isinstance(found, dict):
-            return found
-        problem = f"a JSON {type(found).__name__}, expected an object"
+        return json.loads(content)
     except UnicodeDecodeError as error:
-        problem = f"byte 0x{line[error.start]:02x} is not UTF-8 text"
+        problem = f"byte 0x{content[error.start]:02x} is not UTF-8 text"
     except (ValueError, RecursionError) as error:
-        problem = f"not valid JSON: {error}"
+        problem = f"not valid JSON: {error}{hint}"
     raise HexadError(f"{place}: {problem}")
 
 
@@ -308,7 +349,7 @@ def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Recor
     chosen = names if columns is None else [name for name in columns if name in names]
     if not chosen:
         raise HexadError(
-            f"{piece.path}: no column {' or '.join(map(repr, columns or []))}; columns here: "
+            f"{piece.path}: no column {' or '.join(map(repr, columns or []))}; columns found: "
             f"{', '.join(names)}; choose one with --json-key"
         )
     if columns is not None and "tools" in names:

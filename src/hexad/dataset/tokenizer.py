@@ -313,13 +313,9 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises:
         HexadError: there is no such file, it is not a tokenizer, or its package is not installed.
     """
-    if spec == "byte":
+    path = _file_of(spec)
+    if path is None:
         return ByteTokenizer()
-    path = Path(spec)
-    if path.is_dir():
-        path = _file_in(path)
-    if not path.is_file():
-        raise HexadError(f"tokenizer '{spec}': no such file or directory; {_ACCEPTED}")
     name = str(Path(spec).resolve())
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path, name)
@@ -332,9 +328,43 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise HexadError(f"tokenizer '{spec}': unknown kind of file '{path.name}'; {_ACCEPTED}")
 
 
-def _file_in(directory: Path) -> Path:
+def same_ids(one: str, other: str) -> bool:
+    """Whether two tokenizers certainly give every text the same ids: their files say the same, and they begin
+    and end a text alike. Chat templates, and how text is truncated or padded, have no part in it.
+
+    Raises:
+        HexadError: as for :func:`load_tokenizer`.
+    """
+    if _vocabulary(one) != _vocabulary(other):
+        return False
+    first, second = load_tokenizer(one), load_tokenizer(other)
+    return (first.eod, first.bos) == (second.eod, second.bos)
+
+
+def _vocabulary(spec: str) -> Any:
+    """What a tokenizer's file says, however it is formatted."""
+    path = _file_of(spec)
+    content = b"" if path is None else path.read_bytes()
+    if path is None or path.suffix != ".json":
+        return content
+    try:
+        tree = dict(json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise HexadError(f"{path}: not a Hugging Face tokenizer.json: {_one_line(error)}") from None
+    return {key: value for key, value in tree.items() if key not in ("truncation", "padding")}
+
+
+def _file_of(spec: str) -> Path | None:
+    """The file with a tokenizer's vocabulary; None for ``byte``."""
+    if spec == "byte":
+        return None
+    directory = path = Path(spec)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise HexadError(f"tokenizer '{spec}': no such file or directory; {_ACCEPTED}")
     for pattern in ("tokenizer.json", "tokenizer.model", "*.tiktoken"):
-        if found := sorted(directory.glob(pattern)):
+        if found := sorted(file for file in directory.glob(pattern) if file.is_file()):
             return found[0]
     raise HexadError(
         f"tokenizer '{directory}': the directory has no tokenizer.json, tokenizer.model or .tiktoken file; "

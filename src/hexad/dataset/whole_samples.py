@@ -15,7 +15,7 @@ from .files import write_whole
 from .indexed import SMALL, IndexedDataset
 from .packing import PackingFacts, assigned, count_samples
 from .permutation import permute
-from .samples import Samples, Source, ranges
+from .samples import Samples, SampleSource, Source, ranges
 from .stream import document_order, stored
 
 Packing = Literal["auto", "cut", "whole"]
@@ -140,15 +140,16 @@ def whole_documents(packing: Packing, data: IndexedDataset) -> bool:
     return packing == "whole" or (packing == "auto" and data.mask is not None)
 
 
-def check_samples(prefix: str, packing: Packing, sequence: int, too_long: TooLong) -> None:
-    """Refuse data that cannot be opened or packed, without its samples.
+def check_samples(data: IndexedDataset, packing: Packing, sequence: int, too_long: TooLong) -> None:
+    """Refuse data of which no samples can be made, without making them.
 
     Raises:
-        HexadError: as for :class:`~hexad.dataset.indexed.IndexedDataset` and :class:`WholeSamples`.
+        HexadError: as for :class:`~hexad.dataset.samples.SampleSource` and :class:`WholeSamples`.
     """
-    data = IndexedDataset(prefix)
     if whole_documents(packing, data):
         WholeSamples(data, sequence=sequence, too_long=too_long, seed=0)
+    else:
+        SampleSource(data, sequence=sequence, seed=0)
 
 
 def _positions(

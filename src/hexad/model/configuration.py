@@ -52,12 +52,19 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
         sequence: ``data.sequence``, for ``max_positions``; None leaves that ``auto``.
 
     Raises:
-        ConfigError: an unknown preset, a family that is not supported, or weights that cannot be used with
-            these settings.
+        ConfigError: an unknown preset, or one of another family than the one given, a family that is not
+            supported, or weights that cannot be used with these settings.
     """
     given: dict[str, Any] = {name: getattr(model, name) for name in model.model_fields_set}
     if model.preset is not None:
-        given = {**preset(model.preset), **given}
+        shape = preset(model.preset)
+        if given.get("family", shape["family"]) != shape["family"]:
+            raise ConfigError(
+                "model.family",
+                f"found {given['family']!r}, but model.preset {model.preset} is of family "
+                f"{shape['family']!r}; remove one of the two",
+            )
+        given = {**shape, **given}
     if model.load is not None:
         given = with_source(model.load, given)
     model = ModelSettings.model_validate(given)

@@ -33,8 +33,8 @@ def hugging_face_directory(load: str) -> Path | None:
 def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """``given`` model settings, completed from those of the weights that ``model.load`` names.
 
-    A resolved configuration, which gives all of them, is good without the source: a run goes on from its own
-    checkpoints after what it once began with is gone.
+    A resolved configuration, which gives all of them, needs no source: a run resumes from its own checkpoints
+    after the weights that it was started with are gone.
 
     Raises:
         ConfigError: the source cannot be read or is not supported, or a setting is given another value.

@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         Args:
             tokens: int64 ``[sequences, length]``, on every stage.
             spans: documents of the tokens; None where every sequence is one.
-            stores: one per layer, to go on from what they hold (generation).
+            stores: one per layer, with the keys and values of the tokens before (generation).
             start: int64 ``[sequences]``, position of each sequence's one token, where ``stores`` hold those
                 before.
             inputs: the hidden states of the stage before; None on the first stage.

@@ -1,7 +1,7 @@
 """From a configuration to everything that follows from it: numbers for every ``auto``, the layout, the stages
 and the schedule. No torch."""
 
-from .checks import check_config, check_settings, smallest_world, working_layout
+from .checks import check_config, check_settings, planned_layout, smallest_world, working_layout
 from .resolve import Resolved, planned_bf16, resolve, resolved_parallel, with_dtype
 from .stages import PipelinePlan, plan_of_modules, training_schedule
 
@@ -12,6 +12,7 @@ __all__ = [
     "check_settings",
     "plan_of_modules",
     "planned_bf16",
+    "planned_layout",
     "resolve",
     "resolved_parallel",
     "smallest_world",

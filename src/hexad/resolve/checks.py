@@ -27,8 +27,9 @@ def working_layout(config: Config, world: int) -> Layout:
     The first ranks work; those from ``layout.world`` on stand by.
 
     Raises:
-        ConfigError: degrees that do not fit the world.
+        ConfigError: degrees that are not supported or do not fit the world.
     """
+    _check_supported(config)
     parallel = config.parallel
     model = parallel.tensor * parallel.context * parallel.pipeline
     if not config.faults.idle_ranks or world < model:
@@ -40,6 +41,26 @@ def working_layout(config: Config, world: int) -> Layout:
         if config.batch.global_ % (config.batch.micro * data) == data % parallel.replicas == experts == 0:
             return Layout.from_settings(parallel, data * model)
     return Layout.from_settings(parallel, world // model * model)
+
+
+def planned_layout(config: Config, world: int | None = None) -> Layout:
+    """The layout of a world of ``world`` ranks; by default of as few as the degrees allow.
+
+    Raises:
+        ConfigError: degrees that are not supported or do not fit the world.
+    """
+    _check_supported(config)
+    return Layout.from_settings(config.parallel, smallest_world(config) if world is None else world)
+
+
+def _check_supported(config: Config) -> None:
+    """Before a layout is made: what it says of degrees is no advice where none but 1 is supported.
+
+    Raises:
+        ConfigError: the first setting that this version does not support.
+    """
+    for problem in _unsupported(config):
+        raise problem
 
 
 def check_config(config: Config, layout: Layout) -> None:
@@ -90,8 +111,10 @@ def _unsupported(config: Config) -> Iterator[ConfigError]:
         group, name = field.split(".")
         found = getattr(getattr(config, group), name)
         if found not in supported:
-            choices = ", ".join(map(str, supported))
-            yield ConfigError(field, f"found {found!r}, which this version does not support; use {choices}")
+            choices, what = ", ".join(map(str, supported)), f"{name.partition('_')[0]} parallelism"
+            yield ConfigError(
+                field, f"found {found!r}, but this version does not support {what}; use {choices}"
+            )
 
 
 def _model(config: Config) -> Iterator[ConfigError]:

@@ -33,17 +33,19 @@ class Resolved:
     plan: PipelinePlan
 
 
-def resolve(config: Config, layout: Layout, vocab: int | None = None) -> Resolved:
+def resolve(config: Config, layout: Layout, vocab: int | None = None, bf16: bool | None = None) -> Resolved:
     """Resolve a configuration for a layout, and check that everything fits together.
 
     Resolving again changes nothing.
 
     Args:
         config: as the user gave it. What knows the devices of all ranks resolves ``precision.dtype`` before
-            (:func:`with_dtype`); otherwise a device is assumed, see :func:`planned_bf16`.
+            (:func:`with_dtype`).
         layout: of the world.
         vocab: the tokenizer's vocabulary size; by default the tokenizer is read where ``model.vocab`` is
             ``auto``.
+        bf16: whether the device that is planned for computes bf16 in hardware; by default
+            :func:`planned_bf16`.
 
     Raises:
         ConfigError: naming the setting that does not fit, the value found and the fix.
@@ -51,7 +53,7 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None) -> Resolve
     model = complete_model(config.model, config.data.sequence)
     config = config.model_copy(update={"model": model, "data": resolved_data(config)})
     check_config(config, layout)
-    config = with_dtype(config, planned_bf16(config))
+    config = with_dtype(config, planned_bf16(config) if bf16 is None else bf16)
     if model.vocab == "auto":
         model = model.model_copy(update={"vocab": _tokenizer_vocab(config) if vocab is None else vocab})
     elif vocab is not None and model.vocab < vocab:

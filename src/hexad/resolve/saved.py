@@ -22,8 +22,8 @@ from hexad.model.configuration import build_config
 from hexad.model.families import family
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.sources import hugging_face_directory
-from hexad.topology.layout import Layout
 
+from .checks import planned_layout
 from .resolve import resolve
 
 _LONGEST = 4096
@@ -144,7 +144,7 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
         raise ConfigError("precision.dtype", "found fp8, which generation does not support; use bf16")
     given = any(override.startswith("parallel.tensor=") for override in overrides)
     config = _with_ranks(model.config, given, ranks)
-    resolve(config, Layout.from_settings(config.parallel, ranks))  # refuses what does not fit
+    resolve(config, planned_layout(config, ranks))  # refuses what does not fit
     return replace(model, config=config)
 
 
@@ -187,7 +187,7 @@ def evaluated_model(
     config = _divisible(model.config, ranks)
     model = replace(model, config=config)
     tokenizer = model.tokenizer()
-    resolve(config, Layout.from_settings(config.parallel, ranks), tokenizer.vocab_size)
+    resolve(config, planned_layout(config, ranks), tokenizer.vocab_size)
     if not config.data.validation_sets:
         raise ConfigError("--data", "found none, and the run has no data.validation; name .bin/.idx prefixes")
     for each in config.data.validation_sets.values():
@@ -199,7 +199,7 @@ def evaluated_model(
 
 def _divisible(config: Config, ranks: int) -> Config:
     """With as many sequences per batch as the data ranks can divide: their number changes no result."""
-    data = int(Layout.from_settings(config.parallel, ranks).data)
+    data = int(planned_layout(config, ranks).data)
     step = config.batch.micro * data
     if config.batch.global_ % step == 0:
         return config

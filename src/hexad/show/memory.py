@@ -34,12 +34,12 @@ class Device(NamedTuple):
     Attributes:
         name: for display.
         capacity: bytes.
-        gpu: whether it is a GPU by name, not a size.
+        bf16: whether it is a GPU that computes bf16 in hardware; None for a size, which names no GPU.
     """
 
     name: str
     capacity: int
-    gpu: bool
+    bf16: bool | None = None
 
 
 def components(plan: MemoryPlan) -> dict[str, int]:
@@ -67,11 +67,12 @@ def memory_title(resolved: Resolved) -> str:
 
 
 def memory_json(
-    plan: MemoryPlan, ranks: Sequence[MemoryPlan], device: Device | None = None
+    resolved: Resolved, plan: MemoryPlan, ranks: Sequence[MemoryPlan], device: Device | None = None
 ) -> dict[str, Any]:
-    """The rank's bytes, the totals of one rank for every pipeline coordinate, whether the largest fits."""
+    """The format and the rank's bytes, the totals of one rank for every pipeline coordinate, whether the
+    largest fits."""
     totals = [{"rank": other.rank, "total": other.total} for other in ranks]
-    tree = {**plan.as_tree(), "pipeline": totals}
+    tree = {"dtype": resolved.config.precision.dtype, **plan.as_tree(), "pipeline": totals}
     if device is None:
         return tree
     margin = device.capacity - max(other.total for other in ranks)
@@ -89,9 +90,10 @@ def _verdict(ranks: Sequence[MemoryPlan], device: Device) -> str:
 
 
 def memory_text(
-    plan: MemoryPlan, ranks: Sequence[MemoryPlan] = (), device: Device | None = None
+    resolved: Resolved, plan: MemoryPlan, ranks: Sequence[MemoryPlan], device: Device | None = None
 ) -> RenderableType:
-    """One rank's components at its peak, with bars; whether the largest of ``ranks`` fits."""
+    """The run in a line, one rank's components at its peak, with bars; whether the largest of ``ranks``
+    fits."""
     digits = 2 if plan.total >= _GIB else 5
     table = Table("", box=None, pad_edge=False)
     for heading in ("GiB", "%"):
@@ -105,7 +107,9 @@ def memory_text(
     if plan.host:
         table.add_row("in host memory", f"{plan.host / _GIB:,.{digits}f}")
     peak = f"rank {plan.rank}, at its peak: {plan.action}"
-    return Group(peak, table, *([_verdict(ranks, device)] if device is not None else []))
+    return Group(
+        memory_title(resolved), peak, table, *([_verdict(ranks, device)] if device is not None else [])
+    )
 
 
 def _shown(ranks: Sequence[MemoryPlan]) -> list[dict[str, int]]:

@@ -18,11 +18,13 @@ class Gpu:
         memory: GB that it is sold with -> GiB that programs can use, which is less: the driver keeps some,
             and error-correcting codes take their part. The smallest "total capacity" seen in out-of-memory
             errors that users of PyTorch (2.1 to 2.9) have published.
+        bf16: whether it multiplies bf16 in hardware (compute capability 8.0 and later).
     """
 
     half: float
     single: float
     memory: dict[int, float]
+    bf16: bool = True
 
 
 _GPUS = {
@@ -41,7 +43,8 @@ _GPUS = {
     "L4": Gpu(121e12, 30.3e12, {24: 22.0}),
     "A10": Gpu(125e12, 31.2e12, {24: 21.9}),
     "A10G": Gpu(70e12, 35e12, {24: 21.9}),
-    "V100": Gpu(125e12, 15.7e12, {32: 31.7, 16: 15.7}),
+    "V100": Gpu(125e12, 15.7e12, {32: 31.7, 16: 15.7}, bf16=False),
+    "T4": Gpu(65e12, 8.1e12, {16: 14.5}, bf16=False),
     "RTX 4090": Gpu(165e12, 82.6e12, {24: 23.5}),
     "RTX 3090": Gpu(71e12, 35.6e12, {24: 23.5}),
 }
@@ -54,14 +57,16 @@ def published_peaks(name: str) -> tuple[float, float] | None:
     return (_GPUS[found[1]].half, _GPUS[found[1]].single) if found else None
 
 
-def usable_memory() -> dict[str, int]:
-    """Bytes that programs can use on a GPU, by name: ``h100``, ``h100-nvl``, ``a100-40gb``, ``a100`` (the
+def named_gpus() -> dict[str, tuple[Gpu, int]]:
+    """(GPU, bytes that programs can use) by name: ``h100``, ``h100-nvl``, ``a100-40gb``, ``a100`` (the
     largest)."""
-    found: dict[str, int] = {}
+    found: dict[str, tuple[Gpu, int]] = {}
     for name, gpu in _GPUS.items():
         word = name.lower().replace(" ", "-")
         sizes = {f"{word}-{sold}gb": int(usable * 2**30) for sold, usable in gpu.memory.items()}
-        found |= {word: max(sizes.values())} | (sizes if len(sizes) > 1 or max(gpu.memory) >= 80 else {})
+        if len(sizes) == 1 and max(gpu.memory) < 80:  # the size adds nothing to the name
+            sizes = {word: max(sizes.values())}
+        found |= {name: (gpu, size) for name, size in {word: max(sizes.values()), **sizes}.items()}
     return found
 
 

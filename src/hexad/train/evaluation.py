@@ -104,7 +104,8 @@ class ValidationSets:
 
         Args:
             engine: whose model.
-            batches: global batches of each set, from its first sample on; None: all samples, each once.
+            batches: global batches of each set, from its first sample on; None: all samples, each
+                once; of a blend, until one of its members is used up.
         """
         return {name: self._score(engine, loader, batches) for name, loader in self._loaders.items()}
 

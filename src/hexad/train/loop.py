@@ -24,6 +24,7 @@ from hexad.model.counts import flops_per_token
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.simulate import TIMELINE
 from hexad.resolve import working_layout
+from hexad.resolve.machine import check_packages
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
@@ -106,7 +107,7 @@ class Trainer:
         self.config = config = run.resolved.config
         self.first = mesh.rank == 0
         # What can fail on one rank alone (files) runs under agreed, without collectives inside.
-        self.loader, self.validation = run.agreed(lambda: _open_data(config, mesh))
+        self.loader, self.validation = run.agreed(self._opened)
         run.identical(
             "data", run.agreed(lambda: [identity(prefix) for prefix in prefixes(config.data.train)])
         )
@@ -123,6 +124,12 @@ class Trainer:
         self.profile = StepProfile(config.log.profile, directory, mesh.rank, mesh.device, run.agreed)
         self._recovery: str | None = None
         self._stopping = StopRequest(mesh)
+
+    def _opened(self) -> tuple[DataLoader, ValidationSets | None]:
+        """The data; before, what else this machine must have."""
+        if self.first:
+            check_packages(self.config)
+        return _open_data(self.config, self.mesh)
 
     def _prepare_data(self) -> None:
         """Have the indexes of large data before the first step."""
@@ -161,7 +168,7 @@ class Trainer:
     def run_steps(self) -> Outcome:
         """Train up to ``run.steps``, or until a stop signal."""
         config, engine = self.config, self.engine
-        # Agreed, because a package may be missing on the one rank that writes.
+        # Agreed, because files may fail on the one rank that writes.
         recorder = self.run.agreed(lambda: Recorder(config, engine.step) if self.first else nullcontext())
         if config.lr_schedule.warmup >= config.run.steps:
             log.info(

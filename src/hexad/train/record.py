@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hexad.config import Config, ConfigError, HexadError
+from hexad.config import Config, HexadError
 
 Metrics = dict[str, Any]
 
@@ -78,10 +78,8 @@ class TensorBoard:
     """Scalars for TensorBoard."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError("log.tensorboard", "needs 'pip install hexad[tensorboard]'") from None
+        from torch.utils.tensorboard import SummaryWriter
+
         self._directory = str(path)
         self._make = SummaryWriter
         self._writer = SummaryWriter(self._directory)
@@ -102,10 +100,8 @@ class WeightsAndBiases:
     """Metrics for Weights & Biases."""
 
     def __init__(self, project: str, config: Config) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError("log.wandb", "needs 'pip install hexad[wandb]'") from None
+        import wandb
+
         self._run = wandb.init(
             project=project, dir=config.run.dir, config=config.model_dump(mode="json", by_alias=True)
         )

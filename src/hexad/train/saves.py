@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from hexad.checkpoint.base import Base, base_of, load_base, load_weights, recorded
+from hexad.checkpoint.base import Base, base_of, load_base, load_weights, recorded, removal_notice
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
 from hexad.checkpoint.kept_tokenizer import FOLDER, keep_tokenizer, saved_form
@@ -131,6 +131,8 @@ class Saves:
             base = load_weights(self.config, model.load, engine.weights(), self.run.mesh.world)
             engine.publish()
             with_weights = f" with the weights of {model.load}"
+            if model.lora is not None and not self.run.mesh.rank and (notice := removal_notice(base)):
+                log.warning("%s", notice)
         elif model.lora is None:
             engine.initialise()
         parameters, trained = parameter_count(model), trained_count(model)

@@ -95,11 +95,10 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Put all parameters of a rank into buckets, in the order in which forward needs them.
 
-    A bucket never holds parameters of two pipeline stages, nor both vectors and matrices, nor adapters beside
-    other weights, and weights that
-    stand apart (embedding, positions, head) have buckets of their own: all gradients of a bucket are complete
-    after the same action of a schedule, whichever way it divides the backward pass. In ZeRO 3 the matrices of
-    every unit have a bucket of their own.
+    A bucket never holds parameters of two pipeline stages, nor both vectors and matrices, nor adapters and
+    other weights; embedding, positions and head have buckets of their own. All gradients of a bucket are
+    therefore complete after the same action of a schedule, whichever way it divides the backward pass. In
+    ZeRO 3 the matrices of every unit have a bucket of their own.
 
     Args:
         held: in the order of the model.

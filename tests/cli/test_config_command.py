@@ -73,7 +73,6 @@ def test_check_opens_the_data_as_train_does(tmp_path: Path, monkeypatch: pytest.
     settings = {"data": {"tokenizer": "tok", "train": "good", "sequence": 16, "validation": "no/such"}}
     Path("run.yaml").write_text(yaml.safe_dump({"model": {"heads": 4, "hidden": 64}, **settings}))
     wrong = {
-        "data.train=null": "data.train: found null",
         "data.train=no/such": "data.train: no/such.idx: no such file",
         "data.train=cut": "data.train: cut.idx: ",
         "data.tokenizer=byte": "data.train: good was built with tokenizer",

@@ -288,7 +288,6 @@ CONFIG = (
     ("config check run.yaml \"data.train=''\"", "data.train: found ''"),
     ("config check run.yaml log.wandb=project", "log.wandb: needs"),
     ("config check run.yaml model.preset=gpt2 model.family=llama", "model.family: found 'llama', but"),
-    ("config check run.yaml data.train=null", "data.train: found null"),
     ("config check run.yaml data.train=no/such", "data.train: no/such.idx: no such file"),
     ("config check run.yaml data.train=cut-idx", "data.train: cut-idx.idx"),
     ("config check run.yaml data.tokenizer=nope", "data.tokenizer: tokenizer 'nope'"),

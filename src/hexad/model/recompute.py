@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from hexad.config.schema import MemorySettings
 from hexad.parallel.tensor.linear import RowParallelLinear
 
-from .inventory import Recomputed
+from .block_inventory import Recomputed
 
 Function = TypeVar("Function", bound=Callable[..., torch.Tensor])
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hexad.model.inventory import Recomputed, Stage
+from hexad.model.block_inventory import Recomputed
+from hexad.model.inventory import Stage
 from hexad.parallel.data.bucket_plan import BucketPlan, Held
 from hexad.parallel.data.gathering import Gathering
 from hexad.parallel.inventory import Execution, Kept

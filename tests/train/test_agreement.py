@@ -98,6 +98,10 @@ def test_loaded_weights_survive_a_step_in_bf16() -> None:
         engine.load_weights(WholeTensors({name: tensor[:1] for name, tensor in tensors.items()}))
     with pytest.raises(HexadError, match=r"Microbatch.documents: found \(0, 3\)"):
         engine.train_step([Microbatch(tokens, tokens, (0, 3))])
+    with pytest.raises(
+        HexadError, match=r"Microbatch.labels: found shape \(1, 7\), expected that of the tokens"
+    ):
+        engine.train_step([Microbatch(tokens, tokens[:, 1:])])
 
 
 @pytest.mark.parametrize(

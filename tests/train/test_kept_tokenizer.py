@@ -14,7 +14,7 @@ from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hexad.checkpoint.manifest import read_manifest
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.tokenizer import load_tokenizer, same_ids
 from hexad.resolve.saved import encoded, find_model, generating_model
 
 from ..dataset.chats import CHATML, CONVERSATIONS, GENERATION, TEXT, chat_tokenizer, write_lines
@@ -76,6 +76,29 @@ def test_the_same_run_yaml_resumes_without_the_original(
     assert Path("run/tokenizer/.origin").read_text().splitlines()[0] == str(Path("moved").absolute())
 
 
+NEUTRAL = {
+    "type": "TemplateProcessing",
+    "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {},
+}
+"""A post-processor that adds nothing, as transformers saves it."""
+
+
+def test_the_same_ids_in_other_files(tmp_path: Path) -> None:
+    one = chat_tokenizer(tmp_path / "one")
+    AutoTokenizer.from_pretrained(one).save_pretrained(tmp_path / "two")
+    assert same_ids(str(one), str(tmp_path / "two"))
+    tree = json.loads(Path(str(one), "tokenizer.json").read_text())
+    assert tree["model"]["merges"]
+    tree["model"]["merges"] = [" ".join(pair) for pair in tree["model"]["merges"]]  # as older versions wrote
+    (tmp_path / "two/tokenizer.json").write_text(json.dumps(tree))
+    assert same_ids(str(one), str(tmp_path / "two"))
+    tree["model"]["merges"].reverse()
+    (tmp_path / "two/tokenizer.json").write_text(json.dumps(tree))
+    assert not same_ids(str(one), str(tmp_path / "two"))
+
+
 def test_resuming_with_a_tokenizer_of_other_ids_is_refused(
     run: RunFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +108,8 @@ def test_resuming_with_a_tokenizer_of_other_ids_is_refused(
     file, naming = Path("tok/tokenizer.json"), Path("tok/tokenizer_config.json")
     vocabulary, names = json.loads(file.read_text()), json.loads(naming.read_text())
     # As other programs save it, with another template: the same ids.
-    file.write_text(json.dumps({**vocabulary, "truncation": None}, indent=4))
+    joined = dict.fromkeys(("truncation", "padding"), None) | {"post_processor": NEUTRAL}
+    file.write_text(json.dumps({**vocabulary, **joined}, indent=4))
     Path("tok/chat_template.jinja").write_text("{{ messages }}")
     assert call("train", "run.yaml", "run.steps=5").status == 0
     assert (run.directory / "tokenizer/chat_template.jinja").read_text() == "{{ messages }}"
@@ -180,6 +204,8 @@ def test_the_template_of_the_data_is_kept(tmp_path: Path, kind: str) -> None:
     assert result.status == 0, result.err
     said = "has the chat template of data.train, which is not that of data.tokenizer"
     assert (said in result.err) == (kind in ("another", "inside"))
+    resumed = run.train("run.steps=2")
+    assert resumed.status == 0 and "resuming from" in resumed.err, resumed.err
     expected = load_tokenizer(spec).encode(rendered := _oracle(OTHER, ASK["messages"]))
     assert "You are brief." in rendered
     write_lines(tmp_path / "ask.jsonl", [ASK])

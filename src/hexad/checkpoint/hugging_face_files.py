@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import HexadError
+from hexad.dataset.byte_tokenizer import BYTE_END, byte_backend
 from hexad.model.hugging_face import CONFIG_FILE
 
 from .directory import make_visible, write_durably
@@ -116,25 +117,14 @@ def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
 
 
 def byte_tokenizer_files() -> dict[str, bytes]:
-    """The ``byte`` tokenizer as files: the 256 values of a byte, then ``<|endoftext|>``."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    end = "<|endoftext|>"
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    # Byte-level tokenizers map bytes without a visible character to those from 256 on, in order.
-    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(end, special=True)])
+    """The ``byte`` tokenizer as files."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
+        "eos_token": BYTE_END,
         "clean_up_tokenization_spaces": False,
     }
-    files = {"tokenizer.json": backend.to_str(pretty=True), "tokenizer_config.json": _as_json(settings)}
-    return {name: text.encode() for name, text in files.items()}
+    backend = byte_backend().to_str(pretty=True)
+    return {"tokenizer.json": backend.encode(), "tokenizer_config.json": _as_json(settings).encode()}
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

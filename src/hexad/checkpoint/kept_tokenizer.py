@@ -174,10 +174,13 @@ def check_same_tokenizer(checkpoint: Path, tree: Mapping[str, Any], config: Conf
     readable = trained == "byte" or Path(trained).is_file() or has_tokenizer(Path(trained))
     if not readable or same_ids(given, trained):
         return
+    fix = "use that one"
+    if not tree.get("model", {}).get("lora"):  # adapters alone are no weights to begin with
+        fix += f", or begin a new run (another run.dir, model.load={checkpoint})"
     raise ConfigError(
         "data.tokenizer",
         f"found {given}, whose ids may differ from those of {trained}, with which {checkpoint} was trained; "
-        f"use that one, or begin a new run (another run.dir, model.load={checkpoint})",
+        f"{fix}",
     )
 
 

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
+from .byte_tokenizer import byte_backend
+
 Ids = NDArray[np.int32]
 
 
@@ -329,29 +331,24 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def same_ids(one: str, other: str) -> bool:
-    """Whether two tokenizers certainly give every text the same ids: their files say the same, and they begin
-    and end a text alike. Chat templates, and how text is truncated or padded, have no part in it.
+    """Whether two tokenizers certainly give every text the same ids, and begin and end documents with the
+    same ones. Chat templates, and how texts are truncated, padded and joined, have no part in it.
 
     Raises:
         HexadError: as for :func:`load_tokenizer`.
     """
-    if _vocabulary(one) != _vocabulary(other):
-        return False
     first, second = load_tokenizer(one), load_tokenizer(other)
-    return (first.eod, first.bos) == (second.eod, second.bos)
+    if (first.eod, first.bos) != (second.eod, second.bos):
+        return False
+    return _content(first, one) == _content(second, other)
 
 
-def _vocabulary(spec: str) -> Any:
-    """What a tokenizer's file says, however it is formatted."""
+def _content(tokenizer: Tokenizer, spec: str) -> Any:
+    """All that decides a text's ids, however its file is formatted."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return json.loads(tokenizer.backend.to_str())
     path = _file_of(spec)
-    content = b"" if path is None else path.read_bytes()
-    if path is None or path.suffix != ".json":
-        return content
-    try:
-        tree = dict(json.loads(content))
-    except (ValueError, TypeError) as error:
-        raise HexadError(f"{path}: not a Hugging Face tokenizer.json: {_one_line(error)}") from None
-    return {key: value for key, value in tree.items() if key not in ("truncation", "padding")}
+    return json.loads(byte_backend().to_str()) if path is None else path.read_bytes()
 
 
 def _file_of(spec: str) -> Path | None:

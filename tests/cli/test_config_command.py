@@ -81,12 +81,18 @@ def test_check_opens_the_data_as_train_does(tmp_path: Path, monkeypatch: pytest.
         "validate.every=2": "data.validation: no/such.idx: no such file",
         "model.vocab=99": "model.vocab: found 99, less than the tokenizer's",
         "data.tokenizer=nope": "data.tokenizer: tokenizer 'nope'",
+        "log.wandb=project": "log.wandb: needs a package",
     }
     for setting, says in wrong.items():
         checked, trained = call("config", "check", "run.yaml", setting), call("train", "run.yaml", setting)
         assert checked.error == trained.error and checked.error.startswith(says), setting
     assert call("config", "check", "run.yaml").status == 0
     assert call("config", "check", "run.yaml", "data.train=no/such", "--elsewhere").status == 0
+    # Before there are data, all else.
+    for setting in ("log.wandb=project", "data.tokenizer=nope"):
+        assert call("config", "check", "run.yaml", "data.train=null", setting).error.startswith(
+            wrong[setting]
+        )
     # Ids that the tokenizer lacks, of data with the same end of documents.
     facts = json.loads(Path("good.hexad.json").read_text())
     Path("good.hexad.json").write_text(json.dumps({**facts, "max_token": 9999}))

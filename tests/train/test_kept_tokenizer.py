@@ -120,6 +120,7 @@ def test_resuming_with_a_tokenizer_of_other_ids_is_refused(
     newest = "run/checkpoints/step-00000005"
     wanted = f"data.tokenizer: found tok, whose ids may differ from those of {newest}/tokenizer, with which "
     assert other.status == 2 and other.error.startswith(wanted) and f"model.load={newest}" in other.error
+    assert call("config", "check", "run.yaml").error == other.error
     for setting in ("byte", str(kept)):
         result = call("train", "run.yaml", f"data.tokenizer={setting}", "run.steps=6", "data.train=d")
         assert (result.status == 0) == (setting != "byte"), result.err

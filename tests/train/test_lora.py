@@ -200,6 +200,8 @@ def test_a_loop_of_ones_own_trains_adapters_as_the_command_does(tmp_path: Path, 
         with hexad.launch(hexad.load_config(other.path)) as joined:
             engine = hexad.Engine(joined.resolved, joined.mesh, initialise=False)
             saves = Saves(joined, engine)
+            with pytest.raises(HexadError, match="call begin first"):
+                saves.save()
             saves.begin()
             with loader_from_config(joined.resolved.config, 0, 1, ByteTokenizer()) as loader:
                 while engine.step < steps:

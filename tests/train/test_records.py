@@ -153,8 +153,14 @@ def test_the_time_is_known_once_the_run_has_made_steps(make_run: MakeRun) -> Non
     assert (facts["steps_left"], facts["step_seconds"]) == (995, seconds)
     left = timedelta(seconds=round(995 * seconds))
     assert f"\ntime        {left} for the 995 steps that are left" in call("config", "check", path, more).out
-    for other in ("batch.global=8", "parallel.data=2", "precision.dtype=fp32"):
+    for other in ("batch.global=8", "parallel.data=2", "precision.dtype=fp32", "data.sequence=8"):
+        facts = json.loads(call("config", "check", path, more, other, "--json").out)["summary"]
+        assert (facts["steps_left"], facts["step_seconds"]) == (995, None)
         assert "\ntime" not in call("config", "check", path, more, other).out
+    # In another layout: of its own steps only.
+    run.train("run.steps=7", "parallel.data=2")
+    facts = json.loads(call("config", "check", path, more, "parallel.data=2", "--json").out)["summary"]
+    assert facts["step_seconds"] == median(line["step_seconds"] for line in run.metrics[5:])
 
 
 def test_dry_run(make_run: MakeRun) -> None:

@@ -162,7 +162,7 @@ def tokenizer_of_checkpoint(checkpoint: Path, tree: Mapping[str, Any]) -> str:
     return str(own) if has_tokenizer(own) else str(tree.get("data", {}).get("tokenizer", "byte"))
 
 
-def check_same_tokenizer(checkpoint: Path, tree: Mapping[str, Any], config: Config) -> None:
+def check_same_tokenizer(checkpoint: Path, tree: Mapping[str, Any], given: str) -> None:
     """Refuse to resume from a checkpoint with a tokenizer whose ids may be others: the weights of its
     embedding belong to ids. Where the checkpoint names none that can be read (it is gone, or a model was
     imported without one), nothing is compared.
@@ -170,7 +170,7 @@ def check_same_tokenizer(checkpoint: Path, tree: Mapping[str, Any], config: Conf
     Raises:
         ConfigError: naming the tokenizer that the checkpoint was trained with.
     """
-    given, trained = config.data.tokenizer, tokenizer_of_checkpoint(checkpoint, tree)
+    trained = tokenizer_of_checkpoint(checkpoint, tree)
     readable = trained == "byte" or Path(trained).is_file() or has_tokenizer(Path(trained))
     if not readable or same_ids(given, trained):
         return

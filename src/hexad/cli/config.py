@@ -55,7 +55,7 @@ def check(
     and memory."""
     from hexad.plan.memory import per_pipeline_rank
     from hexad.resolve import check_config, planned_layout, resolve
-    from hexad.resolve.machine import check_machine
+    from hexad.resolve.machine import check_machine, check_without_data
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
@@ -67,8 +67,9 @@ def check(
             "run.device",
             "found cuda, but no GPU is visible; use auto or cpu, or --elsewhere to check for another machine",
         )
-    sizing = given.data.train is None  # before there are data
-    resolved = resolve(given, layout, None if elsewhere or sizing else check_machine(given))
+    sizing = given.data.train is None
+    checked = check_without_data if sizing else check_machine
+    resolved = resolve(given, layout, None if elsewhere else checked(given))
     ranks = per_pipeline_rank(resolved)
     sizes = degrees(layout)
     if as_json:

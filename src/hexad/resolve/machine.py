@@ -5,17 +5,39 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from hexad.checkpoint.kept_tokenizer import tokenizer_of_run, training_templates
+import yaml
+
+from hexad.checkpoint.directory import CheckpointDirectory
+from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
 from hexad.config import Config, ConfigError, blaming
 from hexad.dataset.sidecar import open_built, prefixes
-from hexad.dataset.tokenizer import bos_ids, load_tokenizer
+from hexad.dataset.tokenizer import Tokenizer, bos_ids, load_tokenizer
 from hexad.dataset.whole_samples import check_samples
 
 
 def check_machine(config: Config) -> int:
-    """As :func:`check_packages`, then :func:`check_data`."""
+    """As :func:`check_packages`, :func:`check_data` and :func:`check_resumed`, in turn."""
     check_packages(config)
-    return check_data(config)
+    vocab = check_data(config)
+    check_resumed(config)
+    return vocab
+
+
+def check_resumed(config: Config) -> None:
+    """Refuse a tokenizer of other ids than that of the checkpoint to resume from.
+
+    What cannot be read is left to whoever loads the checkpoint.
+
+    Raises:
+        ConfigError: naming both tokenizers.
+    """
+    try:
+        newest = CheckpointDirectory(config.run.dir).newest()
+        tree = newest and yaml.safe_load((newest / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return
+    if newest is not None and isinstance(tree, dict) and config.checkpoint.resume != "never":
+        check_same_tokenizer(newest, tree, tokenizer_of_run(config))
 
 
 def check_packages(config: Config) -> None:
@@ -42,8 +64,7 @@ def check_data(config: Config) -> int:
         ConfigError: the tokenizer or a data set cannot be used, or they do not fit together.
     """
     settings, model = config.data, config.model
-    with blaming("data.tokenizer"):
-        tokenizer = load_tokenizer(tokenizer_of_run(config))
+    tokenizer = _tokenizer(config)
     if settings.train is None:
         raise ConfigError("data.train", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]")
     wanted = {"data.train": settings.train}
@@ -60,3 +81,14 @@ def check_data(config: Config) -> int:
                 check_samples(opened, settings.packing, settings.sequence, settings.too_long)
     training_templates(config)
     return tokenizer.vocab_size
+
+
+def check_without_data(config: Config) -> int:
+    """As :func:`check_machine`, before there are data; returns the tokenizer's vocabulary size."""
+    check_packages(config)
+    return _tokenizer(config).vocab_size
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    with blaming("data.tokenizer"):
+        return load_tokenizer(tokenizer_of_run(config))

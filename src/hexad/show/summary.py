@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import yaml
 
+from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.kept_tokenizer import saved_form
 from hexad.config import Config, HexadError
 from hexad.model.counts import parameter_count, trained_count
@@ -19,8 +21,12 @@ from hexad.resolve import Resolved
 from .run import read_metrics
 
 _SHORT = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
-_TIMED = ("model", "batch", "parallel", "precision", "memory")
-"""Groups of settings on which the time of a step depends."""
+_TIMED = {
+    **dict.fromkeys(("model", "batch", "parallel", "precision", "memory"), ()),
+    "data": ("sequence", "documents", "packing"),
+    "run": ("device", "compile"),
+}
+"""Groups of settings on which the time of a step depends, or which of their settings."""
 _AXES = ("tensor", "context", "pipeline", "data", "expert")
 
 
@@ -34,10 +40,6 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
     config, layout = resolved.config, resolved.layout
     largest = max(ranks, key=lambda plan: plan.total)
     tokens = config.batch.global_ * config.data.sequence
-    left, seconds = config.run.steps, None
-    if (found := _measured(config)) is not None:
-        done, seconds = found
-        left = max(0, left - done)
     return {
         "family": config.model.family,
         "parameters": parameter_count(config.model),
@@ -45,8 +47,8 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "steps": config.run.steps,
         "tokens": tokens * config.run.steps,
-        "steps_left": left,
-        "step_seconds": seconds,
+        "steps_left": _steps_left(config),
+        "step_seconds": _step_seconds(config),
         "ranks": layout.world,
         "degrees": {axis: layout.degrees[axis] for axis in _AXES if layout.degrees[axis] > 1},
         "zero": config.parallel.zero,
@@ -67,19 +69,32 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
     }
 
 
-def _measured(config: Config) -> tuple[int, float] | None:
-    """(steps made, median seconds of a step) of the run in ``run.dir``, if it has the same model, batch,
-    layout and formats; None without one."""
+def _steps_left(config: Config) -> int:
+    """Steps after the newest checkpoint of the run in ``run.dir``."""
+    try:
+        found = CheckpointDirectory(config.run.dir).complete()
+    except OSError:
+        found = []
+    return max(0, config.run.steps - (found[-1][0] if found else 0))
+
+
+def _step_seconds(config: Config) -> float | None:
+    """Median time of a step of the run in ``run.dir``, in seconds, if its last steps computed the same as
+    those to come would, on the same ranks; else None."""
     directory = Path(config.run.dir)
     try:
-        before = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
-        steps, seconds = read_metrics(directory).series("step_seconds")
-        before.get("model")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, HexadError):
+        before = dict(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")))
+        lines = read_metrics(directory).lines
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError, HexadError):
         return None
     now = saved_form(config).model_dump(mode="json", by_alias=True)
-    same = all(before.get(group) == now[group] for group in _TIMED)
-    return (steps[-1], median(seconds)) if same and steps else None
+    for group, names in _TIMED.items():
+        if any(before.get(group, {}).get(name) != now[group][name] for name in names or now[group]):
+            return None
+    # A step of one layout sends as many bytes as every other: those of an earlier layout are left out.
+    last = takewhile(lambda line: line.get("comm_bytes") == lines[-1].get("comm_bytes"), reversed(lines))
+    seconds = [line["step_seconds"] for line in last if isinstance(line.get("step_seconds"), float)]
+    return median(seconds) if seconds else None
 
 
 def planned_device(config: Config) -> str:
@@ -115,7 +130,7 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
         "precision": f"{facts['dtype']}{auto}",
         "memory": f"{most}{memory['total'] / unit:,.2f} {name} per rank in the {where}'s memory{host}",
         "": f"of which {parts}",
-        **({} if facts["step_seconds"] is None else {"time": _time(facts, config.run.dir)}),
+        **({"time": _time(facts, config.run.dir)} if facts["step_seconds"] and facts["steps_left"] else {}),
     }
     return [f"{name:<12}{text}" for name, text in rows.items()]
 

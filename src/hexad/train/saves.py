@@ -11,7 +11,7 @@ from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import changed_settings, write_durably
 from hexad.checkpoint.kept_tokenizer import FOLDER, keep_tokenizer, saved_form
 from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
-from hexad.config import AgreedError, ConfigError, dump_config
+from hexad.config import AgreedError, ConfigError, HexadError, dump_config
 from hexad.model.counts import parameter_count, trained_count
 
 from .engine import Engine
@@ -25,7 +25,8 @@ class Saves:
 
     Args:
         run: from :func:`hexad.launch`.
-        engine: whose state it is; made with ``initialise=False``, as :meth:`begin` sets all values.
+        engine: whose state it is; made with ``initialise=False``, as :meth:`begin` sets all values. Where it
+            has modules of one's own, ``model`` has no part in them.
 
     Attributes:
         checkpointer: writes and finds the files.
@@ -37,6 +38,8 @@ class Saves:
         self.config = run.resolved.config
         self.checkpointer = Checkpointer(self.config, run.mesh)
         self.base: Base | None = None
+        self._adapters = engine.language is not None and self.config.model.lora is not None
+        self._begun = False
 
     def begin(self) -> None:
         """Give the engine the newest checkpoint of the run (or of ``checkpoint.load``), saved in whatever
@@ -47,19 +50,22 @@ class Saves:
             AgreedError: they are damaged or of another model, ``checkpoint.resume`` does not allow it, or
                 ``run.dir`` cannot be written.
         """
-        adapters = self.config.model.lora is not None
-        if adapters:
+        if self._adapters:
             self.engine.initialise(frozen=self.config.model.load is None)
         found = self._load_newest(self.checkpointer.find)
-        if found is None:
-            base = self._start()
-            self.base = base if adapters else None
-        else:
+        if found is not None:
             self._resume(*found)
+        elif self.engine.language is not None:
+            base = self._start()
+            self.base = base if self._adapters else None
+        else:
+            self.engine.initialise()
+            log.info("starting a new run")
         self.run.agreed(self._keep_settings)
+        self._begun = True
 
     def _resume(self, path: Path, manifest: Manifest) -> None:
-        if self.config.model.lora is not None:
+        if self._adapters:
             self.base = self.run.agreed(lambda: base_of(path, manifest))
             load_base(self.base, self.config, self.engine.frozen(), self.run.mesh.world)
         self.engine.restored(manifest.progress)
@@ -75,8 +81,11 @@ class Saves:
             last: the run ends with it, so that it must succeed whatever ``checkpoint.on_failure`` is.
 
         Raises:
+            HexadError: :meth:`begin` was not called: what the adapters belong to would not be recorded.
             AgreedError: this save failed, or the previous one that ran in the background.
         """
+        if not self._begun:
+            raise HexadError("Saves.save: call begin first, which loads what the run begins with")
         progress = {**self.engine.progress(), **recorded(self.base)}
         self.checkpointer.save(self.engine.chunks(), progress, reason, last)
 
@@ -106,8 +115,8 @@ class Saves:
             keep_tokenizer(self.config)
             write_durably(directory / "config.yaml", dump_config(saved_form(self.config)))
         except OSError as error:
-            where = error.filename or directory / FOLDER
-            raise ConfigError("run.dir", f"cannot write {where}: {error.strerror}") from None
+            where = f"{error.filename or directory / FOLDER}: {error.strerror}"
+            raise ConfigError("run.dir", f"cannot keep settings and tokenizer: {where}") from None
 
     def _load_newest(self, find: Callable[[], Path | None]) -> tuple[Path, Manifest] | None:
         """Load the checkpoint that ``find`` finds, renaming damaged ones if the settings allow it; None if
@@ -124,16 +133,16 @@ class Saves:
         return self._load_newest(find)
 
     def _start(self) -> Base:
-        """Start a new run; returns the weights that it begins with."""
+        """Start a new run of the language model; returns the weights that it begins with."""
         model, engine = self.config.model, self.engine
         base, with_weights = Base.drawn(self.config), ""
         if model.load is not None:
             base = load_weights(self.config, model.load, engine.weights(), self.run.mesh.world)
             engine.publish()
             with_weights = f" with the weights of {model.load}"
-            if model.lora is not None and not self.run.mesh.rank and (notice := removal_notice(base)):
+            if self._adapters and not self.run.mesh.rank and (notice := removal_notice(base)):
                 log.warning("%s", notice)
-        elif model.lora is None:
+        elif not self._adapters:
             engine.initialise()
         parameters, trained = parameter_count(model), trained_count(model)
         part = f", {trained:,} trained" if trained != parameters else ""

@@ -378,10 +378,12 @@ _ALL = {"rank": 3, "alpha": 5.0}
 _SOME = {**_ALL, "targets": ["q", "v", "ffn.down"]}
 _DROP = {**_ALL, "dropout": 0.2}
 _TAIL = ("layers.1", "*norm*", "*.bias")  # nothing of the first stage's layers but vectors
+_LAST = ("layers.3", "layers.4", "norm")  # nothing of the first two stages of four
 _ADAPTED = (
     Case(adapted(_QWEN2, "LoRA with dropout", **_DROP), 2, 2, True, 2, "zb_h1", zero=2),
     Case(adapted(fewer(_DROPPED_LLAMA, 2), "LoRA", **_DROP), 2, 4, zero=3, recompute="full"),
     Case(adapted(VARIANTS[2], "last layer and vectors trained", _TAIL), 2, 2, pipeline=2, zero=1),
+    Case(adapted(deep(_LLAMA, 5), "last layers trained", _LAST), 1, 2, True, 2, "zb_v", virtual=2, zero=1),
     Case(adapted(_LLAMA, "LoRA", **_ALL), tensor=2),
     Case(adapted(_LLAMA, "LoRA", **_ALL), tensor=2, data=2, sequence=False, zero=1),
     Case(
@@ -393,7 +395,7 @@ _ADAPTED = (
     ),
     Case(adapted(VARIANTS[1], "last layer trained", ["layers.1"]), data=2, pipeline=2, zero=3),
 )
-ADAPTED_GRID, EVERY_ADAPTED = _ADAPTED[:3], _ADAPTED[3:]
+ADAPTED_GRID, EVERY_ADAPTED = _ADAPTED[:4], _ADAPTED[4:]
 EVERY_COPIED = (
     *(
         Case(fewer(variant, kv_heads), 1, tensor, sequence)

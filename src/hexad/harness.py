@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from math import nextafter
 from pathlib import Path
-from typing import Any
+from sys import float_info
+from typing import Any, TypeVar
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
@@ -36,6 +38,9 @@ _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 """Names of the number of new tokens; the first that is given counts, as in the harness."""
 _WITHOUT_EFFECT = {"num_beams": 1}
 """Options that may be given with the value that changes nothing."""
+_LARGEST = float_info.max
+
+Number = TypeVar("Number", int, float)
 
 
 class HexadLM(LM):
@@ -144,19 +149,20 @@ class HexadLM(LM):
 
 def _wanted(options: Mapping[str, Any], batch: int) -> Wanted:
     """A task's ``generation_kwargs``, as the harness's own adapter for ``transformers`` understands them; a
-    value of None is an option that is not given.
+    value of None is an option that is not given. Sampling without a temperature is at 1.0.
 
     Raises:
-        ConfigError: an unknown option, or a value out of range.
+        ConfigError: an unknown option, or a value of the wrong type or out of range.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    until = given.pop("until", ())
-    temperature = float(given.pop("temperature", 0.0))
-    sampled = given.pop("do_sample", temperature > 0)
-    sampling = Sampling(
-        temperature if sampled else 0.0, int(given.pop("top_k", 0)), float(given.pop("top_p", 1.0))
-    )
-    limits = [int(given.pop(name)) for name in _LIMITS if name in given]
+    stop = _stop(given.pop("until", ()))
+    sampled = given.pop("do_sample", given.get("temperature", 0) != 0)
+    if not isinstance(sampled, bool):
+        raise _wrong("do_sample", sampled, "true or false")
+    temperature = _number(given, "temperature", float(sampled), 0.0, "a number from 0")
+    top_k = _number(given, "top_k", 0, 0, "an integer from 0 (all)")
+    top_p = _number(given, "top_p", 1.0, nextafter(0.0, 1.0), "a number above 0, at most 1", most=1.0)
+    limits = [_number(given, name, 0, 1, "an integer from 1") for name in _LIMITS if name in given]
     unknown = {name: value for name, value in given.items() if _WITHOUT_EFFECT.get(name) != value}
     if unknown:
         found = ", ".join(f"{name}: {value}" for name, value in unknown.items())
@@ -164,5 +170,28 @@ def _wanted(options: Mapping[str, Any], batch: int) -> Wanted:
         raise ConfigError(
             "generation_kwargs", f"found {found}; remove it from the task; expected some of {known}"
         )
-    stop = (until,) if isinstance(until, str) else tuple(until)
-    return Wanted((*limits, _NEW_TOKENS)[0], sampling, stop=tuple(filter(None, stop)), batch=batch)
+    sampling = Sampling(temperature if sampled else 0.0, top_k, top_p)
+    return Wanted((*limits, _NEW_TOKENS)[0], sampling, stop=stop, batch=batch)
+
+
+def _stop(until: Any) -> tuple[str, ...]:
+    """The texts of ``until``, a text or a list, without empty ones."""
+    texts = [until] if isinstance(until, str) else until
+    if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
+        raise _wrong("until", until, "a text or a list of texts")
+    return tuple(filter(None, texts))
+
+
+def _number(
+    given: dict[str, Any], name: str, default: Number, least: Number, expected: str, most: float = _LARGEST
+) -> Number:
+    """Remove an option from those given: a number of the default's type, from ``least`` to ``most``."""
+    value = given.pop(name, default)
+    kinds = (int,) if isinstance(default, int) else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        raise _wrong(name, value, expected)
+    return type(default)(value)
+
+
+def _wrong(name: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(f"generation_kwargs.{name}", f"found {value!r}, expected {expected}; change the task")

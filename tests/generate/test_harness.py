@@ -5,6 +5,7 @@ Where the harness is not installed, the adapter is tested with the few names tha
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -170,11 +171,34 @@ def test_generation_options_are_read_as_by_the_harness(adapter: Any) -> None:
         wanted(temperature=0.5, do_sample=drawn).sampling.temperature for drawn in (None, True, False)
     ]
     assert temperatures == [0.5, 0.5, 0.0]
+    assert wanted(do_sample=True).sampling.temperature == 1.0
+    assert wanted(do_sample=False).sampling.temperature == 0.0
     assert (wanted(top_k=4, top_p=0.5).sampling.top_k, wanted(top_p=0.5).sampling.top_p) == (4, 0.5)
     with pytest.raises(
         ConfigError, match=r"generation_kwargs: found num_beams: 4, penalty: 2; remove .* until, "
     ):
         wanted(num_beams=4, penalty=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("temperature", ["hot", -1, float("nan"), float("inf"), 10**400, True, "0.5"], "a number from 0"),
+        ("max_gen_toks", ["x", 0, -1, 2.5, True], "an integer from 1"),
+        ("max_tokens", ["x", 0], "an integer from 1"),
+        ("top_k", [float("inf"), "x", -1, 2.5], r"an integer from 0 \(all\)"),
+        ("top_p", ["x", 0, 1.5, -1, float("nan")], "a number above 0, at most 1"),
+        ("until", [5, [5], [["a"]], {"a": 1}], "a text or a list of texts"),
+        ("do_sample", ["false", 1, 0], "true or false"),
+    ],
+)
+def test_wrong_generation_options_are_named(
+    adapter: Any, name: str, values: list[Any], expected: str
+) -> None:
+    for value in values:
+        message = rf"^generation_kwargs\.{name}: found {re.escape(repr(value))}, expected {expected}; "
+        with pytest.raises(ConfigError, match=message):
+            adapter._wanted({name: value}, 3)
 
 
 def test_conversations_are_rendered(adapter: Any, trained: Path) -> None:

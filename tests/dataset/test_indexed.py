@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import struct
 import subprocess
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +19,14 @@ from hypothesis import strategies as st
 
 from hexad.config import HexadError
 from hexad.dataset.indexed import HEADER, IndexedDataset, IndexedWriter, bin_path, dtype_for, idx_path
-from hexad.dataset.sidecar import describe, read_sidecar, sidecar_path, write_sidecar
+from hexad.dataset.sidecar import (
+    chat_templates,
+    describe,
+    open_built,
+    read_sidecar,
+    sidecar_path,
+    write_sidecar,
+)
 
 # Documents as lists of sequences.
 corpora = st.lists(
@@ -209,6 +219,27 @@ def test_sidecar_is_believed_only_for_its_own_data(small: Path) -> None:
     assert read_sidecar(small) is None
     sidecar_path(small).write_text("{")
     assert read_sidecar(small) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("chat_templates", [5, [1], {"default": 5}, "text"]),
+        ("max_token", ["5", None, 1.5]),
+        ("bos", [5, ["a"]]),
+        ("tokenizer", [5]),
+        ("unknown", [5]),
+    ],
+)
+def test_a_malformed_sidecar_is_as_good_as_none(small: Path, field: str, values: list[Any]) -> None:
+    good = describe(IndexedDataset(small), 5, bos=[1], chat_templates={"default": "a"})
+    for value in values:
+        sidecar_path(small).write_text(json.dumps({**asdict(good), field: value}))
+        assert read_sidecar(small) is None
+        assert chat_templates([str(small)]) is None
+        open_built(str(small), 300, None, [1])
+    write_sidecar(small, good)
+    assert read_sidecar(small) == good
 
 
 @pytest.mark.parametrize("kind", ["length", "pointer", "boundary"])

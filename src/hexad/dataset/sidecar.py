@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import ConfigDict, TypeAdapter
+
 from hexad.config.errors import HexadError
 
 from .files import sampled_hash, write_whole
@@ -38,6 +40,8 @@ class Sidecar:
             where there are no conversations.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of what is read from a file
+
     fingerprint: str
     documents: int
     tokens: int
@@ -50,6 +54,9 @@ class Sidecar:
     bos: Sequence[int] | None = None
     mask: str | None = None
     chat_templates: Mapping[str, str] | None = None
+
+
+_SIDECAR = TypeAdapter(Sidecar)
 
 
 def sidecar_path(prefix: str | Path) -> Path:
@@ -69,10 +76,10 @@ def identity(prefix: str | Path) -> str:
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
-    """The dataset's sidecar, or None where there is none or it belongs to other data."""
+    """The dataset's sidecar, or None where there is none, it is malformed, or it belongs to other data."""
     try:
-        sidecar = Sidecar(**json.loads(sidecar_path(prefix).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        sidecar = _SIDECAR.validate_json(sidecar_path(prefix).read_bytes())
+    except (OSError, ValueError):
         return None
     return sidecar if sidecar.fingerprint == fingerprint(prefix) else None
 
@@ -156,7 +163,8 @@ def check_mask(data: IndexedDataset, built: Sidecar) -> None:
 
 
 def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
-    """A dataset that fits a run by what its sidecar records; without one, by what can be said unread.
+    """A dataset that fits a run by what its sidecar records; without one, its token ids are
+    checked as they are read.
 
     Args:
         prefix: of the dataset.

@@ -166,6 +166,18 @@ def test_names_of_data_may_have_dots(trained: RunFile, data: str) -> None:
     assert set(json.loads(result.out)["results"]) == {"web.v2", "a.b.c"}, result.err
     wrong = call("evaluate", str(trained.directory), "--data", data, f"data.v2={data}")
     assert wrong.error.startswith("data.v2: unknown key")
+    missing = call("evaluate", str(trained.directory), "--data", data, "batchs.micro=2").error
+    found = "--data: found 'batchs.micro=2', but 2.idx: no such file"
+    assert missing == f"{found} (did you mean the setting 'batch.micro'?)"
+
+
+def test_a_name_that_is_given_stays(trained: RunFile, data: str) -> None:
+    last = Path(data).name
+    options = ("--data", data, f"{last}={data}", "--batches", "1", "--json")
+    result = call("evaluate", str(trained.directory), *options)
+    assert set(json.loads(result.out)["results"]) == {data, last}, result.err
+    twice = call("evaluate", str(trained.directory), "--data", f"a={data}", "a=/none").error
+    assert twice == "--data: a is given twice; give each data set once, by a name of its own"
 
 
 def test_several_sets_are_checked_by_name(trained: RunFile, tmp_path: Path) -> None:

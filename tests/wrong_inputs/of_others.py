@@ -151,6 +151,8 @@ USE = (
     ("evaluate trained --data cut-idx", "cut-idx.idx"),
     ("evaluate trained --data cut-bin", "cut-bin.bin"),
     ("evaluate trained --data data data", "--data: data is given twice"),
+    ("evaluate trained --data a=data a=chats", "--data: a is given twice"),
+    ("evaluate trained --data data precison.dtype=fp32", "did you mean the setting 'precision.dtype'?"),
     ("evaluate trained --data web=", "--data"),
     ("evaluate trained --data data --batches 0", "--batches"),
     ("evaluate trained --data data --nproc 0", "--nproc"),

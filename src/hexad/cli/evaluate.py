@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from hexad.config import HexadError, setting_names
+from hexad.config import HexadError, did_you_mean, setting_names
 
 from .data import ManyValues
 from .options import json_option, nproc_option, overrides_argument, print_json, start_local
@@ -66,15 +66,28 @@ def evaluate(source: str, nproc: int, **options: Any) -> int:
 def _named(data: tuple[str, ...]) -> dict[str, str]:
     """Data sets by the names given, or else the last parts of their prefixes, as far as these differ."""
     pairs = [each.partition("=") if "=" in each else ("", "", each) for each in data]
-    for each, (_, _, prefix) in zip(data, pairs):
+    for each, (name, _, prefix) in zip(data, pairs):
         if not prefix.strip():
             raise HexadError(f"--data: found '{each}', expected PREFIX or NAME=PREFIX")
+        _refuse_setting(name, prefix)
     short = [name or Path(prefix).name for name, _, prefix in pairs]
-    names = [name if short.count(name) == 1 else prefix for name, (_, _, prefix) in zip(short, pairs)]
+    names = [
+        name if given or short.count(name) == 1 else prefix for name, (given, _, prefix) in zip(short, pairs)
+    ]
     if len(set(names)) < len(names):
         double = next(name for name in names if names.count(name) > 1)
-        raise HexadError(f"--data: {double} is given twice; give each once")
+        raise HexadError(f"--data: {double} is given twice; give each data set once, by a name of its own")
     return {name: prefix for name, (_, _, prefix) in zip(names, pairs)}
+
+
+def _refuse_setting(name: str, prefix: str) -> None:
+    """Refuse what is more likely a misspelt setting: a name with dots of data that is not there."""
+    from hexad.dataset.indexed import idx_path
+
+    hint = did_you_mean(name, setting_names()) if "." in name else ""
+    if hint and not idx_path(prefix).exists():
+        hint = hint.replace("mean", "mean the setting")
+        raise HexadError(f"--data: found '{name}={prefix}', but {idx_path(prefix)}: no such file{hint}")
 
 
 def evaluate_here(request: dict[str, Any]) -> None:

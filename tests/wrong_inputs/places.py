@@ -50,6 +50,7 @@ TEXTS = {
     "empty-chat.jsonl": '{"messages": []}\n',
     "text-chat.jsonl": '{"messages": "a"}\n',
     "no-role.jsonl": '{"messages": [{"content": "a"}]}\n',
+    "odd-role.jsonl": '{"messages": [{"role": "usr", "content": "a"}]}\n',
     "no-answer.jsonl": '{"messages": [{"role": "user", "content": "a"}]}\n',
     "number-content.jsonl": '{"messages": [{"role": "assistant", "content": 5}]}\n',
     "tools.jsonl": '{"messages": [{"role": "assistant", "content": "a"}], "tools": 3}\n',

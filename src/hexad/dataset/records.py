@@ -100,7 +100,9 @@ class Reading:
 
     def _conversation(self, key: str, content: dict[str, Any], place: Place) -> Document:
         messages = content[key]
-        _check_messages(key, messages, place, self.template)
+        check_messages(key, messages, place, self.template)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise HexadError(f"{place}: '{key}' has no message with role 'assistant': nothing to train on")
         if self.template is None:
             raise HexadError(f"{place}: {self.no_template}")
         tools = content.get("tools")
@@ -134,11 +136,17 @@ def _text(key: str, content: dict[str, Any], place: Place) -> str:
     raise HexadError(f"{place}: '{key}' is {_name(value)}, expected text")
 
 
-def _check_messages(key: str, messages: Any, place: Place, template: ChatTemplate | None) -> None:
+def check_messages(key: str, messages: Any, place: Place | str, template: ChatTemplate | None) -> None:
     """Refuse what no template can render.
 
+    Args:
+        key: of the messages, for the error.
+        messages: as found.
+        place: where they stand.
+        template: may name more roles than the usual ones.
+
     Raises:
-        HexadError: naming file, line and message.
+        HexadError: naming place and message.
     """
     if not isinstance(messages, list):
         raise HexadError(f"{place}: '{key}' is {_name(messages)}, expected a list of messages")
@@ -149,8 +157,6 @@ def _check_messages(key: str, messages: Any, place: Place, template: ChatTemplat
         problem = _message_problem(message, template)
         if problem is not None:
             raise HexadError(f"{place}: {key}[{number}]{problem}")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise HexadError(f"{place}: '{key}' has no message with role 'assistant': nothing to train on")
 
 
 def _message_problem(message: Any, template: ChatTemplate | None) -> str | None:

@@ -16,6 +16,7 @@ from hexad.checkpoint.manifest import read_manifest
 from hexad.config import Config, ConfigError, HexadError, apply_override, blaming
 from hexad.dataset.chat import ChatTemplate, load_chat_template
 from hexad.dataset.indexed import IndexedDataset
+from hexad.dataset.records import check_messages
 from hexad.dataset.sidecar import prefixes
 from hexad.dataset.tokenizer import Tokenizer, bos_ids, load_tokenizer
 from hexad.model.configuration import build_config
@@ -211,15 +212,19 @@ def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> 
     """The ids of every prompt.
 
     Raises:
-        HexadError: conversations without a chat template, or that it refuses.
+        HexadError: conversations that are malformed, without a chat template, or that it refuses.
     """
-    begin, template = bos_ids(tokenizer, config.data.bos), None
+    begin = bos_ids(tokenizer, config.data.bos)
+    chats = any("messages" in prompt for prompt in prompts)
+    template = load_chat_template(config.data.tokenizer) if chats else None
     found: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         if "messages" not in prompt:
             found.append([*begin, *_ids(tokenizer, prompt["prompt"], number)])
             continue
-        template = template or _template(config, number)
+        check_messages("messages", prompt["messages"], f"--prompts: prompt {number}", template)
+        if template is None:
+            raise _no_template(config, number)
         text = template.render(prompt["messages"], prompt=True)  # which begins a text as it should
         found.append(_ids(tokenizer, text, number))
     return found
@@ -269,6 +274,10 @@ def _answer_end(template: ChatTemplate, prompt: Prompt, tokenizer: Tokenizer) ->
 def _template(config: Config, number: int) -> ChatTemplate:
     template = load_chat_template(config.data.tokenizer)
     if template is None:
-        problem = f"has no chat template for the messages of prompt {number}"
-        raise ConfigError("data.tokenizer", f"{config.data.tokenizer} {problem}")
+        raise _no_template(config, number)
     return template
+
+
+def _no_template(config: Config, number: int) -> ConfigError:
+    problem = f"has no chat template for the messages of prompt {number}"
+    return ConfigError("data.tokenizer", f"{config.data.tokenizer} {problem}")

@@ -84,13 +84,25 @@ def test_named_json_files_are_records(tmp_path: Path, monkeypatch: pytest.Monkey
         lines: "if it has a record per line, name it .jsonl",
         '[{"text": "a"}, "b"]': "wrong.json: record 2: a JSON str, expected an object",
         '[{"text": "a"}, {"text": null}]': "wrong.json: record 2: 'text' is null, expected text",
-        " " * 2000: "jq -c '.[]' wrong.json > wrong.jsonl",
+        " " * 2000: f"as .jsonl: jq -c '.[]' {tmp_path}/wrong.json > {tmp_path}/wrong.jsonl",
     }
     monkeypatch.setattr("hexad.dataset.sources._LARGEST_ARRAY", 1999)
     for content, says in wrong.items():
         (tmp_path / "wrong.json").write_text(content)
         with pytest.raises(HexadError, match=re.escape(says)):
             build([tmp_path / "wrong.json"], tmp_path / "e", "byte", workers=1)
+
+
+def test_a_large_array_is_divided_by_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That can be pasted; none for a compressed file."""
+    monkeypatch.setattr("hexad.dataset.sources._LARGEST_ARRAY", 1999)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my data.v2.json").write_text(" " * 2000)
+    with pytest.raises(HexadError, match=re.escape(": jq -c '.[]' 'my data.v2.json' > 'my data.v2.jsonl'")):
+        build(["my data.v2.json"], tmp_path / "e", "byte", workers=1)
+    (tmp_path / "packed.json.gz").write_bytes(gzip.compress(b" " * 2000))
+    with pytest.raises(HexadError, match=r"; write a record per line, as \.jsonl$"):
+        build(["packed.json.gz"], tmp_path / "e", "byte", workers=1)
 
 
 def test_compressed_lines_are_shared_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

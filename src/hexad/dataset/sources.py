@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -173,9 +174,8 @@ def cut(files: Iterable[Found]) -> list[Piece]:
                 pieces.append(Piece(path, "jsonl", start, stop, stop - start, named))
         elif suffix in _LINES:
             pieces.append(Piece(path, "jsonl", 0, size, size, named))
-        elif (
-            suffix == ".json" and named
-        ):  # those of a directory are most often no data: text, as source code is
+        elif suffix == ".json" and named:
+            # One of a directory is most often no data: it is text, as source code is.
             pieces.append(Piece(path, "json", 0, size, size, named))
         elif suffix == ".parquet" and not compression(path):
             groups = _parquet(path).metadata.num_row_groups
@@ -283,11 +283,10 @@ def _read_array(piece: Piece) -> Iterator[Record]:
     """The objects of a .json file: an array of them."""
     with opened(piece.path) as (stream, _):
         content = stream.read(_LARGEST_ARRAY + 1)
-    lines = f"jq -c '.[]' {piece.path.name} > {piece.path.name.partition('.')[0]}.jsonl"
     if len(content) > _LARGEST_ARRAY:
         raise HexadError(
             f"{piece.path}: larger than {_LARGEST_ARRAY >> 20} MiB, and a .json file is parsed at once; "
-            f"write a record per line: {lines}"
+            f"write a record per line, as .jsonl{_as_lines(piece.path)}"
         )
     found = _json(content, Place(piece.path), "; if it has a record per line, name it .jsonl")
     if not isinstance(found, list):
@@ -298,6 +297,13 @@ def _read_array(piece: Piece) -> Iterator[Record]:
     for number, each in enumerate(found, 1):
         place = Place(piece.path, record=number)
         yield Record(_as_object(each, place), place)
+
+
+def _as_lines(path: Path) -> str:
+    """The command that writes a record per line; empty for a compressed file."""
+    if compression(path):
+        return ""
+    return f": jq -c '.[]' {shlex.quote(str(path))} > {shlex.quote(str(path.with_suffix('.jsonl')))}"
 
 
 def _object(line: bytes, place: Place) -> dict[str, Any]:

@@ -163,8 +163,7 @@ def check_mask(data: IndexedDataset, built: Sidecar) -> None:
 
 
 def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
-    """A dataset that fits a run by what its sidecar records; without one, its token ids are
-    checked as they are read.
+    """A dataset that fits a run by what its sidecar records; without one, only damage is found here.
 
     Args:
         prefix: of the dataset.

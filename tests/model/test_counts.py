@@ -10,7 +10,7 @@ import pytest
 
 from hexad.config import ConfigError
 from hexad.config.schema import ModelSettings
-from hexad.model.configuration import build_config
+from hexad.model.configuration import build_config, load_config
 from hexad.model.counts import flops_per_token, layer_costs, parameter_count
 from hexad.model.families import presets
 from hexad.model.inventory import ModelInventory
@@ -238,3 +238,13 @@ def test_work_of_the_parts_is_the_model_and_the_scores_computed_again(settings: 
 def test_work_needs_a_vocabulary() -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab: found auto"):
         layer_costs(ModelSettings(), 16)
+
+
+def test_frozen_layers_cost_what_is_computed() -> None:
+    """Leading ones a forward pass, later ones no gradients of weights; stages are divided accordingly."""
+    model = load_config(None, ["model.layers=6", "model.vocab=300"]).model
+    whole = layer_costs(model, 64).layers[0]
+    frozen = layer_costs(model.model_copy(update={"train": ["layers.3", "layers.5"]}), 64).layers
+    assert [work.forward for work in frozen] == [whole.forward] * 6
+    assert [work.backward for work in frozen] == [0.0] * 3 + [whole.backward] * 3
+    assert [work.weight for work in frozen] == [0.0] * 3 + [whole.weight, 0.0, whole.weight]

@@ -94,7 +94,8 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
     A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. The output head's three are
     all in ``F``, where the loss and its gradients are computed slice by slice. Attention computes its scores
     again in ``B``, so that the sum over the model is larger than :func:`flops_per_token`, which leaves out
-    what is recomputed. Norms, activation functions and the loss count as 0.
+    what is recomputed. Norms, activation functions and the loss count as 0. Frozen weights have no ``W``, and
+    leading layers in which nothing is trained no ``B`` either.
 
     Args:
         model: the architecture; what it leaves to its preset or family is filled in.
@@ -107,8 +108,12 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
     stage = _inventory(model, sequence).stage(range(model.layers))
     assert stage.head is not None
     head = Work.of(stage.head.products(run), run.tokens)
-    works = {block: Work.of(block.products(run), run.tokens) for block in set(stage.blocks)}
-    return ModelWork(tuple(works[block] for block in stage.blocks), Work(0.0, 0.0, 0.0), head)
+    layers = [(block, number >= stage.unreached) for number, block in enumerate(stage.blocks)]
+    works = {
+        (block, reached): Work.of([p for p in block.products(run) if reached or p.action == "F"], run.tokens)
+        for block, reached in set(layers)
+    }
+    return ModelWork(tuple(works[layer] for layer in layers), Work(0.0, 0.0, 0.0), head)
 
 
 def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:

@@ -252,6 +252,12 @@ def test_templates_that_change_earlier_turns_are_refused(tmp_path: Path) -> None
         built(tmp_path, records, spec)
 
 
+def test_data_without_a_trained_token_are_refused(tmp_path: Path) -> None:
+    spec = chat_tokenizer(tmp_path / "tok", "hello")
+    with pytest.raises(HexadError, match=r"none of the tokens would be trained: .* --chat-template FILE"):
+        built(tmp_path, [{"messages": [USER, ANSWER]}], spec)
+
+
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     spec = chat_tokenizer(tmp_path / "tok", "{{ messages.__class__.__mro__ }}")
     with pytest.raises(HexadError, match=r"access to attribute '__class__' .* is unsafe"):

@@ -202,6 +202,11 @@ def _write(
                 progress(done, total)
         if not writer.tokens:
             raise HexadError(nothing + (f" ({_listed(skipped)})" if skipped else ""))
+        if writer.mask.used and not writer.mask.trained:
+            raise HexadError(
+                "none of the tokens would be trained: completions are empty, or the chat template does not "
+                "render what the assistant says; give another one with --chat-template FILE"
+            )
         with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
             sidecar_path(prefix).unlink(missing_ok=True)
     return _Written(writer, skipped, framed, rendered)

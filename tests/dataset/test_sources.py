@@ -61,7 +61,6 @@ def test_compressed_files_give_the_same_data(
     assert len(done) > 3 and done[-1][0] == done[-1][1]
 
 
-@pytest.mark.slow
 def test_named_json_files_are_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [{"text": "one"}, {"text": "two\nlines"}]
     lines = "".join(json.dumps(record) + "\n" for record in records)
@@ -105,6 +104,7 @@ def test_a_large_array_is_divided_by_a_command(tmp_path: Path, monkeypatch: pyte
         build(["packed.json.gz"], tmp_path / "e", "byte", workers=1)
 
 
+@pytest.mark.slow
 def test_compressed_lines_are_shared_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hexad.dataset.sources._JSONL_PIECE", 10_007)
     monkeypatch.setattr("hexad.dataset.build._TASK_BYTES", 10_000)

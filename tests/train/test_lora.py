@@ -319,6 +319,7 @@ def test_frozen_weights_stay_bit_for_bit(tmp_path: Path, data: str, pool: Pool) 
     }  # fmt: skip
     assert states[1] == {name.replace("model.", "optimizer.exp_avg.") for name in changed} < states[0]
     config = build_config({**yaml.safe_load((run.directory / "config.yaml").read_text())})
+    # The few vectors that are left are rounded up to whole shares, and the loss's bytes stay.
     share = trained_count(config.model) / parameter_count(config.model)
     assert sent[1] / sent[0] == pytest.approx(share, rel=0.15)
 

@@ -25,7 +25,7 @@ from hexad.config.errors import HexadError
 
 from .indexed import SMALL, IndexedDataset
 from .permutation import permute
-from .stream import Stream, document_order
+from .stream import Stream, document_order, index_places
 
 
 class Samples(NamedTuple):
@@ -145,7 +145,7 @@ class SampleSource(Source):
                 f"{data.prefix}: holds {len(data.tokens)} tokens, expected at least data.sequence + 1 = "
                 f"{sequence + 1}; give more data or a smaller data.sequence"
             )
-        places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
+        places = index_places(data, cache_dir)
         self._stream = Stream(data, self._key, places, in_memory, patience)
 
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:

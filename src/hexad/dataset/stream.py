@@ -108,6 +108,11 @@ class Stream:
                 total = ends[-1:]
 
 
+def index_places(data: IndexedDataset, cache_dir: str | Path | None) -> list[Path]:
+    """Directories for a dataset's indexes: beside it, else ``cache_dir`` (``data.cache_dir``)."""
+    return [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
+
+
 def stored(
     words: tuple[object, ...],
     places: Sequence[Path],

@@ -16,7 +16,7 @@ from .indexed import SMALL, IndexedDataset
 from .packing import PackingFacts, assigned, count_samples
 from .permutation import permute
 from .samples import Samples, SampleSource, Source, ranges
-from .stream import document_order, stored
+from .stream import document_order, index_places, stored
 
 Packing = Literal["auto", "cut", "whole"]
 TooLong = Literal["refuse", "truncate", "skip"]
@@ -68,7 +68,7 @@ class WholeSamples(Source):
         if not self.facts.samples:
             raise HexadError(f"{data.prefix}: no document is left (data.too_long: {too_long})")
         super().__init__((seed, source), self.facts.samples)
-        places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
+        places = index_places(data, cache_dir)
         self._places, self._in_memory, self._patience = places, in_memory, patience
 
     @cached_property

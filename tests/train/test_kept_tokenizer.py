@@ -14,7 +14,8 @@ from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hexad.checkpoint.manifest import read_manifest
-from hexad.dataset.tokenizer import load_tokenizer, same_ids
+from hexad.dataset.same_ids import same_ids
+from hexad.dataset.tokenizer import load_tokenizer
 from hexad.resolve.saved import encoded, find_model, generating_model
 
 from ..dataset.chats import CHATML, CONVERSATIONS, GENERATION, TEXT, chat_tokenizer, write_lines

@@ -16,8 +16,8 @@ from typing import Any
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.load import anchored
 from hexad.dataset.chat import load_chat_template, template_files
+from hexad.dataset.same_ids import same_ids
 from hexad.dataset.sidecar import chat_templates, prefixes
-from hexad.dataset.tokenizer import same_ids
 from hexad.model.hugging_face import CONFIG_FILE
 
 from .directory import sync_directory, write_durably

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
-from .byte_tokenizer import byte_backend
-
 Ids = NDArray[np.int32]
 
 
@@ -315,7 +313,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     Raises:
         HexadError: there is no such file, it is not a tokenizer, or its package is not installed.
     """
-    path = _file_of(spec)
+    path = vocabulary_file(spec)
     if path is None:
         return ByteTokenizer()
     name = str(Path(spec).resolve())
@@ -330,28 +328,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise HexadError(f"tokenizer '{spec}': unknown kind of file '{path.name}'; {_ACCEPTED}")
 
 
-def same_ids(one: str, other: str) -> bool:
-    """Whether two tokenizers certainly give every text the same ids, and begin and end documents with the
-    same ones. Chat templates, and how texts are truncated, padded and joined, have no part in it.
-
-    Raises:
-        HexadError: as for :func:`load_tokenizer`.
-    """
-    first, second = load_tokenizer(one), load_tokenizer(other)
-    if (first.eod, first.bos) != (second.eod, second.bos):
-        return False
-    return _content(first, one) == _content(second, other)
-
-
-def _content(tokenizer: Tokenizer, spec: str) -> Any:
-    """All that decides a text's ids, however its file is formatted."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return json.loads(tokenizer.backend.to_str())
-    path = _file_of(spec)
-    return json.loads(byte_backend().to_str()) if path is None else path.read_bytes()
-
-
-def _file_of(spec: str) -> Path | None:
+def vocabulary_file(spec: str) -> Path | None:
     """The file with a tokenizer's vocabulary; None for ``byte``."""
     if spec == "byte":
         return None

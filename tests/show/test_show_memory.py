@@ -107,6 +107,10 @@ def test_auto_is_planned_in_the_format_that_the_named_gpu_trains_in(path: str, t
     assert any("llama, 4 layers, fp32" in label for label in labels)
     # A named format is kept, and what auto does not allow is refused as without the device.
     assert document_of("memory", path, "--device", "v100", "precision.dtype=fp16")["dtype"] == "fp16"
+    fp8 = ("memory", path, "precision.dtype=fp8", "--device")
+    for device in ("t4", "a100", "a10g"):
+        assert f"found fp8, but {device} has no fp8 matrix units" in error_of(*fp8, device)
+    assert document_of(*fp8, "l4")["dtype"] == document_of(*fp8, "h100")["dtype"] == "fp8"
     assert "found bf16 with precision.dtype auto" in error_of(
         "memory", path, "--device", "a100", "precision.reduce=bf16"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hexad.config import HexadError, did_you_mean
+from hexad.config import ConfigError, HexadError, did_you_mean
 from hexad.model.configuration import load_config
 from hexad.plan.memory import MemoryPlan, per_pipeline_rank, predict
 from hexad.resolve import Resolved, planned_layout, resolve
@@ -40,13 +40,18 @@ def planned(settings: tuple[str, ...], world: int | None, rank: int | None, devi
     if path is None:
         raise HexadError("show memory: found no configuration file; give one")
     found = None if device is None else device_of(device)
-    if found is not None and found.bf16 is not None:
+    gpu = None if found is None else found.gpu
+    if gpu is not None:
         overrides += ["run.device=cuda"]  # planned for the GPU that is named
     config = load_config(path, overrides)
+    if gpu is not None and config.precision.dtype == "fp8" and not gpu.fp8:
+        raise ConfigError(
+            "precision.dtype", f"found fp8, but {device} has no fp8 matrix units; use auto, bf16 or fp16"
+        )
     layout = planned_layout(config, world)
     if rank is not None and not 0 <= rank < layout.world:
         raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
-    resolved = resolve(config, layout, bf16=None if found is None else found.bf16)
+    resolved = resolve(config, layout, bf16=None if gpu is None else gpu.bf16)
     return Planned(resolved, *plans_of(resolved, rank), found)
 
 
@@ -62,7 +67,7 @@ def device_of(text: str) -> Device:
     word = "-".join(text.lower().replace("_", " ").replace("-", " ").split())
     if word in known:
         gpu, usable = known[word]
-        return Device(word, usable, gpu.bf16)
+        return Device(word, usable, gpu)
     if text[:1].isdigit() and not text.isdigit():
         return Device(text, parse_size(text, "--device"))
     hint = did_you_mean(word, known) or f"; known: {', '.join(known)}"

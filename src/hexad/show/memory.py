@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hexad.plan.memory import MemoryPlan
 from hexad.resolve import Resolved
+from hexad.topology.devices import Gpu
 
 from .figure import PALETTE, styled
 
@@ -34,12 +35,12 @@ class Device(NamedTuple):
     Attributes:
         name: for display.
         capacity: bytes.
-        bf16: whether it is a GPU that computes bf16 in hardware; None for a size, which names no GPU.
+        gpu: the kind of GPU; None for a size, which names none.
     """
 
     name: str
     capacity: int
-    bf16: bool | None = None
+    gpu: Gpu | None = None
 
 
 def components(plan: MemoryPlan) -> dict[str, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from .devices import cpu_has_bf16, published_peaks
+from .devices import BF16_FROM, FP8_FROM, cpu_has_bf16, published_peaks
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -37,7 +37,7 @@ def has_fp8(device: torch.device) -> bool:
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return torch.cuda.get_device_capability(device) >= FP8_FROM
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -45,7 +45,7 @@ def has_bf16(device: torch.device) -> bool:
     those of ROCm, and CPUs with the instructions for it (:func:`~.devices.cpu_has_bf16`)."""
     if device.type != "cuda":
         return cpu_has_bf16()
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= BF16_FROM
 
 
 def device_name(device: torch.device) -> str:

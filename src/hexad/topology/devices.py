@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+BF16_FROM, FP8_FROM = (8, 0), (8, 9)
+"""Compute capabilities of the first NVIDIA GPUs with matrix units for a format: Ampere; Ada and Hopper."""
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -18,35 +21,45 @@ class Gpu:
         memory: GB that it is sold with -> GiB that programs can use, which is less: the driver keeps some,
             and error-correcting codes take their part. The smallest "total capacity" seen in out-of-memory
             errors that users of PyTorch (2.1 to 2.9) have published.
-        bf16: whether it multiplies bf16 in hardware (compute capability 8.0 and later).
+        capability: NVIDIA's compute capability.
     """
 
     half: float
     single: float
     memory: dict[int, float]
-    bf16: bool = True
+    capability: tuple[int, int]
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it multiplies bf16 in hardware."""
+        return self.capability >= BF16_FROM
+
+    @property
+    def fp8(self) -> bool:
+        """Whether it multiplies e4m3 and e5m2 in hardware."""
+        return self.capability >= FP8_FROM
 
 
 _GPUS = {
-    "H100": Gpu(989e12, 67e12, {80: 79.1}),
-    "H100 PCIe": Gpu(756e12, 51e12, {80: 79.1}),
-    "H100 NVL": Gpu(835e12, 60e12, {94: 93.0}),
-    "H200": Gpu(989e12, 67e12, {141: 139.7}),
-    "H200 NVL": Gpu(836e12, 60e12, {141: 139.7}),
-    "GH200": Gpu(989e12, 67e12, {96: 94.5}),
-    "B200": Gpu(2250e12, 75e12, {180: 178.3}),
-    "A100": Gpu(312e12, 19.5e12, {80: 79.1, 40: 39.3}),
-    "A800": Gpu(312e12, 19.5e12, {80: 79.1, 40: 39.3}),
-    "H800": Gpu(989e12, 67e12, {80: 79.1}),
-    "L40S": Gpu(362e12, 91.6e12, {48: 44.3}),
-    "L40": Gpu(181e12, 90.5e12, {48: 44.3}),
-    "L4": Gpu(121e12, 30.3e12, {24: 22.0}),
-    "A10": Gpu(125e12, 31.2e12, {24: 21.9}),
-    "A10G": Gpu(70e12, 35e12, {24: 21.9}),
-    "V100": Gpu(125e12, 15.7e12, {32: 31.7, 16: 15.7}, bf16=False),
-    "T4": Gpu(65e12, 8.1e12, {16: 14.5}, bf16=False),
-    "RTX 4090": Gpu(165e12, 82.6e12, {24: 23.5}),
-    "RTX 3090": Gpu(71e12, 35.6e12, {24: 23.5}),
+    "H100": Gpu(989e12, 67e12, {80: 79.1}, (9, 0)),
+    "H100 PCIe": Gpu(756e12, 51e12, {80: 79.1}, (9, 0)),
+    "H100 NVL": Gpu(835e12, 60e12, {94: 93.0}, (9, 0)),
+    "H200": Gpu(989e12, 67e12, {141: 139.7}, (9, 0)),
+    "H200 NVL": Gpu(836e12, 60e12, {141: 139.7}, (9, 0)),
+    "GH200": Gpu(989e12, 67e12, {96: 94.5}, (9, 0)),
+    "B200": Gpu(2250e12, 75e12, {180: 178.3}, (10, 0)),
+    "A100": Gpu(312e12, 19.5e12, {80: 79.1, 40: 39.3}, (8, 0)),
+    "A800": Gpu(312e12, 19.5e12, {80: 79.1, 40: 39.3}, (8, 0)),
+    "H800": Gpu(989e12, 67e12, {80: 79.1}, (9, 0)),
+    "L40S": Gpu(362e12, 91.6e12, {48: 44.3}, (8, 9)),
+    "L40": Gpu(181e12, 90.5e12, {48: 44.3}, (8, 9)),
+    "L4": Gpu(121e12, 30.3e12, {24: 22.0}, (8, 9)),
+    "A10": Gpu(125e12, 31.2e12, {24: 21.9}, (8, 6)),
+    "A10G": Gpu(70e12, 35e12, {24: 21.9}, (8, 6)),
+    "V100": Gpu(125e12, 15.7e12, {32: 31.7, 16: 15.7}, (7, 0)),
+    "T4": Gpu(65e12, 8.1e12, {16: 14.5}, (7, 5)),
+    "RTX 4090": Gpu(165e12, 82.6e12, {24: 23.5}, (8, 9)),
+    "RTX 3090": Gpu(71e12, 35.6e12, {24: 23.5}, (8, 6)),
 }
 
 

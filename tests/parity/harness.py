@@ -103,10 +103,13 @@ class Case:
     recompute: str = "none"
     compile: str = "none"
     steps: int = STEPS
+    context: int = 1
+    method: str = "ring"
+    balance: str = "auto"
 
     @property
     def world(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.context * self.pipeline
 
     @property
     def tensor_axis(self) -> str:
@@ -154,6 +157,9 @@ class Case:
                 "tensor": self.tensor,
                 "sequence": self.sequence,
                 "data": self.data,
+                "context": self.context,
+                "context_method": self.method,
+                "context_balance": self.balance,
                 "zero": self.zero,
                 "replicas": self.replicas,
                 "pipeline": self.pipeline,

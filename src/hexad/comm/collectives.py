@@ -260,6 +260,45 @@ def receive_async(tensor: torch.Tensor, axis: Axis, source: int, tag: int = 0) -
     return _start_p2p("receive", axis, source, tensor, call)
 
 
+def exchange_async(
+    message: torch.Tensor, to: int, out: torch.Tensor, source: int, axis: Axis, tag: int = 0
+) -> Pending:
+    """Send ``message`` to the axis's rank ``to`` and receive ``out`` from rank ``source``, together.
+
+    An empty tensor is neither sent nor received. Keep ``message`` unchanged until ``wait()``, which returns
+    ``out``.
+    """
+    sends, receives = message.numel() > 0, out.numel() > 0
+    if not (sends or receives):
+        return Pending(out)
+    parts = [(dist.isend, message, to)] * sends + [(dist.irecv, out, source)] * receives
+
+    def call() -> Any:
+        batch = [
+            dist.P2POp(kind, tensor, axis.ranks[peer], group=axis.group, tag=tag)
+            for kind, tensor, peer in parts
+        ]
+        return _Together(dist.batch_isend_irecv(batch))
+
+    return _start("exchange", axis, message.nbytes, out, call, message, sent=message.nbytes)
+
+
+class _Together:
+    """Several of torch's ``Work``, waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Until all are complete (on a GPU: until the stream may go on)."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all are."""
+        return all(work.is_completed() for work in self._works)
+
+
 def _start_p2p(
     operation: str, axis: Axis, peer: int, tensor: torch.Tensor, call: Callable[[], Any]
 ) -> Pending:

@@ -249,9 +249,20 @@ class ParallelSettings(Settings):
     """Sequence parallel: activations outside attention and feed-forward are sharded over the tensor ranks
     too. Effective where ``tensor > 1``."""
     context: Degree = 1
-    """Context-parallel degree: every sequence is sharded over this many ranks."""
-    context_method: Literal["ring", "ulysses", "all_gather"] = "ring"
-    """How attention reaches across context ranks."""
+    """Context-parallel degree: the tokens of every microbatch are divided among this many ranks. It divides
+    ``data.sequence``."""
+    context_method: Literal["ring", "ulysses", "ulysses_ring", "all_gather"] = "ring"
+    """How attention reaches across context ranks. ``ring``: keys and values are sent in rounds to the ranks
+    that need them; ``all_gather``: all at once to all; ``ulysses``: heads are exchanged for tokens, so that a
+    rank has some heads of all tokens; ``ulysses_ring``: that in groups of neighbouring ranks, and a ring of
+    groups."""
+    context_ulysses: Degree | Literal["auto"] = "auto"
+    """Ranks of a group of ``ulysses_ring``. ``auto``: as many as can share the heads."""
+    context_balance: Literal["auto", "zigzag", "work", "none"] = "auto"
+    """Which rank holds which tokens. ``zigzag``: two blocks of every sequence, one from the front and one
+    from the back; ``work``: blocks such that each rank has as much attention to compute, whatever the
+    documents' lengths; ``none``: in their order. ``auto``: ``work`` with isolated documents, else
+    ``zigzag``; ``none`` with ``ulysses``."""
     pipeline: Degree = 1
     """Pipeline-parallel degree: the layers are divided among this many ranks."""
     virtual_stages: Degree = 1
@@ -277,10 +288,10 @@ class ParallelSettings(Settings):
     data: Degree | Literal["auto"] = "auto"
     """Data-parallel degree. ``auto``: ``world / (tensor * context * pipeline)``."""
     zero: Annotated[Integer, Field(ge=0, le=3)] = 0
-    """What is sharded over the data ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters
-    too."""
+    """What is sharded over the data and context ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3
+    parameters too."""
     replicas: Degree = 1
-    """Hybrid sharding: state is sharded inside ``data / replicas`` ranks and replicated across."""
+    """Hybrid sharding: state is sharded inside ``data * context / replicas`` ranks and replicated across."""
     order: str = "tensor-context-expert-data-pipeline"
     """Rank order, fastest-varying axis first."""
     bucket_mb: PositiveFloat | Literal["auto"] = "auto"
@@ -291,6 +302,13 @@ class ParallelSettings(Settings):
     def sequence_parallel(self) -> bool:
         """Whether sequence parallel is in force."""
         return self.sequence and self.tensor > 1
+
+    @property
+    def ulysses(self) -> int:
+        """Context ranks that exchange heads for tokens, of resolved settings."""
+        if self.context_method == "ulysses":
+            return self.context
+        return int(self.context_ulysses) if self.context_method == "ulysses_ring" else 1
 
 
 class PrecisionSettings(Settings):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from hexad.config import Config
 from hexad.config.errors import ConfigError, HexadError
+from hexad.parallel.context.slice import Slicing
 
 from .blend import Blend
 from .indexed import IndexedDataset
@@ -56,6 +57,7 @@ class DataLoader:
         global_batch: samples per step, over all data ranks.
         seed: of the order of documents and samples.
         data_rank, data_size: this rank's place on the data axis, and its degree.
+        slicing, context_rank: how context ranks divide microbatches, and this rank's place among them.
         vocab: refuse data whose sidecar records an id not below this. Without a sidecar ids are checked as
             they are read, by the engine.
         eod: the run's end-of-document token; data known to be built with another is refused. None: unchecked.
@@ -82,6 +84,8 @@ class DataLoader:
         seed: int,
         data_rank: int = 0,
         data_size: int = 1,
+        slicing: Slicing = Slicing(),  # noqa: B008 (frozen)
+        context_rank: int = 0,
         vocab: int | None = None,
         eod: int | None = None,
         bos: Sequence[int] | None = None,
@@ -102,6 +106,7 @@ class DataLoader:
         self._setting = setting
         self.micro, self.global_batch = micro, global_batch
         self.data_rank, self.data_size = data_rank, data_size
+        self._slicing, self._context_rank = slicing, context_rank
         self._blend = Blend([weight for weight, _ in blend])
         try:
             opened = [open_built(prefix, vocab, eod, bos) for _, prefix in blend]
@@ -240,7 +245,8 @@ class DataLoader:
             inside = begins[:, :-1].copy()
             inside[:, 0] = True
             offsets = (*map(int, np.flatnonzero(inside)), inputs.size)
-        return Microbatch(torch.from_numpy(inputs), torch.from_numpy(labels), offsets)
+        whole = Microbatch(torch.from_numpy(inputs), torch.from_numpy(labels), offsets)
+        return whole.part(self._slicing, self._context_rank)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -284,14 +290,17 @@ def loader_from_config(
     data_size: int,
     tokenizer: Tokenizer,
     which: str = "train",
+    context_rank: int = 0,
 ) -> DataLoader:
     """The loader that a configuration describes.
 
     Args:
-        config: uses ``data``, ``batch``, ``run.seed``, ``run.dir`` and ``model.vocab``.
+        config: resolved; uses ``data``, ``batch``, ``run.seed``, ``run.dir``, ``model.vocab``, and what
+            divides tokens among context ranks.
         data_rank, data_size: this rank's place on the data axis, and its degree.
         tokenizer: of ``data.tokenizer``; its vocabulary is the model's where ``model.vocab`` is ``auto``.
         which: ``train``, ``validation``, or ``validation.NAME`` of several sets.
+        context_rank: this rank's place on the context axis.
 
     Raises:
         ConfigError: the setting is null, or as for :class:`DataLoader`.
@@ -313,6 +322,8 @@ def loader_from_config(
         seed=config.run.seed,
         data_rank=data_rank,
         data_size=data_size,
+        slicing=Slicing.of(config.parallel, config.model),
+        context_rank=context_rank,
         vocab=int(config.model.vocab),
         eod=tokenizer.eod,
         bos=bos_ids(tokenizer, config.data.bos),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
 import torch
 
+from hexad.parallel.context.slice import Slice, Slicing
 from hexad.parallel.tensor.cross_entropy import IGNORED
 
 __all__ = ["IGNORED", "Microbatch"]
@@ -14,42 +16,72 @@ __all__ = ["IGNORED", "Microbatch"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch of one data rank.
+    """One microbatch of one data rank, or the part of it that a context rank holds.
 
     Attributes:
-        tokens: int64 ``[sequences, sequence]``, input token ids.
-        labels: int64 ``[sequences, sequence]``, the target at each position (already shifted: the label of
-            position ``i`` is the token at ``i + 1``), or ``IGNORED``.
+        tokens: int64 ``[sequences, sequence]``, input token ids; ``[1, tokens]`` of a part.
+        labels: int64, as large, the target at each position (already shifted: the label of position ``i`` is
+            the token at ``i + 1``), or ``IGNORED``.
         documents: None where each sequence is one document; else the start offsets of all documents in
             the flattened ``[sequences * sequence]`` tokens, in order, beginning with 0 and ending with the
-            total (``cu_seqlens``). Every sequence's start is among them. Attention and positions are then
-            confined to each document.
+            total (``cu_seqlens``), of a part too. Every sequence's start is among them. Attention and
+            positions are then confined to each document.
         offsets: int32, ``documents`` on the device, made by :meth:`to`.
+        slice: of a part, which context rank holds which tokens; else None.
+        numbers: of a part, int64 ``[tokens]``: the tokens' places in the flattened microbatch.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     documents: tuple[int, ...] | None = None
     offsets: torch.Tensor | None = None
+    slice: Slice | None = None
+    numbers: torch.Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Of the whole microbatch."""
+        return self.tokens.shape[0] if self.slice is None else self.slice.sequences
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.tokens.shape[1] if self.slice is None else self.slice.length
 
     def targets(self) -> int:
-        """Number of positions that have a target."""
+        """Number of positions that have a target; of a part, of its own."""
         return int((self.labels != IGNORED).sum())
 
     def pairs(self) -> int:
         """Pairs of tokens of one document: the sum of the squares of the documents' lengths."""
         if self.documents is None:
-            return self.tokens.shape[0] * self.tokens.shape[1] ** 2
+            return self.sequences * self.length**2
         return sum((end - begin) ** 2 for begin, end in pairwise(self.documents))
+
+    def part(self, slicing: Slicing, rank: int) -> Microbatch:
+        """What a context rank holds of this whole microbatch; all of it where there is one rank."""
+        if slicing.ranks == 1:
+            return self
+        divided = slicing.divided(self.sequences, self.length, self.documents)
+        numbers = torch.from_numpy(np.concatenate([np.arange(*run) for run in divided.runs[rank]]))
+        tokens, labels = (each.flatten()[numbers][None] for each in (self.tokens, self.labels))
+        return replace(self, tokens=tokens, labels=labels, slice=divided, numbers=numbers)
+
+    def without_targets_from(self, sequence: int) -> Microbatch:
+        """The same without targets in the sequences from a number on."""
+        numbers = torch.arange(self.tokens.numel()) if self.numbers is None else self.numbers
+        late = (numbers >= sequence * self.length).view(self.labels.shape)
+        return replace(self, labels=self.labels.masked_fill(late, IGNORED))
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on ``device``."""
         offsets = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
-        tokens, labels, offsets = (
-            None if each is None else _moved(each, device) for each in (self.tokens, self.labels, offsets)
+        tokens, labels, offsets, numbers = (
+            None if each is None else _moved(each, device)
+            for each in (self.tokens, self.labels, offsets, self.numbers)
         )
         assert tokens is not None and labels is not None
-        return Microbatch(tokens, labels, self.documents, offsets)
+        return replace(self, tokens=tokens, labels=labels, offsets=offsets, numbers=numbers)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -7,13 +7,17 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hexad.parallel.context.attention import Exchange, attention_over_ranks
+from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
+from hexad.parallel.context.kernels import choose as context_kernel
+from hexad.parallel.context.rounds import rounds
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 from . import attention_inventory
 from .attention_kernels import choose
 from .dropout import AdapterDropper, Dropper, Site
-from .dropped_attention import dropped_attention
+from .dropped_attention import DroppedTiles, dropped_attention
 from .norms import RmsNorm
 from .ops import rotate
 from .positions import Geometry
@@ -46,6 +50,7 @@ class Attention(nn.Module):
     def __init__(self, inventory: attention_inventory.Attention, shard: Shard, layer: int) -> None:
         super().__init__()
         self.compiled = shard.compiled
+        self.ring, self.ulysses, self.method = shard.ring, shard.ulysses, shard.method
         self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES, shard.device, shard.compiled)
         ranks = shard.tensor.size
         self.width = inventory.width
@@ -96,16 +101,37 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """``[tokens, this rank's heads * width]``."""
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
+        if where.slice is not None:
+            q, k, v = heads_for_tokens(q, k, v, self.ulysses)
+            return tokens_for_heads(self._attended(q, k, v, where), self.heads, self.ulysses)
         if store is not None and store.filled:
             keys, values, mask = store.extend(k, v, self.kernel.window)
             return self.kernel.dense(q.unsqueeze(2), keys, values, causal=False, mask=mask).flatten(1)
         if store is not None:
             store.fill(k, v)
+        return self._attended(q, k, v, where)
+
+    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Geometry) -> torch.Tensor:
+        """``[tokens, heads * width]``, of the keys of all ranks of the ring."""
+        spans, kernel = where.spans, self.kernel
+        if self.ring.size > 1:
+            return self._over_ring(q, k, v, where)
         if where.queries is None:
-            return self.kernel(q, k, v, where.spans)
-        length = len(q) // where.spans.sequences
-        bounds = where.spans.bounds or range(0, len(q) + 1, length)
-        kernel = self.kernel
+            return kernel(q, k, v, spans)
+        length = spans.tokens // spans.sequences
+        bounds = spans.bounds or range(0, spans.tokens + 1, length)
         return dropped_attention(
             q, k, v, bounds, length, where.queries, self.dropper, kernel.scale, kernel.window
         )
+
+    def _over_ring(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Geometry) -> torch.Tensor:
+        assert where.slice is not None
+        drop = None
+        if where.queries is not None:
+            length = where.slice.length
+            drop = DroppedTiles(self.dropper, self.dropper.keys(where.queries), k.shape[1], length)
+        found = rounds(
+            where.slice, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
+        )
+        kernel = context_kernel(q.device, q.dtype, self.kernel.scale, drop)
+        return attention_over_ranks(q, k, v, Exchange(found, self.ring, self.method), kernel)

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from hexad.parallel.context.slice import Slice
+
 log = logging.getLogger(__name__)
 
 
@@ -129,10 +131,12 @@ class Spans:
         sequences: of the microbatch.
         bounds: where documents begin, and the total at the end; None where every sequence is one span.
         longest: tokens of the longest span.
+        tokens: of the microbatch.
+        slice: which context rank holds which of the tokens; None where every rank has all.
+        numbers: int64, with a slice, those of the tokens that this rank holds.
 
     Args:
-        tokens: of the microbatch.
-        sequences, bounds: see above.
+        tokens, sequences, bounds, slice_, numbers: see above.
         offsets: int32, ``bounds`` on the device, if that has been made already.
     """
 
@@ -142,9 +146,12 @@ class Spans:
         sequences: int,
         bounds: Sequence[int] | None = None,
         offsets: torch.Tensor | None = None,
+        slice_: Slice | None = None,
+        numbers: torch.Tensor | None = None,
     ) -> None:
         self.sequences, self.bounds = sequences, None if bounds is None else tuple(bounds)
-        self._tokens, self._offsets = tokens, offsets
+        self.slice, self.numbers = slice_, numbers
+        self.tokens, self._offsets = tokens, offsets
         length = tokens // sequences
         self.longest = length if bounds is None else max(end - begin for begin, end in pairwise(bounds))
 
@@ -154,8 +161,8 @@ class Spans:
             if self.bounds is not None:
                 self._offsets = torch.tensor(self.bounds, dtype=torch.int32, device=device)
             else:
-                length = self._tokens // self.sequences
-                self._offsets = torch.arange(0, self._tokens + 1, length, dtype=torch.int32, device=device)
+                length = self.tokens // self.sequences
+                self._offsets = torch.arange(0, self.tokens + 1, length, dtype=torch.int32, device=device)
         return self._offsets
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+
+from hexad.parallel.context.rounds import Tile
 
 from .dropout import Dropper
 
@@ -42,6 +45,31 @@ def dropped_attention(
         ``[tokens, heads * width]``.
     """
     return _DroppedAttention.apply(q, k, v, tuple(bounds), length, rows, dropper, scale, window)
+
+
+@dataclass(frozen=True)
+class DroppedTiles:
+    """Factors of the probabilities of one tile of a context rank; see
+    :data:`hexad.parallel.context.kernels.Drop`.
+
+    Attributes:
+        dropper: the layer's.
+        keys: int32 ``[2, tokens, heads]``, of the queries at this site.
+        kv_heads: by which heads are grouped.
+        length: tokens of a sequence.
+    """
+
+    dropper: Dropper
+    keys: torch.Tensor
+    kv_heads: int
+    length: int
+
+    def __call__(self, tile: Tile, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """``[kv heads, group, queries, keys]``."""
+        begin, (k0, k1) = tile.queries[0], tile.columns
+        rows = self.keys[:, begin + first : begin + last]
+        grouped = rows.transpose(1, 2).unflatten(1, (self.kv_heads, -1))
+        return self.dropper.factors(grouped, tile.first % self.length, k1 - k0, dtype)
 
 
 class _Span:

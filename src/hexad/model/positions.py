@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hexad.config.schema import ModelSettings, RopeScaling
+from hexad.parallel.context.slice import Slice
 
 from .attention_kernels import Spans
 
@@ -18,11 +19,13 @@ class Geometry:
 
     Attributes:
         spans: the sequences, or documents, inside which attention stays.
-        positions: int64 ``[tokens]``, place of each token in its document.
+        positions: int64 ``[tokens]``, place of each of this rank's tokens in its document.
         cos, sin: ``[tokens, 1, rotary width / 2]`` rotary factors; None with learned positions.
         rows: int32 ``[2, tokens (/ size in sequence parallel)]``, dropout's keys of this rank's rows of the
             residual stream; None where none are dropped.
-        queries: int32 ``[2, tokens, this rank's heads]``, the same of attention probabilities.
+        queries: int32 ``[2, tokens, this rank's heads]``, the same of attention probabilities; with context
+            parallel of the tokens and heads that it computes attention of.
+        slice: which rank of the ring holds which tokens; None where every rank has all.
         adapted: int32 ``[2, tokens]``, the same of the inputs of adapters, for all tokens.
     """
 
@@ -33,16 +36,21 @@ class Geometry:
     rows: torch.Tensor | None = None
     queries: torch.Tensor | None = None
     adapted: torch.Tensor | None = None
+    slice: Slice | None = None
 
 
-def span_positions(spans: Spans, tokens: int, device: torch.device) -> torch.Tensor:
-    """int64 ``[tokens]``: each token's place in its sequence, or in its document if there are any."""
+def span_positions(spans: Spans, device: torch.device) -> torch.Tensor:
+    """int64 ``[tokens]``: the place of each of this rank's tokens in its sequence, or in its document if
+    there are any."""
+    tokens = spans.tokens
     if spans.bounds is None:
-        return torch.arange(tokens // spans.sequences, device=device).repeat(spans.sequences)
+        numbers = torch.arange(tokens, device=device) if spans.numbers is None else spans.numbers
+        return numbers % (tokens // spans.sequences)
     starts = spans.offsets(device).long()
     # Without the size of its result, repeat_interleave would wait for the device.
     firsts = starts[:-1].repeat_interleave(starts.diff(), output_size=tokens)
-    return torch.arange(tokens, device=device) - firsts
+    positions = torch.arange(tokens, device=device) - firsts
+    return positions if spans.numbers is None else positions[spans.numbers]
 
 
 def rotary_frequencies(model: ModelSettings, device: torch.device) -> torch.Tensor:

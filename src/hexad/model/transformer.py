@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexad.config.schema import ModelSettings
+from hexad.parallel.context.slice import Slice
 from hexad.parallel.inventory import KV_AXES
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor.embedding import VocabParallelEmbedding, VocabParallelHead
@@ -132,8 +133,9 @@ class Transformer(nn.Module):
         """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``; the last stage's are normalised.
 
         Args:
-            tokens: int64 ``[sequences, length]``, on every stage.
-            spans: documents of the tokens; None where every sequence is one.
+            tokens: int64 ``[sequences, length]``, on every stage; ``[1, tokens]``, those of a context rank.
+            spans: documents of the tokens, and which rank holds which; None where every sequence is one, and
+                every rank has all.
             stores: one per layer, with the keys and values of the tokens before (generation).
             start: int64 ``[sequences]``, position of each sequence's one token, where ``stores`` hold those
                 before.
@@ -187,33 +189,39 @@ class Transformer(nn.Module):
         self, tokens: torch.Tensor, spans: Spans | None, start: torch.Tensor | None, key: DropoutKey | None
     ) -> Geometry:
         spans = spans or Spans(tokens.numel(), len(tokens))
-        positions = span_positions(spans, tokens.numel(), tokens.device) if start is None else start
-        keys = self._keys(tokens, key)
-        if self.frequencies is None:
-            return Geometry(spans, positions, None, None, *keys)
-        factors = rotary_factors(positions, self.frequencies, self.dtype)
-        return Geometry(spans, positions, *factors, *keys)
+        positions = span_positions(spans, tokens.device) if start is None else start
+        whole = None if spans.slice is None else spans.slice.grouped(self.shard.ulysses.size)
+        cos = sin = None
+        if self.frequencies is not None:
+            cos, sin = rotary_factors(positions, self.frequencies, self.dtype)
+        return Geometry(spans, positions, cos, sin, *self._keys(spans, whole, key), slice=whole)
 
-    def _keys(self, tokens: torch.Tensor, key: DropoutKey | None) -> tuple[torch.Tensor | None, ...]:
+    def _keys(
+        self, spans: Spans, ring: Slice | None, key: DropoutKey | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Dropout's keys of the residual stream's rows, of attention's queries and of the inputs of adapters;
         see :class:`Geometry`."""
         lora = self.model.lora
         adapters = lora is not None and lora.dropout > 0
         if key is None or not (self.dropper.rate or self.model.attention_dropout or adapters):
             return None, None, None
-        axis, (sequences, length) = self.shard.tensor, tokens.shape
+        axis, device, length = self.shard.tensor, self.shard.device, spans.tokens // spans.sequences
         # Numbers in the global batch: of a token, and of one head's query.
-        sequence = torch.arange(key.sequence, key.sequence + sequences, device=tokens.device)[:, None]
-        position = torch.arange(length, device=tokens.device)
+        numbers = torch.arange(spans.tokens, device=device) if spans.numbers is None else spans.numbers
         rows = queries = None
-        mine = (sequence * length + position).flatten()
+        mine = key.sequence * length + numbers
         adapted = row_keys(key, mine) if adapters else None
         if self.dropper.rate:
             rows = row_keys(key, mine.chunk(axis.size)[axis.rank] if self.shard.sequence else mine)
         if self.model.attention_dropout:
-            heads = torch.arange(self.model.heads, device=tokens.device).chunk(axis.size)[axis.rank]
-            query = (sequence[:, None] * self.model.heads + heads) * length + position[:, None]
-            queries = row_keys(key, query.flatten(0, 1))
+            heads = torch.arange(self.model.heads, device=device).chunk(axis.size)[axis.rank]
+            if ring is not None:  # of the tokens and heads after these have been exchanged
+                group = self.shard.ulysses
+                heads = heads.chunk(group.size)[group.rank]
+                runs = [torch.arange(*run) for run in ring.runs[self.shard.ring.rank]]
+                mine = key.sequence * length + torch.cat(runs).to(device)
+            sequence, position = (mine // length)[:, None], (mine % length)[:, None]
+            queries = row_keys(key, (sequence * self.model.heads + heads) * length + position)
         return rows, queries, adapted
 
 

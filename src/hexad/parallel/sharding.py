@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Literal
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ class Shard:
             rank that keeps only its shard never holds a complete model.
         fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
         compiled: pointwise functions are compiled, see :mod:`hexad.parallel.pointwise`.
+        method: how attention reaches the keys of other ranks of the ``ring`` axis, see
+            :class:`hexad.parallel.context.attention.Exchange`.
     """
 
     axes: Mapping[str, Axis] = field(default_factory=dict)
@@ -42,11 +45,22 @@ class Shard:
     deferred: bool = False
     fp8: bool = False
     compiled: bool = False
+    method: Literal["ring", "all_gather"] = "ring"
 
     @property
     def tensor(self) -> Axis:
         """The tensor axis."""
         return self.axes.get("tensor") or Axis("tensor")
+
+    @property
+    def ring(self) -> Axis:
+        """Context ranks that exchange keys and values."""
+        return self.axes.get("ring") or Axis("context")
+
+    @property
+    def ulysses(self) -> Axis:
+        """Context ranks that exchange heads for tokens."""
+        return self.axes.get("ulysses") or Axis("context")
 
     @property
     def positions(self) -> Positions:

@@ -12,10 +12,10 @@ from hexad.model.inventory import ModelInventory
 from hexad.model.trained import check_trained
 from hexad.topology.layout import Layout
 
+from .context import context_problems
+
 # What the configuration can name but this version cannot do yet: field -> values it can.
 SUPPORTED: dict[str, tuple[object, ...]] = {
-    "parallel.context": (1,),
-    "parallel.context_method": ("ring",),
     "parallel.expert": (1,),
     "parallel.expert_tensor": (1,),
 }
@@ -38,7 +38,8 @@ def working_layout(config: Config, world: int) -> Layout:
         return Layout.from_settings(parallel, min(world, model * parallel.data))
     for data in range(world // model, 0, -1):
         experts = data * model % (parallel.expert_tensor * parallel.expert * parallel.pipeline)
-        if config.batch.global_ % (config.batch.micro * data) == data % parallel.replicas == experts == 0:
+        batch, state = config.batch.micro * data, data * parallel.context
+        if config.batch.global_ % batch == state % parallel.replicas == experts == 0:
             return Layout.from_settings(parallel, data * model)
     return Layout.from_settings(parallel, world // model * model)
 
@@ -94,6 +95,7 @@ def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
 def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
     yield from _tensor(config, layout.tensor)
+    yield from context_problems(config)
     yield from _batch(config, layout)
     yield from _recompute(config)
     if config.validate_.every and not config.data.validation_sets:
@@ -193,7 +195,7 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
             f"whole heads, or several ranks the same one); use {fitting}",
         )
     tokens = config.batch.micro * config.data.sequence
-    if config.parallel.sequence and tokens % tensor:
+    if config.parallel.context == 1 and config.parallel.sequence and tokens % tensor:
         yield ConfigError(
             "parallel.sequence",
             f"batch.micro * data.sequence = {tokens} tokens do not divide by parallel.tensor {tensor}; "
@@ -279,8 +281,11 @@ def _sharding(config: Config, layout: Layout) -> Iterator[ConfigError]:
             f"found {replicas} with parallel.zero 0, where every data rank holds the whole state; "
             "set parallel.zero to 1, 2 or 3, or leave replicas out",
         )
-    for axis, name in (("data", "data degree"), ("expert_data", "data degree of expert layers")):
-        data = layout.degree(axis)
+    dense = "data degree" if layout.context == 1 else "data x context degree"
+    for data, name in (
+        (layout.gradient_ranks, dense),
+        (layout.degree("expert_data"), "data degree of expert layers"),
+    ):
         if data % replicas:
             yield ConfigError(
                 "parallel.replicas",

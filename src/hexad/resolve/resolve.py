@@ -14,6 +14,7 @@ from hexad.topology.devices import cpu_has_bf16
 from hexad.topology.layout import Layout
 
 from .checks import check_config
+from .context import resolved_context
 from .stages import PipelinePlan, pipeline_plan
 
 
@@ -127,11 +128,11 @@ def with_dtype(config: Config, bf16: bool) -> Config:
 def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
     """With degrees and limits; those of schedules other than the one chosen stay as they are."""
     settings = config.parallel
-    found: dict[str, Any] = {"data": layout.data}
+    found: dict[str, Any] = {"data": layout.data, **resolved_context(config)}
     if settings.schedule == "interleaved" and settings.schedule_group == "auto":
         found["schedule_group"] = layout.pipeline
     if settings.bucket_mb == "auto":
-        found["bucket_mb"] = max(25.0, 4.0 * int(layout.data))
+        found["bucket_mb"] = max(25.0, 4.0 * layout.gradient_ranks)
     return settings.model_copy(update=found)
 
 

@@ -126,6 +126,11 @@ class Layout:
         """Number of ranks along ``axis``."""
         return self.degrees[_known(axis)]
 
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which the gradients of dense layers are summed: those that have other tokens."""
+        return self.degrees["data"] * self.context
+
     # Questions about groups
 
     def groups(self, *axes: str) -> list[list[int]]:

@@ -174,6 +174,22 @@ class Mesh:
         axes = {**self.axes, name: replace(whole, parts=known), **dict(zip(parts, known))}
         return Mesh(self.layout, self.rank, self.device, axes, self.timeout)
 
+    def grouped_context(self, size: int) -> Mesh:
+        """The same mesh, whose context axis is also known as the product of two: of the axis ``ring``, and of
+        ``ulysses``, runs of ``size`` neighbouring places.
+
+        Their traffic counts as the context axis's. Every rank of the default process group calls this
+        together.
+        """
+        whole, alone = self.context, Axis("context", (self.rank,))
+        ulysses, ring = alone, whole
+        if size == whole.size:
+            ulysses, ring = whole, alone
+        elif size > 1:
+            ulysses, ring = self.split(whole, size)
+        axes = {**self.axes, "ring": ring, "ulysses": ulysses}
+        return Mesh(self.layout, self.rank, self.device, axes, self.timeout)
+
     def _part(self, axis: Axis, members: tuple[int, ...]) -> Axis:
         group = dist.new_group(
             list(members),

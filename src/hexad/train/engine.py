@@ -122,6 +122,8 @@ class Engine(State):
         """The language model's stages."""
         self.config, self.plan = resolved.config, resolved.plan
         self.mesh = factored_mesh(self.config.model, self.mesh)
+        if self.mesh.context.size > 1:
+            self.mesh = self.mesh.grouped_context(self.config.parallel.ulysses)
         self.language = LanguageModel(self.config, self.mesh)
         self._compute, self._boundary = compute, self.language.boundary
         stages = build_stages(
@@ -224,16 +226,17 @@ class Engine(State):
         """Accumulate this data rank's microbatches, reduce, clip and update.
 
         Every rank of the mesh calls this together with the same number of microbatches; tensor and pipeline
-        ranks of one data rank pass the same ones. Microbatch ``i`` of data rank ``r`` of ``D`` holds the
-        sequences from number ``(i * D + r) * rows`` on of the global batch, as the loader hands them out:
-        dropout is keyed by that number. With ``record`` the pipeline's actions are timed, see
-        :meth:`recorded`.
+        ranks of one data rank pass the same ones, and context ranks too, or what each of them holds of these.
+        Microbatch ``i`` of data rank ``r`` of ``D`` holds the sequences from number ``(i * D + r) * rows`` on
+        of the global batch, as the loader hands them out: dropout is keyed by that number. With ``record``
+        the pipeline's actions are timed, see :meth:`recorded`.
 
         Raises:
             HexadError: no microbatch, no target token, different numbers of microbatches, or token ids
                 outside the vocabulary.
         """
         language = self._language()
+        microbatches = [language.part(each) for each in microbatches]
         if self.mesh.trace is not None:
             self.mesh.trace.step = self.step + 1
         tasks, (targets, pairs, *_) = self._tasks(language, microbatches)
@@ -251,7 +254,7 @@ class Engine(State):
         veto = None if limit is None else self._veto(loss, limit * targets)
         loss_scale = self.scaler.scale
         norm, updated, (loss_sum,) = self._update(lr, veto, targets / divisor, loss.wait())
-        self.samples += sum(len(each.tokens) for each in microbatches) * self.mesh.data.size
+        self.samples += sum(each.sequences for each in microbatches) * self.mesh.data.size
         mean, finite = loss_sum / targets, math.isfinite(norm)
         fault: Fault | None = "spike" if finite and not updated else None
         if not finite and self.scaler.exhausted:
@@ -291,6 +294,7 @@ class Engine(State):
         language = self._language()
         if not microbatches:
             raise HexadError("evaluate needs at least one microbatch")
+        microbatches = [language.part(each) for each in microbatches]
         if self.config.parallel.zero == 3:
             language.counted(language.count(microbatches))
         executor = self._executor(len(microbatches), training=False)

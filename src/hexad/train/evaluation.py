@@ -81,10 +81,10 @@ class ValidationSets:
 
     def __init__(self, config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
         self._config, self._mesh = config, mesh
-        place = (mesh.data.rank, mesh.data.size)
+        place, context_rank = (mesh.data.rank, mesh.data.size), mesh.context.rank
         prefix = "validation." if isinstance(config.data.validation, dict) else ""
         self._loaders = {
-            name: loader_from_config(config, *place, tokenizer, f"{prefix}{name}")
+            name: loader_from_config(config, *place, tokenizer, f"{prefix}{name}", context_rank)
             for name in config.data.validation_sets
         }
         self._bytes = token_bytes(tokenizer)
@@ -130,9 +130,7 @@ class ValidationSets:
         """A microbatch without targets in samples from ``end`` on, which belong to the next epoch."""
         micro, data = self._config.batch.micro, self._mesh.data
         row = first + (number * data.size + data.rank) * micro
-        labels = microbatch.labels.clone()
-        labels[max(0, end - row) :] = IGNORED
-        return Microbatch(microbatch.tokens, labels, microbatch.documents)
+        return microbatch.without_targets_from(max(0, end - row))
 
     def _count(self, microbatch: Microbatch) -> int:
         """Bytes of text of a microbatch's targets."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from hexad.dataset.microbatch import Microbatch
 from hexad.model.attention_kernels import Spans
 from hexad.model.dropout import DropoutKey
 from hexad.model.transformer import DTYPES, Transformer
+from hexad.parallel.context.slice import Slicing
 from hexad.parallel.pointwise import missing_compiler
 from hexad.parallel.sharding import Shard
 from hexad.topology.mesh import Mesh
@@ -63,10 +64,13 @@ class Counts(NamedTuple):
 
 def training_shard(config: Config, mesh: Mesh) -> Shard:
     """Which shard of every layer this rank holds for training, and how."""
-    axes = {"tensor": mesh.tensor}
+    axes = {name: axis for name, axis in mesh.axes.items() if name in ("tensor", "ring", "ulysses")}
     sequence, dtype = config.parallel.sequence_parallel, config.precision.dtype
     compiled = compiles(config.run, mesh.device)
-    return Shard(axes, sequence, DTYPES[dtype], mesh.device, True, dtype == "fp8", compiled)
+    method: Literal["ring", "all_gather"] = "ring"
+    if config.parallel.context_method == "all_gather":
+        method = "all_gather"
+    return Shard(axes, sequence, DTYPES[dtype], mesh.device, True, dtype == "fp8", compiled, method)
 
 
 def compiles(run: RunSettings, device: torch.device) -> bool:
@@ -95,8 +99,9 @@ def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: fl
     """A stage's hidden states of a microbatch; the last stage's sum of token losses."""
     assert isinstance(stage, Transformer)
     microbatch = task.microbatch
-    tokens = microbatch.tokens
-    spans = Spans(tokens.numel(), len(tokens), microbatch.documents, microbatch.offsets)
+    tokens, sequences = microbatch.tokens, microbatch.sequences
+    part = microbatch.slice, microbatch.numbers
+    spans = Spans(sequences * microbatch.length, sequences, microbatch.documents, microbatch.offsets, *part)
     if stage.head is not None:
         return stage.loss_sum(tokens, microbatch.labels, spans, inputs, scale, task.key)
     return stage(tokens, spans, inputs=inputs, key=task.key)
@@ -115,6 +120,26 @@ class LanguageModel:
         self.axis = mesh.gradient_axis()  # ranks that have other tokens
         self._counting = mesh.background("counts")
         self.vocab = int(config.model.vocab)
+        self.slicing = Slicing.of(config.parallel, config.model)
+
+    def part(self, microbatch: Microbatch) -> Microbatch:
+        """What this rank holds of a microbatch, which is given whole or as the loader divides it.
+
+        Raises:
+            HexadError: tensors of other shapes or formats, document offsets that do not fit, or a length that
+                does not divide by the context ranks.
+        """
+        _check_tensors(microbatch)
+        if microbatch.documents is not None:
+            _check_documents(microbatch.documents, microbatch.sequences, microbatch.length)
+        if microbatch.slice is not None:
+            return microbatch
+        if microbatch.length % self.slicing.ranks:
+            raise HexadError(
+                f"Microbatch.tokens: found sequences of {microbatch.length} tokens, expected a multiple of "
+                f"parallel.context {self.slicing.ranks}"
+            )
+        return microbatch.part(self.slicing, self.mesh.context.rank)
 
     def boundary(self, task: Task) -> torch.Tensor:
         """An empty tensor for the hidden states between two stages."""
@@ -123,13 +148,11 @@ class LanguageModel:
         return torch.empty((rows, self.config.model.hidden), dtype=shard.dtype, device=shard.device)
 
     def placed(self, microbatch: Microbatch) -> Microbatch:
-        """Check a microbatch and move it to the device.
+        """Check the ids of what this rank holds and move it to the device.
 
         Raises:
-            HexadError: tensors of other shapes or formats, ids outside the vocabulary, or document offsets
-                that do not fit.
+            HexadError: ids outside the vocabulary.
         """
-        _check_tensors(microbatch)
         for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
             low, high = (int(x) for x in ids.aminmax())
             if low < lowest or high >= self.vocab or (lowest and -100 < low < 0):
@@ -138,8 +161,6 @@ class LanguageModel:
                     f"{name} id {bad} is outside the model's vocabulary of {self.vocab} (model.vocab); set "
                     "data.tokenizer (or model.vocab) to what the data was built with"
                 )
-        if microbatch.documents is not None:
-            _check_documents(microbatch.documents, *microbatch.tokens.shape)
         return microbatch.to(self.mesh.device)
 
     def count(self, microbatches: Sequence[Microbatch]) -> Future[Counts]:
@@ -149,7 +170,8 @@ class LanguageModel:
         number = len(microbatches)
         targets = pairs = 0
         if self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:  # others have the same tokens
-            targets, pairs = sum(m.targets() for m in microbatches), sum(m.pairs() for m in microbatches)
+            targets = sum(m.targets() for m in microbatches)
+            pairs = sum(m.pairs() for m in microbatches) if self.mesh.context.rank == 0 else 0
         return merging(Counts(targets, pairs, number, number), self._counting, Counts.plus)
 
     def counted(self, counting: Future[Counts]) -> Counts:
@@ -178,7 +200,7 @@ class LanguageModel:
 
     def key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:
         """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""
-        first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.tokens.shape[0]
+        first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.sequences
         return DropoutKey(self.config.run.seed, step, first)
 
 

@@ -347,7 +347,7 @@ def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets |
             f"({config.data.tokenizer}); use auto or a larger number",
         )
     place = (mesh.data.rank, mesh.data.size)
-    training = loader_from_config(config, *place, tokenizer)
+    training = loader_from_config(config, *place, tokenizer, context_rank=mesh.context.rank)
     training_templates(config)  # several are refused before the model is made
     if not config.validate_.every:
         return training, None

@@ -1,0 +1,1 @@
+"""Context parallel: every rank holds some of the tokens of each microbatch, and attention reaches across."""

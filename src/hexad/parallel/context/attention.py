@@ -1,0 +1,208 @@
+"""Attention over keys that other ranks hold: their blocks arrive one after the other, and what each gives is
+put together by the log-sum-exp of its scores (Liu et al., Ring Attention, arXiv 2310.01889).
+
+The function keeps its own rank's queries, keys and values, the output and the log-sum-exp. Backward receives
+keys and values again, and sends their owners what this rank's queries make of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from hexad.comm import Pending, all_gather_async, exchange_async, reduce_scatter_async
+from hexad.topology.mesh import Axis
+
+from .kernels import Kernel
+from .rounds import Round
+from .slice import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """How a rank reaches the keys of the others.
+
+    Attributes:
+        rounds: of this rank.
+        axis: over which keys and values are sent.
+        method: ``ring``: in rounds, to those ranks that need them; ``all_gather``: all at once.
+    """
+
+    rounds: tuple[Round, ...]
+    axis: Axis
+    method: Literal["ring", "all_gather"] = "ring"
+
+
+def attention_over_ranks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange, kernel: Kernel
+) -> torch.Tensor:
+    """Causal attention of this rank's queries over the keys of all ranks.
+
+    Args:
+        q: ``[this rank's tokens, heads, width]``.
+        k, v: ``[this rank's tokens, key/value heads, width]``.
+        exchange: with the others.
+        kernel: for a tile.
+
+    Returns:
+        ``[this rank's tokens, heads * width]``.
+    """
+    return _AttentionOverRanks.apply(q, k, v, exchange, kernel)
+
+
+class Merged:
+    """What queries make of the blocks of keys so far.
+
+    Attributes:
+        out: ``[tokens, heads, width]``, in at least float32.
+        lse: ``[tokens, heads]``, the same; ``-inf`` where a query has seen no key.
+
+    Args:
+        q: the queries, ``[tokens, heads, width]``.
+    """
+
+    def __init__(self, q: torch.Tensor) -> None:
+        wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
+        self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        self.lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
+
+    def add(self, rows: Run, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Add what some queries make of one more block."""
+        part = slice(*rows)
+        before = self.lse[part]
+        after = torch.logaddexp(before, lse)
+        unseen = after == -torch.inf  # -inf - -inf would be NaN
+        old, new = (each.sub(after).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1) for each in (before, lse))
+        self.out[part].mul_(old).addcmul_(out.to(self.out.dtype), new)
+        self.lse[part] = after
+
+
+class _AttentionOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange, kernel: Kernel
+    ) -> torch.Tensor:
+        merged = Merged(q)
+        for each, keys, values in _arrivals(k, v, exchange):
+            for tile in each.tiles:
+                columns = slice(*tile.columns)
+                found = kernel.forward(q[slice(*tile.rows)], keys[columns], values[columns], tile)
+                merged.add(tile.rows, *found)
+        out = merged.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, merged.lse)
+        ctx.exchange, ctx.kernel = exchange, kernel
+        return out.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        gradient, heads = gradient.contiguous().view(q.shape), k.shape[1]
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        returns = _Returns(k, ctx.exchange, lse.dtype)
+        for each, keys, values in _arrivals(k, v, ctx.exchange):
+            found = returns.place(each)
+            for tile in each.tiles:
+                rows, columns = slice(*tile.rows), slice(*tile.columns)
+                state = gradient[rows], q[rows], keys[columns], values[columns], out[rows], lse[rows]
+                part_q, part_k, part_v = ctx.kernel.backward(*state, tile)
+                dq[rows] += part_q
+                found[columns, :heads] += part_k
+                found[columns, heads:] += part_v
+            returns.send(found, each)
+        total = returns.complete().to(k.dtype)
+        return dq.to(q.dtype), total[:, :heads], total[:, heads:], None, None
+
+
+Arrival = tuple[Round, torch.Tensor, torch.Tensor]
+"""A round, and the keys and values that its tiles are of."""
+
+
+def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Iterator[Arrival]:
+    """This rank's own keys and values, then those of the others; the next are under way meanwhile."""
+    own, *others = exchange.rounds
+    packed, heads = torch.cat((k, v), dim=1), k.shape[1]
+    if exchange.method == "all_gather":
+        gathering = all_gather_async(packed, exchange.axis)
+        yield own, k, v
+        gathered = gathering.wait().unflatten(0, (exchange.axis.size, -1))
+        for each in others:
+            yield each, gathered[each.source, :, :heads], gathered[each.source, :, heads:]
+        return
+    arriving = [_start(packed, each, exchange.axis) for each in others[:1]]
+    yield own, k, v
+    for each, following in zip(others, (*others[1:], None)):
+        received = arriving.pop().wait()
+        if following is not None:
+            arriving.append(_start(packed, following, exchange.axis))
+        yield each, received[:, :heads], received[:, heads:]
+
+
+def _start(packed: torch.Tensor, each: Round, axis: Axis) -> Pending:
+    """Start a round's messages."""
+    message, out = _cut(packed, each.send), packed.new_empty((each.received, *packed.shape[1:]))
+    return exchange_async(message, each.target, out, each.source, axis, 2 * each.distance)
+
+
+def _cut(rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    """Some runs of rows; not copied where it is one."""
+    parts = [rows[begin:end] for begin, end in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else rows[:0]
+
+
+class _Returns:
+    """Gradients of keys and values on their way to the ranks that hold these: those of one round are sent
+    while the next one's are computed.
+
+    Args:
+        k: this rank's keys, as large as its values.
+        exchange: with the others.
+        dtype: in which gradients are added up; they are sent in that of the keys.
+    """
+
+    def __init__(self, k: torch.Tensor, exchange: Exchange, dtype: torch.dtype) -> None:
+        self._exchange, self._k = exchange, k
+        self._total = torch.zeros((len(k), 2 * k.shape[1], k.shape[2]), dtype=dtype, device=k.device)
+        self._leaving: tuple[Round, Pending] | None = None
+        self._gathered: torch.Tensor | None = None
+        if exchange.method == "all_gather":
+            shape = exchange.axis.size, *self._total.shape
+            self._gathered = torch.zeros(shape, dtype=k.dtype, device=k.device)
+
+    def place(self, each: Round) -> torch.Tensor:
+        """Where a round's gradients are added, ``[tokens, heads of keys and of values, width]``."""
+        if each.distance == 0:
+            return self._total
+        return self._total.new_zeros((each.received, *self._total.shape[1:]))
+
+    def send(self, found: torch.Tensor, each: Round) -> None:
+        """A round's gradients are complete."""
+        if each.distance == 0:
+            return
+        if self._gathered is not None:
+            self._gathered[each.source] = found
+            return
+        self._receive()
+        message, out = found.to(self._k.dtype), self._k.new_empty((each.sent, *found.shape[1:]))
+        axis, tag = self._exchange.axis, 2 * each.distance + 1
+        self._leaving = each, exchange_async(message, each.source, out, each.target, axis, tag)
+
+    def complete(self) -> torch.Tensor:
+        """The gradients of this rank's keys and values, side by side."""
+        self._receive()
+        if self._gathered is not None:
+            self._total += reduce_scatter_async(self._gathered.flatten(0, 1), self._exchange.axis).wait()
+        return self._total
+
+    def _receive(self) -> None:
+        """Add what the round before has brought."""
+        if self._leaving is None:
+            return
+        (each, pending), before = self._leaving, 0
+        received = pending.wait()
+        for begin, end in each.send:
+            self._total[begin:end] += received[before : before + end - begin]
+            before += end - begin
+        self._leaving = None

@@ -1,0 +1,130 @@
+"""Division of documents of any lengths: as many tokens and as much work for every rank. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .slice import Run
+
+TOLERANCE = 0.04
+"""By how much the work of the slowest rank may exceed the mean before tokens are divided more finely."""
+_MOST_PIECES = 1 << 14
+"""Pieces of a microbatch."""
+_ALIKE = (np.inf, 1.0, 0.5, 0.25, 0.1, 0.0)
+"""Pieces whose work differs by less than this, of the mean, may take each other's place."""
+
+
+def work_before(bounds: Sequence[int], tokens: NDArray[np.int64], window: int | None) -> NDArray[np.float64]:
+    """Keys that all queries before each of the ``tokens`` see: a query sees those of its document up to
+    itself, and no more than ``window``."""
+    starts = np.asarray(bounds, dtype=np.int64)
+    totals = np.concatenate(([0.0], np.cumsum(_seen(np.diff(starts), window))))
+    document = np.searchsorted(starts, tokens, side="right") - 1
+    return totals[document] + _seen(tokens - starts[document], window)
+
+
+def _seen(tokens: NDArray[np.int64], window: int | None) -> NDArray[np.float64]:
+    """Keys that the first ``tokens`` queries of a document see."""
+    count = tokens.astype(np.float64)
+    if window is None:
+        return count * (count + 1) / 2
+    first = np.minimum(count, window)
+    return first * (first + 1) / 2 + (count - first) * window
+
+
+def work_of(bounds: Sequence[int], runs: Sequence[Run], window: int | None = None) -> float:
+    """Keys that the queries of some runs see."""
+    ends = np.asarray(runs, dtype=np.int64).reshape(-1, 2)
+    before = work_before(bounds, ends.reshape(-1), window).reshape(-1, 2)
+    return float((before[:, 1] - before[:, 0]).sum())
+
+
+def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> list[list[Run]]:
+    """Every rank gets as many tokens, and attention work as even as :data:`TOLERANCE` says, or as even as
+    :data:`_MOST_PIECES` pieces allow.
+
+    The tokens are cut into pieces of one size (or two sizes, one token apart), the same number for every
+    rank. In the order of their work, pieces are dealt in rounds: of each round, the rank with the least work
+    so far gets the largest. Pieces of alike work then change places, so that neighbours come to one rank and
+    less must be sent. Few pieces are tried before many; of the divisions that are even enough, the one with
+    the fewest keys to send is taken.
+
+    Args:
+        bounds: where documents begin, and the total, a multiple of ``ranks``.
+        ranks: to divide among.
+        window: keys that a query sees; None for all before it.
+
+    Returns:
+        the runs of each rank, ascending.
+    """
+    tokens = bounds[-1]
+    pieces, best = 1, None
+    while True:
+        cuts = tokens * np.arange(ranks * pieces + 1, dtype=np.int64) // (ranks * pieces)
+        work = np.diff(work_before(bounds, cuts, window))
+        owners = [_dealt(work, np.diff(cuts), ranks, alike) for alike in (_ALIKE if pieces > 1 else (0.0,))]
+        found = [(_imbalance(work, owner, ranks), owner) for owner in owners]
+        even = [owner for imbalance, owner in found if imbalance <= TOLERANCE]
+        if even:
+            candidates = [_runs(cuts, owner, ranks) for owner in even]
+            return min(candidates, key=lambda runs: sum(received(bounds, each, window) for each in runs))
+        imbalance, owner = min(found, key=lambda each: each[0])
+        if best is None or imbalance < best[0]:
+            best = imbalance, _runs(cuts, owner, ranks)
+        if pieces == tokens // ranks or 2 * pieces * ranks > _MOST_PIECES:
+            return best[1]
+        pieces = min(2 * pieces, tokens // ranks)
+
+
+def _dealt(
+    work: NDArray[np.float64], sizes: NDArray[np.int64], ranks: int, alike: float
+) -> NDArray[np.int64]:
+    """The rank of every piece."""
+    owner = np.empty(len(work), dtype=np.int64)
+    loads = np.zeros(ranks)
+    for size in np.unique(sizes)[::-1]:
+        pieces = np.flatnonzero(sizes == size)
+        pieces = pieces[np.argsort(-work[pieces], kind="stable")]
+        for dealt in pieces.reshape(-1, ranks):
+            order = np.argsort(loads, kind="stable")
+            owner[dealt] = order
+            loads[order] += work[dealt]
+        if alike:
+            width = alike * work.mean()
+            kinds = np.zeros(len(pieces)) if np.isinf(width) else np.floor(work[pieces] / width)
+            for kind in np.unique(kinds):
+                members = pieces[kinds == kind]
+                owner[np.sort(members)] = np.sort(owner[members])
+    return owner
+
+
+def _imbalance(work: NDArray[np.float64], owner: NDArray[np.int64], ranks: int) -> float:
+    loads = np.bincount(owner, work, minlength=ranks)
+    return float(loads.max() / loads.mean() - 1)
+
+
+def _runs(cuts: NDArray[np.int64], owner: NDArray[np.int64], ranks: int) -> list[list[Run]]:
+    """Of each rank, those that touch joined."""
+    changes = np.concatenate(([0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]))
+    runs: list[list[Run]] = [[] for _ in range(ranks)]
+    for first, last in pairwise(changes.tolist()):
+        runs[owner[first]].append((int(cuts[first]), int(cuts[last])))
+    return runs
+
+
+def received(bounds: Sequence[int], runs: Sequence[Run], window: int | None = None) -> int:
+    """Tokens of other ranks whose keys the queries of some ascending runs need."""
+    starts = np.asarray(bounds, dtype=np.int64)
+    firsts = np.asarray([begin for begin, _ in runs], dtype=np.int64)
+    begins = starts[np.searchsorted(starts, firsts, side="right") - 1]  # of each run's first document
+    if window is not None:
+        begins = np.maximum(begins, firsts - window + 1)
+    needed, before = 0, 0  # from the end of the run before on, keys are another rank's
+    for (begin, end), first in zip(runs, begins.tolist()):
+        needed += begin - min(begin, max(before, first))
+        before = end
+    return needed

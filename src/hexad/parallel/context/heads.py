@@ -1,0 +1,92 @@
+"""Exchange of heads for tokens (Ulysses: Jacobs et al., arXiv 2309.14509): outside attention a rank has all
+heads of its tokens, inside it has some heads of all tokens of its group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hexad.comm import all_to_all
+from hexad.topology.mesh import Axis
+
+from .heads_inventory import heads_of
+
+
+def heads_for_tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of all tokens of the group, of this rank's share of the heads.
+
+    Where there are fewer key/value heads than ranks, several ranks get the same.
+
+    Args:
+        q: ``[tokens, heads, width]``; the axis's size divides the heads.
+        k, v: ``[tokens, key/value heads, width]``; their number divides the size, or the reverse.
+        axis: of the group; its ranks' tokens follow each other.
+
+    Returns:
+        the same, of ``size * tokens`` tokens.
+    """
+    if axis.size == 1:
+        return q, k, v
+    out: torch.Tensor = _HeadsForTokens.apply(q, k, v, axis)
+    own_q, own_k = q.shape[1] // axis.size, heads_of(k.shape[1], axis.size)
+    parts = out.split([own_q, own_k, own_k], dim=1)
+    return parts[0], parts[1], parts[2]
+
+
+def tokens_for_heads(out: torch.Tensor, heads: int, axis: Axis) -> torch.Tensor:
+    """The way back: ``[size * tokens, heads / size * width]`` -> ``[tokens, heads * width]``."""
+    if axis.size == 1:
+        return out
+    result: torch.Tensor = _TokensForHeads.apply(out.unflatten(1, (heads // axis.size, -1)), axis)
+    return result.flatten(1)
+
+
+def _scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """``[size, tokens, heads of a rank, width]`` -> ``[size * tokens, heads of this rank, width]``."""
+    return all_to_all(x.flatten(0, 1), axis)
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis) -> torch.Tensor:
+        size = axis.size
+        ctx.axis, ctx.shapes = axis, (q.shape, k.shape)
+        parts = [_by_rank(q, size), _by_rank(k, size), _by_rank(v, size)]
+        return _scattered(torch.cat(parts, dim=2), axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        axis, ((_, heads, _), (_, kv_heads, _)) = ctx.axis, ctx.shapes
+        back = all_to_all(gradient.contiguous(), axis).unflatten(0, (axis.size, -1))
+        own = heads_of(kv_heads, axis.size)
+        q, k, v = back.split([heads // axis.size, own, own], dim=2)
+        return _together(q, heads), _together(k, kv_heads), _together(v, kv_heads), None
+
+
+class _TokensForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        back = all_to_all(x.contiguous(), axis).unflatten(0, (axis.size, -1))
+        return _together(back, back.shape[0] * back.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _scattered(_by_rank(gradient, ctx.axis.size), ctx.axis), None
+
+
+def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
+    """``[tokens, heads, width]`` -> ``[size, tokens, heads of a rank, width]``; of few heads, copies."""
+    if x.shape[1] < size:
+        return x.transpose(0, 1).unsqueeze(2).repeat_interleave(size // x.shape[1], dim=0)
+    return x.unflatten(1, (size, -1)).transpose(0, 1)
+
+
+def _together(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """The reverse: ``[tokens, heads, width]``; copies are added up."""
+    if heads < x.shape[0]:
+        return x.squeeze(2).unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
+    return x.transpose(0, 1).flatten(1, 2)

@@ -10,6 +10,7 @@ import torch
 from hexad.config import Config
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
+from hexad.parallel.context.slice import Slicing
 from hexad.plan.memory import MemoryPlan, predict
 from hexad.resolve import resolve
 from hexad.topology.layout import Layout
@@ -64,7 +65,9 @@ def measure(config: Config, world: int) -> Found:
     resolved = resolve(config, layout)
     micro, length = config.batch.micro, config.data.sequence
     tokens = torch.arange(micro * length).view(micro, length) % 100
-    batch = [Microbatch(tokens, tokens)] * (config.batch.global_ // micro // mesh.data.size)
+    slicing = Slicing.of(resolved.config.parallel, resolved.config.model)
+    microbatch = Microbatch(tokens, tokens).part(slicing, mesh.context.rank)  # as the loader gives it
+    batch = [microbatch] * (config.batch.global_ // micro // mesh.data.size)
     with Live() as live:
         engine = Engine(resolved, mesh)
         engine.train_step(batch)

@@ -13,13 +13,16 @@ def sent_bytes(operation: str, size: int, nbytes: int) -> int:
     """Bytes sent by one of ``size`` ranks.
 
     Args:
-        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` (even) or ``broadcast``.
+        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` (even), ``broadcast`` or
+            ``exchange``.
         size: ranks taking part.
         nbytes: bytes of the *whole* tensor: what all_reduce and broadcast hold, what all_gather returns,
-            what reduce_scatter and all_to_all are given.
+            what reduce_scatter and all_to_all are given; of an exchange, those that this rank sends.
     """
     if size == 1:
         return 0
+    if operation == "exchange":
+        return nbytes
     if operation == "all_reduce":
         return 2 * (size - 1) * nbytes // size
     if operation in ("all_gather", "reduce_scatter", "all_to_all", "broadcast"):

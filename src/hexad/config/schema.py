@@ -306,6 +306,8 @@ class ParallelSettings(Settings):
     @property
     def ulysses(self) -> int:
         """Context ranks that exchange heads for tokens, of resolved settings."""
+        if self.context == 1:
+            return 1
         if self.context_method == "ulysses":
             return self.context
         return int(self.context_ulysses) if self.context_method == "ulysses_ring" else 1

@@ -117,22 +117,50 @@ class Attention:
         seen, span = run.attended, run.attended * run.length
         if self.window is not None and self.window < span:
             seen *= 1 - (1 - self.window / span) ** 2
-        count = seen * run.sequences * self.heads / run.tensor / 2
+        count = seen * run.sequences * self.heads / run.tensor / run.context / 2
         forward = Product("F", length, length, width, 2 * count)
         backward = Product("B", length, length, width, 4 * count)
         again = Product("B", length, length, width, count, again=True)
         return [*self.qkv.products(run), forward, backward, again, *self.out.products(run)]
 
     def sent(self, run: Execution, split: bool) -> list[Collective]:
-        """What moves over the tensor axis."""
-        return [each for linear in self.linears for each in linear.sent(run, split)]
+        """What moves over the tensor axis, and over the context axis."""
+        return [*self.qkv.sent(run, split), *self._over_context(run), *self.out.sent(run, split)]
+
+    def _over_context(self, run: Execution) -> list[Collective]:
+        """Heads for tokens and back, of the rank's own tokens; keys and values, and in the backward pass once
+        more, with their gradients."""
+        found = []
+        q, k, _ = self._sizes(run)
+        k *= self._repeated(run)
+        if run.ulysses > 1:
+            both = [("all_to_all", q + 2 * k), ("all_to_all", q)]
+            found += [Collective(action, "ulysses", *each) for action in "FB" for each in both]
+        if run.ring > 1 and run.gathers:
+            whole = 2 * k * run.ring
+            found += [Collective(action, "ring", "all_gather", whole) for action in "FB"]
+            found.append(Collective("B", "ring", "reduce_scatter", whole))
+        elif run.ring > 1:
+            sent, received = (
+                2 * k * (run.most_keys if keys is None else keys) // (run.tokens * run.ulysses)
+                for keys in (run.keys_sent, run.keys_received)
+            )
+            found += [Collective(action, "ring", "exchange", sent) for action in "FB"]
+            found.append(Collective("B", "ring", "exchange", received))
+        return found
+
+    def _repeated(self, run: Execution) -> int:
+        """Ranks that get the same keys and values where heads are exchanged for tokens."""
+        return max(1, run.ulysses // (self.kv_heads * self.copies // run.tensor))
 
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
         head's log-sum-exp."""
         q, k, statistic = self._sizes(run)
         kept = 2 * q + 2 * k
-        if self.dropout == 0:
+        if run.ring > 1:
+            kept += statistic * self.heads
+        elif self.dropout == 0:
             kept += statistic * self.heads
             if run.isolate and self._by_calls(run):
                 kept += q  # every document's output, and all of them joined
@@ -147,6 +175,10 @@ class Attention:
             if self._computed and not selective and self.norm_eps is None:
                 kept -= q + 2 * k  # nothing needs the projections' output
         kept += sum(linear.kept(run) for linear in self.linears)
+        if run.ulysses > 1:
+            # The output of all tokens and of the rank's own; nothing needs the projections' but their norms.
+            kept += q + 2 * k * (self._repeated(run) - 1)
+            return kept + (q + 2 * k if self.norm_eps is not None else 0)
         return kept + (q + k if self._computed and not selective else 0)
 
     def operands(self, run: Execution) -> int:
@@ -165,6 +197,8 @@ class Attention:
         operands = split and self.out.trained
         live = q + (gathered if operands else 0) + (rotated if selective else 0)
         core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
+        if run.context > 1:
+            core = live + self._core_backward(run)
         live -= (q if operands else 2 * q) + (statistic * self.heads if self.dropout == 0 else 0)
         rotation = live + (q + 2 * k) + (q + k)
         live -= rotated
@@ -173,6 +207,21 @@ class Attention:
         most = max(core, rotation, joined, projection.needed)
         return [*moments, projection._replace(needed=most)]
 
+    def _core_backward(self, run: Execution) -> int:
+        """Bytes that the backward pass of attention over context ranks needs, its results included."""
+        q, k, _ = self._sizes(run)
+        pairs, wide, ring = 2 * k * self._repeated(run), run.widening, run.ring
+        exchanged = 2 * (q + pairs) + q + 2 * k if run.ulysses > 1 else 0  # gradients of all tokens, and back
+        if ring == 1:
+            return exchanged
+        # Sums of gradients, what is sent of the rank's own, and the results of one tile.
+        always = wide * (q + pairs) + pairs + q + pairs
+        if run.gathers:
+            return max(always + (2 * ring + wide) * pairs, exchanged)
+        # One block has arrived, one is arriving; gradients of one are added up, those of one before leave.
+        most = pairs * (1 + wide) if ring == 2 else pairs * (2 + wide) + pairs * (1 + wide)
+        return max(always + most, exchanged)
+
     def _by_calls(self, run: Execution) -> bool:
         """Documents, and blocks of a sliding window, are computed by a call each, for want of one kernel."""
         return run.cpu or run.byte != 2
@@ -180,9 +229,9 @@ class Attention:
     def _expanded(self, run: Execution) -> bool:
         """Keys and values are repeated for the query heads that share them: GPUs have no kernel with groups
         for this format (:meth:`hexad.model.attention_kernels.AttentionKernel.dense`). Attention with dropout
-        uses none of these kernels."""
+        and that over a ring use none of these kernels."""
         grouped = self.heads != self.kv_heads * self.copies
-        return grouped and not run.cpu and run.byte != 2 and self.dropout == 0
+        return grouped and not run.cpu and run.byte != 2 and self.dropout == 0 and run.ring == 1
 
     @property
     def _computed(self) -> bool:

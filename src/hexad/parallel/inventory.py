@@ -295,6 +295,11 @@ class Execution:
         compiled: pointwise functions are compiled.
         isolate: attention is confined to documents.
         attended: of all pairs of tokens of a sequence, the part in one document; below 1 with ``isolate``.
+        context: context degree; every rank has as many of the tokens.
+        ulysses: context ranks that exchange heads for tokens.
+        gathers: keys and values are gathered over the other context ranks, else sent in rounds.
+        keys_sent, keys_received: tokens whose keys and values this rank sends in those rounds, and receives;
+            by default all of them, to and from every rank.
     """
 
     sequences: int
@@ -310,11 +315,26 @@ class Execution:
     compiled: bool = False
     isolate: bool = False
     attended: float = 1.0
+    context: int = 1
+    ulysses: int = 1
+    gathers: bool = False
+    keys_sent: int | None = None
+    keys_received: int | None = None
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
-        return self.sequences * self.length
+        """Of a microbatch, on a rank."""
+        return self.sequences * self.length // self.context
+
+    @property
+    def ring(self) -> int:
+        """Context ranks that exchange keys and values."""
+        return self.context // self.ulysses
+
+    @property
+    def most_keys(self) -> int:
+        """Tokens of the other ranks of the ring."""
+        return (self.ring - 1) * self.ulysses * self.tokens
 
     @property
     def rows(self) -> int:

@@ -103,8 +103,8 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
         )
         for number, stage in stages.items()
     }
-    shards = state_shards(int(layout.data), config.parallel.zero, config.parallel.replicas)
-    buffers = StateBuffers(buckets, run, int(layout.data) // shards)
+    shards = state_shards(layout.gradient_ranks, config.parallel.zero, config.parallel.replicas)
+    buffers = StateBuffers(buckets, run, layout.gradient_ranks // shards)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda each: each.total)
     if peak.position is None:
@@ -171,6 +171,9 @@ def execution(config: Config, layout: Layout) -> Execution:
         cpu,
         config.run.compile in ("pointwise", "full") or not (cpu or config.run.compile == "none"),
         config.data.documents == "isolate",
+        context=layout.context,
+        ulysses=config.parallel.ulysses,
+        gathers=config.parallel.context_method == "all_gather",
     )
 
 
@@ -197,7 +200,7 @@ def rank_parameters(stages: dict[int, Stage], layout: Layout) -> list[Held]:
 def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[BucketPlan]:
     """The buckets of a pipeline rank."""
     parallel = config.parallel
-    shards = state_shards(int(layout.data), parallel.zero, parallel.replicas)
+    shards = state_shards(layout.gradient_ranks, parallel.zero, parallel.replicas)
     gradient = execution(config, layout).gradient
     return plan_buckets(held, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, {"dense": shards})
 

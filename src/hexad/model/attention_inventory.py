@@ -211,16 +211,22 @@ class Attention:
         """Bytes that the backward pass of attention over context ranks needs, its results included."""
         q, k, _ = self._sizes(run)
         pairs, wide, ring = 2 * k * self._repeated(run), run.widening, run.ring
-        exchanged = 2 * (q + pairs) + q + 2 * k if run.ulysses > 1 else 0  # gradients of all tokens, and back
+        # Gradients of all tokens side by side; or these sent back, when the output has been given up.
+        exchanged = 2 * (q + pairs) + max(0, 2 * k - q) if run.ulysses > 1 else 0
         if ring == 1:
             return exchanged
-        # Sums of gradients, what is sent of the rank's own, and the results of one tile.
-        always = wide * (q + pairs) + pairs + q + pairs
+        # The sums of gradients. Results of the rank's own keys, or of another's: half the queries see all of
+        # these, or all of them half; the sum of those. Sequences are one by one where each is a call.
+        calls = run.sequences if self._by_calls(run) else 1
+        sums, own = wide * (q + pairs), (q + pairs) // calls
+        other = max(q + pairs // 2, q // 2 + pairs) // run.sequences
         if run.gathers:
-            return max(always + (2 * ring + wide) * pairs, exchanged)
-        # One block has arrived, one is arriving; gradients of one are added up, those of one before leave.
-        most = pairs * (1 + wide) if ring == 2 else pairs * (2 + wide) + pairs * (1 + wide)
-        return max(always + most, exchanged)
+            return max(sums + 2 * ring * pairs + max(own, wide * pairs + other), exchanged)
+        # The rank's own keys leave, the next arrive. Others are at hand; the gradients of those before leave,
+        # and some of the rank's own arrive; or those of these, in the format in which they are sent.
+        more = other if ring == 2 else other + 3 * pairs
+        more = wide * pairs + max(more, 2 * pairs if wide > 1 else pairs)
+        return max(sums + pairs + max(own + pairs, more + pairs), exchanged)
 
     def _by_calls(self, run: Execution) -> bool:
         """Documents, and blocks of a sliding window, are computed by a call each, for want of one kernel."""

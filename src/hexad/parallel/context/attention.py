@@ -16,7 +16,7 @@ import torch
 from hexad.comm import Pending, all_gather_async, exchange_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
 
-from .kernels import Kernel
+from .kernels import Kernel, Operands, Output, Results
 from .rounds import Round
 from .slice import Run
 
@@ -69,15 +69,16 @@ class Merged:
         self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
 
-    def add(self, rows: Run, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Add what some queries make of one more block."""
-        part = slice(*rows)
-        before = self.lse[part]
-        after = torch.logaddexp(before, lse)
+    def add(self, rows: Run, part: Output) -> None:
+        """Add what some queries, numbered from the first of ``rows`` on, make of one more block."""
+        whole, before = self.out[slice(*rows)][part.rows], self.lse[slice(*rows)][part.rows]
+        after = torch.logaddexp(before, part.lse)
         unseen = after == -torch.inf  # -inf - -inf would be NaN
-        old, new = (each.sub(after).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1) for each in (before, lse))
-        self.out[part].mul_(old).addcmul_(out.to(self.out.dtype), new)
-        self.lse[part] = after
+        old, new = (
+            each.sub(after).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1) for each in (before, part.lse)
+        )
+        whole.mul_(old).addcmul_(part.out.to(whole.dtype), new)
+        before.copy_(after)
 
 
 class _AttentionOverRanks(torch.autograd.Function):
@@ -89,8 +90,12 @@ class _AttentionOverRanks(torch.autograd.Function):
         for each, keys, values in _arrivals(k, v, exchange):
             for tile in each.tiles:
                 columns = slice(*tile.columns)
-                found = kernel.forward(q[slice(*tile.rows)], keys[columns], values[columns], tile)
-                merged.add(tile.rows, *found)
+                given = Operands(q[slice(*tile.rows)], keys[columns], values[columns])
+                for part in kernel.forward(given, tile):
+                    merged.add(tile.rows, part)
+                    del part
+                del given
+            del keys, values  # before the next are waited for
         out = merged.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, merged.lse)
         ctx.exchange, ctx.kernel = exchange, kernel
@@ -106,12 +111,16 @@ class _AttentionOverRanks(torch.autograd.Function):
             found = returns.place(each)
             for tile in each.tiles:
                 rows, columns = slice(*tile.rows), slice(*tile.columns)
-                state = gradient[rows], q[rows], keys[columns], values[columns], out[rows], lse[rows]
-                part_q, part_k, part_v = ctx.kernel.backward(*state, tile)
-                dq[rows] += part_q
-                found[columns, :heads] += part_k
-                found[columns, heads:] += part_v
+                given = Operands(q[rows], keys[columns], values[columns])
+                for part in ctx.kernel.backward(given, Results(out[rows], lse[rows], gradient[rows]), tile):
+                    dq[rows][part.rows] += part.q
+                    found[columns, :heads][part.columns] += part.k
+                    found[columns, heads:][part.columns] += part.v
+                    del part  # before the next is computed
+                del given
+            del keys, values
             returns.send(found, each)
+            del found
         total = returns.complete().to(k.dtype)
         return dq.to(q.dtype), total[:, :heads], total[:, heads:], None, None
 
@@ -126,6 +135,7 @@ def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Iterator[
     packed, heads = torch.cat((k, v), dim=1), k.shape[1]
     if exchange.method == "all_gather":
         gathering = all_gather_async(packed, exchange.axis)
+        del packed
         yield own, k, v
         gathered = gathering.wait().unflatten(0, (exchange.axis.size, -1))
         for each in others:
@@ -138,6 +148,7 @@ def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Iterator[
         if following is not None:
             arriving.append(_start(packed, following, exchange.axis))
         yield each, received[:, :heads], received[:, heads:]
+        del received
 
 
 def _start(packed: torch.Tensor, each: Round, axis: Axis) -> Pending:

@@ -23,27 +23,59 @@ _SCORES = 1 << 26
 """Scores computed at a time where no kernel computes them in parts."""
 
 
-class Kernel(Protocol):
-    """Computes one tile, given its queries, ``[rows, heads, width]``, and its keys and values, ``[columns,
-    key/value heads, width]``."""
+class Operands(NamedTuple):
+    """What a tile is computed of.
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output, as ``q``, and the log-sum-exp, ``[rows, heads]`` in at least float32."""
+    Attributes:
+        q: its queries, ``[rows, heads, width]``.
+        k, v: its keys and values, ``[columns, key/value heads, width]``.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Results(NamedTuple):
+    """What some queries make of all keys, and the gradient of that.
+
+    Attributes:
+        out, gradient: ``[rows, heads, width]``.
+        lse: ``[rows, heads]``, in at least float32.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    gradient: torch.Tensor
+
+
+class Output(NamedTuple):
+    """What some of a tile's queries make of its keys: ``out [rows, heads, width]``, ``lse [rows, heads]``."""
+
+    rows: slice
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of some of a tile's queries, and what these add to some keys and values."""
+
+    rows: slice
+    columns: slice
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Kernel(Protocol):
+    """Computes a tile, in parts that it chooses."""
+
+    def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
+        """Of all queries, each in one part."""
         ...
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of ``q``, ``k`` and ``v``, given output and log-sum-exp of all keys."""
+    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
+        """Parts whose sum the gradients are."""
         ...
 
 
@@ -57,22 +89,19 @@ def choose(device: torch.device, dtype: torch.dtype, scale: float, drop: Drop | 
     return CudaFlash(scale) if dtype.itemsize == 2 else Plain(scale, None)
 
 
-class _Block(NamedTuple):
-    """Where one block of a tile lies, in the tile's rows and columns."""
-
-    rows: slice
-    columns: slice
-
-
-def _blocks(tile: Tile) -> Iterator[_Block]:
+def _blocks(tile: Tile) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of each block, numbered from the tile's first."""
     first_row, first_column = tile.queries[0], tile.keys[0]
     for (q0, q1), (k0, k1) in zip(pairwise(tile.queries), pairwise(tile.keys)):
-        yield _Block(slice(q0 - first_row, q1 - first_row), slice(k0 - first_column, k1 - first_column))
+        yield slice(q0 - first_row, q1 - first_row), slice(k0 - first_column, k1 - first_column)
 
 
-def _batch(x: torch.Tensor) -> torch.Tensor:
-    """``[tokens, heads, ...]`` -> ``[1, heads, tokens, ...]``."""
-    return x.transpose(0, 1).unsqueeze(0)
+def _seen(tile: Tile, rows: int, columns: int, device: torch.device, first: int = 0) -> torch.Tensor:
+    """bool ``[rows, columns]``: the keys that a block's queries from number ``first`` on see."""
+    row = torch.arange(first, first + rows, device=device)[:, None]
+    column = torch.arange(columns, device=device)
+    seen = column <= row if tile.causal else torch.ones(rows, columns, dtype=torch.bool, device=device)
+    return seen if tile.low is None else seen & (column >= row + tile.low)
 
 
 class CpuFlash:
@@ -84,65 +113,37 @@ class CpuFlash:
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = []
+    def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
+        """See :class:`Kernel`."""
         for rows, columns in _blocks(tile):
-            mask = _mask(tile, q[rows], k[columns])
-            operands = (_batch(q[rows]), _batch(k[columns]), _batch(v[columns]))
+            block = given.q[rows], given.k[columns], given.v[columns]
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *operands, 0.0, tile.causal and mask is None, attn_mask=mask, scale=self.scale
+                *map(_batch, block), 0.0, **self._options(tile, *block[:2])
             )
-            parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+            yield Output(rows, out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        parts = []
+    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
+        """See :class:`Kernel`."""
         for rows, columns in _blocks(tile):
-            mask = _mask(tile, q[rows], k[columns])
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _batch(gradient[rows]),
-                _batch(q[rows]),
-                _batch(k[columns]),
-                _batch(v[columns]),
-                _batch(out[rows]),
-                _batch(lse[rows]),
-                0.0,
-                tile.causal and mask is None,
-                attn_mask=mask,
-                scale=self.scale,
+            block = given.q[rows], given.k[columns], given.v[columns], found.out[rows], found.lse[rows]
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *map(_batch, (found.gradient[rows], *block)), 0.0, **self._options(tile, *block[:2])
             )
-            parts.append([each[0].transpose(0, 1) for each in found])
-        dq, dk, dv = (each[0] if len(each) == 1 else torch.cat(each) for each in zip(*parts))
-        return dq, dk, dv
+            yield Gradients(rows, columns, *(each[0].transpose(0, 1) for each in gradients))
+            del gradients
+
+    def _options(self, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+        """Which keys queries see: by a mask to add, where there is a limit from below."""
+        if tile.low is None:
+            return {"is_causal": tile.causal, "attn_mask": None, "scale": self.scale}
+        hidden = ~_seen(tile, len(q), len(k), q.device)
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
+        return {"is_causal": False, "attn_mask": mask, "scale": self.scale}
 
 
-def _seen(tile: Tile, rows: int, columns: int, device: torch.device, first: int = 0) -> torch.Tensor:
-    """bool ``[rows, columns]``: the keys that a block's queries from number ``first`` on see."""
-    row = torch.arange(first, first + rows, device=device)[:, None]
-    column = torch.arange(columns, device=device)
-    seen = column <= row if tile.causal else torch.ones(rows, columns, dtype=torch.bool, device=device)
-    return seen if tile.low is None else seen & (column >= row + tile.low)
-
-
-def _mask(tile: Tile, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """What a block's queries see, as numbers to add; None where the kernel needs no mask."""
-    if tile.low is None:
-        return None
-    seen = _seen(tile, len(q), len(k), q.device)
-    return torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -torch.inf)
+def _batch(x: torch.Tensor) -> torch.Tensor:
+    """``[tokens, heads, ...]`` -> ``[1, heads, tokens, ...]``."""
+    return x.transpose(0, 1).unsqueeze(0)
 
 
 class CudaFlash:
@@ -151,52 +152,53 @@ class CudaFlash:
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
+        """See :class:`Kernel`."""
+        places, options = _places(tile, given.q.device), self._options(tile)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_places(tile, q.device), 0.0, tile.causal, False, scale=self.scale, **_window(tile)
+            *given, *places, 0.0, tile.causal, False, **options
         )
-        return out, lse.transpose(0, 1)
+        yield Output(slice(None), out, lse.transpose(0, 1))
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the generator: nothing is drawn
-        nothing = torch.empty(0, device=q.device)
-        lse = lse.transpose(0, 1).contiguous()
-        places, window = _places(tile, q.device), _window(tile)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            gradient, q, k, v, out, lse, *places, 0.0, tile.causal, state, nothing, scale=self.scale, **window
+    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
+        """See :class:`Kernel`."""
+        device = given.q.device
+        state = torch.zeros(2, dtype=torch.uint64, device=device)  # of the generator: nothing is drawn
+        nothing = torch.empty(0, device=device)
+        lse = found.lse.transpose(0, 1).contiguous()
+        gradients = torch.ops.aten._flash_attention_backward(
+            found.gradient,
+            *given,
+            found.out,
+            lse,
+            *_places(tile, device),
+            0.0,
+            tile.causal,
+            state,
+            nothing,
+            **self._options(tile),
         )
-        return dq, dk, dv
+        yield Gradients(slice(None), slice(None), *gradients)
+
+    def _options(self, tile: Tile) -> dict[str, Any]:
+        """The kernel counts a query's keys from the one that stands as far from the end as it does."""
+        if tile.low is None:
+            return {"scale": self.scale}
+        (q0, q1), (k0, k1) = tile.queries, tile.keys
+        left = (k1 - k0) - (q1 - q0) - tile.low
+        right = 0 if tile.causal else -1
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
 
 
 def _places(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Where the blocks of queries and of keys begin, on the device, and the largest of each."""
-    both = []
+    """Where the blocks of queries and of keys begin, int32 on the device, and the largest of each."""
+    found: list[Any] = []
     for bounds in (tile.queries, tile.keys):
         host = torch.tensor([each - bounds[0] for each in bounds], dtype=torch.int32)
-        both.append(host.pin_memory() if device.type == "cuda" else host)
-    q, k = (each.to(device, non_blocking=True) for each in both)
-    longest = (max(b - a for a, b in pairwise(bounds)) for bounds in (tile.queries, tile.keys))
-    return q, k, *longest  # type: ignore[return-value]
-
-
-def _window(tile: Tile) -> dict[str, Any]:
-    """The kernel counts a query's keys from the one that stands as far from the end as it does."""
-    if tile.low is None:
-        return {}
-    (q0, q1), (k0, k1) = tile.queries, tile.keys
-    left = (k1 - k0) - (q1 - q0) - tile.low
-    return {"window_size_left": left, "window_size_right": 0 if tile.causal else -1}
+        host = host.pin_memory() if device.type == "cuda" else host
+        found.append(host.to(device, non_blocking=True))
+    found += [max(b - a for a, b in pairwise(bounds)) for bounds in (tile.queries, tile.keys)]
+    return tuple(found)
 
 
 class Plain:
@@ -205,51 +207,36 @@ class Plain:
     def __init__(self, scale: float, drop: Drop | None) -> None:
         self.scale, self.drop = scale, drop
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(q.shape[:2], dtype=_wide(q).dtype, device=q.device)
-        for rows, columns, first in self._steps(tile, q.shape[1]):
-            scores = self._scores(q[rows], k[columns], tile, first)
-            found = torch.logsumexp(scores, -1, keepdim=True)
-            p = torch.exp(scores.sub_(found))
-            lse[rows] = found.squeeze(-1).flatten(0, 1).transpose(0, 1)
+    def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
+        """See :class:`Kernel`."""
+        for rows, columns, first in self._steps(tile, given.q.shape[1]):
+            k, v = given.k[columns], given.v[columns]
+            p = self._scores(given.q[rows], k, tile, first)
+            lse = torch.logsumexp(p, -1, keepdim=True)
+            p.sub_(lse).exp_()
             if self.drop is not None:
-                p = p * self.drop(tile, rows.start, rows.stop, p.dtype)
-            values = p.to(v.dtype) @ v[columns].transpose(0, 1).unsqueeze(1)
-            out[rows] = values.permute(2, 0, 1, 3).flatten(1, 2)
-        return out, lse
+                p *= self.drop(tile, rows.start, rows.stop, p.dtype)
+            out = (p.to(v.dtype) @ _columns(v)).permute(2, 0, 1, 3).flatten(1, 2)
+            yield Output(rows, out, lse.permute(2, 0, 1, 3).flatten(1))
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        tile: Tile,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(_wide(each)) for each in (k, v))
-        for rows, columns, first in self._steps(tile, q.shape[1]):
-            groups = k.shape[1]
-            keys, values = (each[columns].transpose(0, 1).unsqueeze(1) for each in (k, v))
-            g = _grouped(gradient[rows], groups)
-            delta = (_wide(g) * _wide(_grouped(out[rows], groups))).sum(-1, keepdim=True)
-            p = torch.exp(
-                self._scores(q[rows], k[columns], tile, first).sub_(_grouped(lse[rows].unsqueeze(-1), groups))
-            )
-            grad_p = _wide(g @ values.transpose(2, 3))
-            weighted = p
+    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
+        """See :class:`Kernel`."""
+        for rows, columns, first in self._steps(tile, given.q.shape[1]):
+            k, v, groups = given.k[columns], given.v[columns], given.k.shape[1]
+            g, out, q = (_grouped(each[rows], groups) for each in (found.gradient, found.out, given.q))
+            delta = (_wide(g) * _wide(out)).sum(-1, keepdim=True)
+            lse = _grouped(found.lse[rows].unsqueeze(-1), groups)
+            p = self._scores(given.q[rows], k, tile, first).sub_(lse).exp_()
+            grad_p, weighted = _wide(g @ _columns(v).transpose(2, 3)), p
             if self.drop is not None:
                 factors = self.drop(tile, rows.start, rows.stop, p.dtype)
-                weighted, grad_p = p * factors, grad_p * factors
-            dv[columns] += (weighted.to(v.dtype).transpose(2, 3) @ g).sum(1).transpose(0, 1)
+                weighted = p * factors
+                grad_p = grad_p * factors
+            dv = (weighted.to(v.dtype).transpose(2, 3) @ g).sum(1).transpose(0, 1)
             scores = (p * (grad_p - delta)).mul_(self.scale).to(v.dtype)
-            dq[rows] = (scores @ keys).permute(2, 0, 1, 3).flatten(1, 2)
-            dk[columns] += (scores.transpose(2, 3) @ _grouped(q[rows], groups)).sum(1).transpose(0, 1)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+            dq = (scores @ _columns(k)).permute(2, 0, 1, 3).flatten(1, 2)
+            dk = (scores.transpose(2, 3) @ q).sum(1).transpose(0, 1)
+            yield Gradients(rows, columns, dq, dk, dv)
 
     def _steps(self, tile: Tile, heads: int) -> Iterator[tuple[slice, slice, int]]:
         """Some rows of the tile, the columns of their block, and the first row's number in the block."""
@@ -260,7 +247,7 @@ class Plain:
 
     def _scores(self, q: torch.Tensor, k: torch.Tensor, tile: Tile, first: int) -> torch.Tensor:
         """``[kv heads, group, rows, columns]``, -inf where a key is not seen."""
-        wide = _wide(_grouped(q, k.shape[1])) @ _wide(k).transpose(0, 1).unsqueeze(1).transpose(2, 3)
+        wide = _wide(_grouped(q, k.shape[1])) @ _wide(_columns(k)).transpose(2, 3)
         wide.mul_(self.scale)
         if tile.causal or tile.low is not None:
             wide.masked_fill_(~_seen(tile, len(q), len(k), q.device, first), -torch.inf)
@@ -270,6 +257,11 @@ class Plain:
 def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
     """``[rows, heads, width]`` -> ``[groups, heads of a group, rows, width]``."""
     return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+
+
+def _columns(x: torch.Tensor) -> torch.Tensor:
+    """``[columns, groups, width]`` -> ``[groups, 1, columns, width]``."""
+    return x.transpose(0, 1).unsqueeze(1)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,7 @@ class Case:
     steps: int = STEPS
     context: int = 1
     method: str = "ring"
+    group_size: int | str = "auto"
     balance: str = "auto"
 
     @property
@@ -117,7 +118,15 @@ class Case:
 
     @property
     def layout(self) -> str:
-        return f"data {self.data} x {self.tensor_axis}"
+        around = f"data {self.data} x {self.tensor_axis}"
+        return around if self.context == 1 else f"{around} x {self.context_axis}"
+
+    @property
+    def context_axis(self) -> str:
+        """The context ranks, and how they work together."""
+        groups = f" of {self.group_size}" if self.method == "ulysses_ring" else ""
+        balance = f", {self.balance}" if self.balance != "auto" else ""
+        return f"context {self.context} {self.method}{groups}{balance}"
 
     @property
     def plan(self) -> tuple[str, int]:
@@ -142,6 +151,11 @@ class Case:
         return self.samples // (self.variant.micro * self.data)
 
     @property
+    def documents(self) -> str:
+        """Whether they are joined or isolated."""
+        return self.variant.documents
+
+    @property
     def work(self) -> str:
         """What else the case does, beside its layout and its stages."""
         split = self.split if isinstance(self.split, str) else "/".join(map(str, self.split))
@@ -159,6 +173,7 @@ class Case:
                 "data": self.data,
                 "context": self.context,
                 "context_method": self.method,
+                "context_ulysses": self.group_size,
                 "context_balance": self.balance,
                 "zero": self.zero,
                 "replicas": self.replicas,
@@ -448,7 +463,7 @@ def global_batch(case: Case, step: int) -> list[Microbatch]:
         labels[generator.random(length) < case.variant.masked * (2.0 if index == 0 else 0.7)] = IGNORED
         documents = None
         if case.variant.documents == "isolate":
-            cuts = sorted({0, *generator.integers(1, length, index % 4).tolist()})
+            cuts = sorted({0, *generator.integers(1, length, index % 4 * (length // 12)).tolist()})
             documents = (*cuts, length)
         samples.append(Microbatch(torch.tensor(tokens[None, :-1]), torch.tensor(labels[None]), documents))
     return samples

@@ -22,6 +22,7 @@ from hexad.parallel.tensor import cross_entropy, embedding, linear, lora, loss
 from hexad.topology.mesh import Mesh
 from hexad.train import language
 
+from .context_mutations import CONTEXT_MUTATIONS
 from .harness import EVERY_ADAPTED, VARIANTS, Case, deep, fewer
 from .mutation import Mutation, Patches, same, same_async
 from .state_mutations import STATE_MUTATIONS
@@ -293,6 +294,7 @@ MUTATIONS = {
     "number layers from each stage's first": Mutation(_local_layer_names, _in(pipeline=2)),
     "keep adapters' part of the input's gradient back": Mutation(_drop_adapter_gradient, EVERY_ADAPTED[0]),
     **STATE_MUTATIONS,
+    **CONTEXT_MUTATIONS,
 }
 
 

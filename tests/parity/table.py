@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..pool import Pool
+from .context_cases import CONTEXT_GRID, CONTEXT_PAIRS, CONTEXT_TRIPLES, EVERY_CONTEXT
 from .harness import (
     ADAPTED_GRID,
     COMPILED_GRID,
@@ -27,7 +28,7 @@ from .mutations import MUTATIONS
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
 _LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID)
-_OTHERS = len(PIPELINE_GRID) + len(_LATER)
+_OTHERS = len(PIPELINE_GRID) + len(_LATER) + len(CONTEXT_GRID)
 _HEAD = f"""\
 <!-- Written by 'python -m tests.parity.table'. Do not edit. -->
 
@@ -67,6 +68,18 @@ the last {len(ADAPTED_GRID)} rows weights are frozen (`model.train`), with adapt
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""
 
+_CONTEXT = f"""
+## Context parallel
+
+Every method on 2 and 4 context ranks, with joined and isolated documents of one token up to the whole
+sequence, in the layouts around it. Of {len(EVERY_CONTEXT)} combinations of up to 8 ranks these
+{len(CONTEXT_PAIRS)} contain every pair of settings, and `pytest -m slow` runs {len(CONTEXT_TRIPLES)} that
+contain every three; every test run adds a random one. In the last {len(CONTEXT_GRID) - len(CONTEXT_PAIRS)}
+rows there are fewer KV heads than ranks, adapters, frozen stages, and blocks of odd sizes.
+
+| state | layout | stages and schedule | model and batch | largest error |
+|---|---|---|---|---|"""
+
 _MUTATIONS = """
 ## Mutations are detected
 
@@ -90,6 +103,11 @@ def state_rows() -> list[list[str]]:
     return [[case.state, case.layout, case.stages, case.work] for case in _LATER]
 
 
+def context_rows() -> list[list[str]]:
+    """The first columns of the table of context parallel."""
+    return [[case.state, case.layout, case.stages, case.work] for case in CONTEXT_GRID]
+
+
 def cell(found: dict[str, float]) -> str:
     """The largest error, to one digit."""
     return f"{max(found.values()):.0e}"
@@ -109,6 +127,9 @@ def page(pool: Pool) -> str:
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_STATES)
     for row, case in zip(state_rows(), _LATER):
+        lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
+    lines.append(_CONTEXT)
+    for row, case in zip(context_rows(), CONTEXT_GRID):
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")
     lines.append(_MUTATIONS)
     for name, mutation in MUTATIONS.items():

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from ..pool import Pool
+from .context_cases import CONTEXT_GRID, CONTEXT_PAIRS, CONTEXT_SETTINGS, CONTEXT_TRIPLES, EVERY_CONTEXT
 from .harness import (
     ADAPTED_GRID,
     COMPILED_GRID,
@@ -35,7 +36,7 @@ from .harness import (
     values_in,
 )
 from .mutations import MUTATIONS
-from .table import PAGE, pipeline_rows, rows, state_rows
+from .table import PAGE, context_rows, pipeline_rows, rows, state_rows
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +51,7 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    (*GRID, *PIPELINE_GRID, *STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID),
+    (*GRID, *PIPELINE_GRID, *STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID, *CONTEXT_GRID),
     ids=name_of,
 )
 def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:
@@ -60,8 +61,12 @@ def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, referen
 
 @pytest.mark.parametrize(
     ("grid", "every", "settings"),
-    [(PIPELINE_GRID, EVERY_PIPELINE, PIPELINE_SETTINGS), (STATE_GRID, EVERY_STATE, STATE_SETTINGS)],
-    ids=["pipelines", "states"],
+    [
+        (PIPELINE_GRID, EVERY_PIPELINE, PIPELINE_SETTINGS),
+        (STATE_GRID, EVERY_STATE, STATE_SETTINGS),
+        (CONTEXT_PAIRS, EVERY_CONTEXT, CONTEXT_SETTINGS),
+    ],
+    ids=["pipelines", "states", "context"],
 )
 def test_every_pair_of_settings_is_in_the_grid(
     grid: tuple[Case, ...], every: tuple[Case, ...], settings: tuple[str, ...]
@@ -84,7 +89,15 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    (*EVERY_LAYOUT, *EVERY_PIPELINE, *EVERY_STATE, *EVERY_COMPILED, *EVERY_COPIED, *EVERY_ADAPTED),
+    (
+        *EVERY_LAYOUT,
+        *EVERY_PIPELINE,
+        *EVERY_STATE,
+        *EVERY_COMPILED,
+        *EVERY_COPIED,
+        *EVERY_ADAPTED,
+        *CONTEXT_TRIPLES,
+    ),
     ids=name_of,
 )
 def test_every_layout(case: Case, pool: Pool, references: References) -> None:
@@ -96,7 +109,8 @@ def test_a_random_sample(pool: Pool, references: References) -> None:
     """Other cases every time, and a step more; HEXAD_SEED repeats those of a failure."""
     seed = int(os.environ.get("HEXAD_SEED", time.time()))
     generator = random.Random(seed)
-    for case in (generator.choice(EVERY_PIPELINE), generator.choice(EVERY_STATE)):
+    for every in (EVERY_PIPELINE, EVERY_STATE, EVERY_CONTEXT):
+        case = generator.choice(every)
         samples = generator.randint(1, 6) * case.variant.micro * case.data
         case = replace(case, samples=samples, steps=3)
         found = errors(run(pool, case), references.of(case))
@@ -135,7 +149,7 @@ def test_the_published_table_lists_the_grid() -> None:
     stages = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| pipeline")]
     assert [[entry.strip() for entry in row[:3]] for row in stages] == pipeline_rows()
     states = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| zero")]
-    assert [[entry.strip() for entry in row[:4]] for row in states] == state_rows()
+    assert [[entry.strip() for entry in row[:4]] for row in states] == state_rows() + context_rows()
     numbers = (
         [number for row in table for number in row[1:]]
         + [row[3] for row in stages]

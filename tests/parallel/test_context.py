@@ -1,0 +1,338 @@
+"""Which rank holds which tokens, what it computes with whose keys, and how blocks are put together."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hexad.parallel.context.attention import Merged
+from hexad.parallel.context.balance import received, work_of
+from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
+from hexad.parallel.context.heads_inventory import divides_heads, largest_group
+from hexad.parallel.context.kernels import (
+    CpuFlash,
+    CudaFlash,
+    Kernel,
+    Operands,
+    Output,
+    Plain,
+    Results,
+    choose,
+)
+from hexad.parallel.context.rounds import Round, Tile, rounds
+from hexad.parallel.context.slice import Slice, divide
+from hexad.topology.mesh import Axis
+
+from ..pool import Pool
+
+
+def _bounds(generator: random.Random, sequences: int, length: int) -> tuple[int, ...] | None:
+    """Documents of any lengths inside the sequences; sometimes none."""
+    total = sequences * length
+    if generator.random() < 0.3:
+        return None
+    cuts = (generator.randint(1, total) for _ in range(generator.randint(0, 8)))
+    return tuple(sorted({0, *range(0, total + 1, length), *cuts}))
+
+
+def _numbers(runs: Sequence[tuple[int, int]]) -> np.ndarray:
+    return np.concatenate([np.arange(*run) for run in runs] + [np.empty(0, int)]).astype(int)
+
+
+def _mask(tile: Tile, rows: int, columns: int) -> np.ndarray:
+    row, column = np.arange(rows)[:, None], np.arange(columns)
+    seen = (column <= row) | (not tile.causal)
+    return seen if tile.low is None else seen & (column >= row + tile.low)
+
+
+def _seen(slice_: Slice, rank: int, found: Sequence[Round], whole: np.ndarray) -> None:
+    """Count in ``whole [tokens, tokens]`` which query sees which key by a rank's rounds."""
+    mine = _numbers(slice_.runs[rank])
+    for each in found:
+        source = _numbers(slice_.runs[each.source])
+        at_hand = (
+            source
+            if each.distance == 0
+            else np.concatenate([source[a:b] for a, b in each.receive] or [source[:0]])
+        )
+        used = np.zeros(len(at_hand), bool)
+        for tile in each.tiles:
+            for (q0, q1), (k0, k1) in zip(pairwise(tile.queries), pairwise(tile.keys)):
+                mask = _mask(tile, q1 - q0, k1 - k0)
+                assert mask.any(axis=1).all(), "a query that sees no key"
+                whole[np.ix_(mine[q0:q1], at_hand[k0:k1])] += mask
+                used[k0:k1] |= mask.any(axis=0)
+        assert each.distance == 0 or used.all(), "keys are sent that nothing sees"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rounds_cover_what_each_query_sees_exactly_once(seed: int) -> None:
+    generator = random.Random(seed)
+    for _ in range(10):
+        groups, ulysses = generator.randint(1, 4), generator.randint(1, 2)
+        sequences, length = generator.randint(1, 3), groups * ulysses * generator.randint(1, 9)
+        documents = _bounds(generator, sequences, length)
+        window = generator.choice([None, None, 1, 2, 5, 50])
+        balance: Any = generator.choice(["none", "zigzag", "work"])
+        divided = divide(sequences, length, documents, groups * ulysses, balance, ulysses, window)
+        assert {len(_numbers(runs)) for runs in divided.runs} == {divided.share}
+        ring, apart = divided.grouped(ulysses), generator.random() < 0.3
+        together = [_numbers(runs) for runs in divided.runs]
+        for rank, runs in enumerate(ring.runs):
+            part = np.concatenate(together[rank * ulysses : (rank + 1) * ulysses])
+            assert (part == _numbers(runs)).all(), "a group's tokens, rank after rank, are not in order"
+        total = sequences * length
+        number, token = np.searchsorted(ring.bounds, np.arange(total), side="right"), np.arange(total)
+        wanted = (number[:, None] == number) & (token <= token[:, None])
+        if window is not None:
+            wanted &= token > token[:, None] - window
+        found = np.zeros((total, total), int)
+        every = [rounds(ring, rank, window, apart) for rank in range(groups)]
+        for rank, mine in enumerate(every):
+            _seen(ring, rank, mine, found)
+            for each in mine[1:]:
+                other = next(other for other in every[each.target] if other.source == rank)
+                assert each.send == other.receive, "one rank sends what the other does not expect"
+            sent = sum(each.received for each in mine)
+            assert apart or window or sent == received(ring.bounds, ring.runs[rank])
+        assert (found == wanted).all()
+
+
+def test_zigzag_gives_a_block_from_the_front_and_one_from_the_back() -> None:
+    assert divide(1, 16, None, 2, "zigzag").runs == (((0, 4), (12, 16)), ((4, 12),))
+    # An odd share: blocks of one and two tokens.
+    assert divide(1, 9, None, 3, "zigzag").runs == (((0, 1), (7, 9)), ((1, 2), (5, 7)), ((2, 5),))
+
+
+_LENGTHS = st.lists(st.integers(1, 4096), min_size=1, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=_LENGTHS, ranks=st.sampled_from([2, 3, 4, 7, 8]), window=st.sampled_from([None, 128]))
+def test_work_is_even_for_documents_of_any_lengths(
+    lengths: list[int], ranks: int, window: int | None
+) -> None:
+    total = -(-sum(lengths) // ranks) * ranks
+    total = max(total, 256 * ranks)  # of fewer tokens, one may be a part of the work that counts
+    ends = np.cumsum(lengths).tolist()
+    bounds = (0, *ends, total) if ends[-1] < total else (0, *ends)
+    divided = divide(1, total, bounds, ranks, "work", window=window)
+    assert {len(_numbers(runs)) for runs in divided.runs} == {total // ranks}
+    work = [work_of(bounds, runs, window) for runs in divided.runs]
+    assert max(work) <= 1.05 * sum(work) / ranks
+
+
+def test_short_documents_need_few_keys_of_other_ranks() -> None:
+    generator = random.Random(7)
+    bounds = [0]
+    while bounds[-1] < 32768:
+        bounds.append(min(bounds[-1] + generator.randint(20, 300), 32768))
+    divided = divide(1, 32768, tuple(bounds), 8, "work")
+    for runs in divided.runs:
+        assert received(bounds, runs) < 0.02 * 32768  # of an all-gather's 7/8
+
+
+# Blocks put together
+
+
+def _direct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> Any:
+    """Softmax over all keys at once, in float64; zero where nothing is seen."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    scores = torch.einsum("qhw,khw->hqk", q.double(), keys) * scale
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)
+    return torch.einsum("hqk,khw->qhw", weights, values), scores.logsumexp(-1).transpose(0, 1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), size=st.floats(0.1, 1e4), blocks=st.integers(1, 7))
+def test_blocks_merge_to_the_softmax_of_all_keys(seed: int, size: float, blocks: int) -> None:
+    """In any order, with queries that see nothing of a block, or of all; logits up to tens of thousands."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns, heads, width = 7, 23, 2, 5
+    q, k, v = (
+        torch.randn(n, heads, width, generator=generator, dtype=torch.float64)
+        for n in (rows, columns, columns)
+    )
+    q *= size
+    seen = torch.rand(rows, columns, generator=generator) < 0.3
+    seen[0] = False
+    cuts = [
+        0,
+        *sorted(torch.randperm(columns - 1, generator=generator)[: blocks - 1].add(1).tolist()),
+        columns,
+    ]
+    merged = Merged(q)
+    for number in torch.randperm(blocks, generator=generator).tolist():
+        part = slice(cuts[number], cuts[number + 1])
+        out, lse = _direct(q, k[part], v[part], seen[:, part], 0.7)
+        cut = int(torch.randint(0, rows, (1,), generator=generator))
+        for some in (slice(0, cut), slice(cut, rows)):
+            merged.add((0, rows), Output(some, out[some], lse[some]))
+    wanted, lse = _direct(q, k, v, seen, 0.7)
+    torch.testing.assert_close(merged.out, wanted, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(merged.lse, lse, rtol=1e-13, atol=1e-13)
+    assert merged.out[0].eq(0).all() and merged.lse[0].eq(-torch.inf).all()
+
+
+def test_a_number_that_is_not_finite_is_not_hidden() -> None:
+    q = torch.zeros(2, 1, 1)
+    merged = Merged(q)
+    merged.add((0, 2), Output(slice(None), q + torch.nan, torch.full((2, 1), torch.nan)))
+    assert merged.out.isnan().all()
+
+
+# Kernels
+
+_TILES = {
+    "all": Tile((3, 20), (5, 16), False),
+    "causal": Tile((2, 15), (2, 15), True),
+    "blocks": Tile((0, 4, 5, 16), (0, 4, 5, 16), True),
+    "limited": Tile((3, 14), (5, 16), False, -4),
+    "causal and limited": Tile((2, 15), (2, 15), True, -3),
+    "late": Tile((0, 6), (0, 9), False, 2),
+}
+_DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def _operands(tile: Tile, dtype: torch.dtype, heads: int = 6, kv_heads: int = 2) -> tuple[Operands, Any]:
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = tile.rows[1] - tile.rows[0], tile.columns[1] - tile.columns[0]
+    q, gradient = (torch.randn(rows, heads, 10, generator=generator).to(dtype) for _ in range(2))
+    k, v = (torch.randn(columns, kv_heads, 10, generator=generator).to(dtype) for _ in range(2))
+    return Operands(q, k, v), gradient
+
+
+def _visible(tile: Tile) -> torch.Tensor:
+    seen = np.zeros((tile.rows[1] - tile.rows[0], tile.columns[1] - tile.columns[0]), bool)
+    for (q0, q1), (k0, k1) in zip(pairwise(tile.queries), pairwise(tile.keys)):
+        rows = slice(q0 - tile.queries[0], q1 - tile.queries[0])
+        columns = slice(k0 - tile.keys[0], k1 - tile.keys[0])
+        seen[rows, columns] = _mask(tile, q1 - q0, k1 - k0)
+    return torch.from_numpy(seen)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("name", _TILES)
+@pytest.mark.parametrize("make", [CpuFlash, lambda scale: Plain(scale, None)], ids=["flash", "plain"])
+def test_kernels_compute_a_tile(make: Any, name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
+    """And their gradients, where these queries have seen other keys too."""
+    monkeypatch.setattr("hexad.parallel.context.kernels._SCORES", 300)  # a few rows at a time
+    kernel: Kernel = make(0.3)
+    tile, tolerance = _TILES[name], _DTYPES[dtype]
+    given, gradient = _operands(tile, dtype)
+    q, k, v = (each.double().requires_grad_() for each in given)
+    others = Operands(given.q, *(torch.randn(4, 2, 10).to(dtype) for _ in range(2)))
+    seen = torch.cat((_visible(tile), torch.ones(len(q), 4, dtype=torch.bool)), 1)
+    keys, values = torch.cat((k, others.k.double())), torch.cat((v, others.v.double()))
+    out, lse = _direct(q, keys, values, seen, 0.3)
+    out.backward(gradient.double())
+    merged = Merged(given.q)
+    for part in kernel.forward(given, tile):
+        merged.add((0, len(q)), part)
+    own, own_lse = _direct(q, k, v, _visible(tile), 0.3)
+    torch.testing.assert_close(merged.out.double(), own, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(merged.lse.double(), own_lse, rtol=tolerance, atol=tolerance)
+    results = Results(out.detach().to(dtype), lse.detach().to(merged.lse.dtype), gradient)
+    sums = [torch.zeros(each.shape, dtype=torch.float64) for each in given]
+    for each in kernel.backward(given, results, tile):
+        sums[0][each.rows] += each.q
+        sums[1][each.columns] += each.k
+        sums[2][each.columns] += each.v
+    for each in kernel.backward(others, results, Tile((0, len(q)), (0, 4), False)):
+        sums[0][each.rows] += each.q
+    for found, wanted in zip(sums, (q.grad, k.grad, v.grad)):
+        assert wanted is not None
+        torch.testing.assert_close(found, wanted, rtol=4 * tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("name", _TILES)
+def test_the_kernel_for_gpus_is_called_with_what_it_expects(name: str) -> None:
+    """Shapes by its own rules for tensors without values; limits by what its documentation says of them."""
+    tile, kernel, meta = _TILES[name], CudaFlash(0.3), torch.device("meta")
+    given, gradient = _operands(tile, torch.bfloat16)
+    given, gradient = Operands(*(each.to(meta) for each in given)), gradient.to(meta)
+    (part,) = kernel.forward(given, tile)
+    assert (part.out.shape, part.lse.shape) == (given.q.shape, given.q.shape[:2])
+    (found,) = kernel.backward(given, Results(part.out, part.lse, gradient), tile)
+    assert [each.shape for each in (found.q, found.k, found.v)] == [each.shape for each in given]
+    limits = kernel._options(tile)
+    if len(tile.queries) == 2:
+        rows, columns = tile.rows[1] - tile.rows[0], tile.columns[1] - tile.columns[0]
+        place, key = np.arange(rows)[:, None] + columns - rows, np.arange(columns)  # seen from the end
+        left, right = limits.get("window_size_left", -1), limits.get("window_size_right", -1)
+        right = 0 if tile.causal else right
+        seen = (key >= place - left) | (left < 0)
+        seen &= (key <= place + right) | (right < 0)
+        assert (seen == _visible(tile).numpy()).all()
+
+
+def test_the_kernel_is_chosen_by_device_and_format() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert isinstance(choose(cpu, torch.bfloat16, 1.0, None), CpuFlash)
+    assert isinstance(choose(cuda, torch.bfloat16, 1.0, None), CudaFlash)
+    assert isinstance(choose(cuda, torch.float32, 1.0, None), Plain)
+    assert isinstance(choose(cpu, torch.float32, 1.0, lambda *_: torch.ones(1)), Plain)
+
+
+# Heads for tokens
+
+
+def _exchanged(heads: int, kv_heads: int) -> list[Any]:
+    """On 4 ranks: what each has inside, and the gradients outside."""
+    import torch.distributed as dist
+
+    axis = Axis("context", (0, 1, 2, 3), dist.get_rank(), dist.group.WORLD)
+    tokens, width, rank = 3, 2, axis.rank
+    whole = [
+        torch.arange(4 * tokens * n * width, dtype=torch.float64).view(4 * tokens, n, width) + 1000 * number
+        for number, n in enumerate((heads, kv_heads, kv_heads))
+    ]
+    mine = [each[rank * tokens : (rank + 1) * tokens].clone().requires_grad_() for each in whole]
+    inside = heads_for_tokens(*mine, axis)
+    out = tokens_for_heads(inside[0].flatten(1), heads, axis)
+    sum((each * (rank + 1)).sum() for each in inside).backward(retain_graph=True)  # type: ignore[union-attr]
+    gradients = [each.grad.numpy().copy() for each in mine if each.grad is not None]
+    return [[each.detach().numpy() for each in inside], out.detach().numpy(), gradients]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (8, 8), (4, 1), (8, 2)])
+def test_heads_are_exchanged_for_tokens_and_back(heads: int, kv_heads: int, pool: Pool) -> None:
+    tokens, width = 3, 2
+    whole = [
+        np.arange(4 * tokens * n * width, dtype=float).reshape(4 * tokens, n, width) + 1000 * number
+        for number, n in enumerate((heads, kv_heads, kv_heads))
+    ]
+    own = [heads // 4, max(1, kv_heads // 4), max(1, kv_heads // 4)]
+    for rank, (inside, out, gradients) in enumerate(pool.run(4, _exchanged, heads, kv_heads)):
+        for each, part, size in zip(whole, inside, own):
+            first = rank * size if each.shape[1] >= 4 else rank * each.shape[1] // 4
+            np.testing.assert_array_equal(part, each[:, first : first + size])
+        mine = slice(rank * tokens, (rank + 1) * tokens)
+        np.testing.assert_array_equal(out, whole[0][mine].reshape(tokens, -1))
+        for each, gradient in zip(whole, gradients):
+            ranks = np.array_split(np.arange(1, 5), each.shape[1]) if each.shape[1] < 4 else None
+            count = each.shape[1]
+            wanted = (
+                [sum(part) for part in ranks]
+                if ranks is not None
+                else [1 + h * 4 // count for h in range(count)]
+            )
+            np.testing.assert_array_equal(
+                gradient, np.broadcast_to(np.array(wanted)[:, None], gradient.shape)
+            )
+
+
+def test_how_many_ranks_can_share_heads() -> None:
+    assert [n for n in range(1, 33) if divides_heads(n, 32, 8)] == [1, 2, 4, 8, 16, 32]
+    assert [n for n in range(1, 13) if divides_heads(n, 12, 4)] == [1, 2, 4, 12]
+    assert largest_group(6, 8, 2) == 2 and largest_group(8, 8, 8) == 8 and largest_group(5, 8, 8) == 1

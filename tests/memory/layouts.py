@@ -7,7 +7,8 @@ from typing import Any
 Groups = dict[str, dict[str, Any]]
 
 # tensor, pipeline, data | more of parallel | memory | precision | model. "seq": sequence parallel (else off),
-# z: zero, r: replicas; schedules by name, "interleaved" with two stages per rank.
+# z: zero, r: replicas, c: context, u: context_ulysses; methods and schedules by name, "interleaved" with two
+# stages per rank.
 _TABLE = """
 1 1 1 |                 | none              | fp32        | llama
 1 1 1 |                 | selective         | bf16        | gpt2
@@ -77,7 +78,19 @@ _TABLE = """
 1 2 1 | 1f1b            | none              | fp32        | last layer
 1 2 1 | zb_v            | none              | fp32        | last layer
 1 2 2 | z3 interleaved  | full              | fp32        | last layer
+1 1 1 | c2              | none              | fp32        | llama
+1 1 1 | c4              | full              | bf16        | llama
+1 1 1 | c2              | none              | fp32        | window
+1 1 1 | c4 z3           | selective         | fp32        | qwen3
+1 1 1 | c2 ulysses      | selective         | fp32        | qwen3
+1 1 1 | c2 ulysses      | none              | bf16        | two kv heads
+1 1 1 | c4 u2 ulysses_ring | none           | fp32        | gpt2
+2 1 1 | c2 seq          | none              | fp32        | two kv heads
+1 2 1 | c2 zb_h1        | none              | fp32        | gpt2
+1 1 2 | c2 z1 all_gather | selective        | bf16        | llama
+1 1 2 | c2 z2           | full              | fp32        | tied
 """
+_NUMBERS = {"z": "zero", "r": "replicas", "c": "context", "u": "context_ulysses"}
 _MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {"family": "gpt2", "kv_heads": 8},
@@ -101,8 +114,10 @@ def _parsed(line: str) -> tuple[int, Groups]:
     for word in parallel:
         if word == "seq":
             settings["sequence"] = True
-        elif word[0] in "zr" and word[1:].isdigit():
-            settings["zero" if word[0] == "z" else "replicas"] = int(word[1:])
+        elif word[0] in _NUMBERS and word[1:].isdigit():
+            settings[_NUMBERS[word[0]]] = int(word[1:])
+        elif word in ("ulysses", "ulysses_ring", "all_gather"):
+            settings["context_method"] = word
         else:
             settings["schedule"] = word
     if settings.get("schedule") == "interleaved":
@@ -116,7 +131,7 @@ def _parsed(line: str) -> tuple[int, Groups]:
     }
     if precision[0] != "fp32":  # which a CPU multiplies many times faster
         groups["batch"] = {"micro": 2, "global": (8 if pipeline > 1 else 4) * data}
-    return tensor * pipeline * data, groups
+    return tensor * pipeline * data * settings.get("context", 1), groups
 
 
 LAYOUTS = {" ".join(line.split()): _parsed(line) for line in _TABLE.strip().splitlines()}

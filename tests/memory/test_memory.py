@@ -177,6 +177,7 @@ FEW = [
     _case(1, precision=FP8, **LARGE_WEIGHTS),
     _case(2, precision=FP8, parallel={"data": 2, "zero": 3}, **LARGE_WEIGHTS),
     _case(2, precision=FP8, parallel={"tensor": 2}, **LARGE_WEIGHTS),
+    _case(2, parallel={"context": 2}),
 ]
 
 

@@ -92,14 +92,14 @@ class Mesh:
         return (self._expert_axis("expert_tensor"), self._expert_axis("expert"))
 
     def combined(self, *names: str) -> Axis:
-        """Several axes of the dense grid as one; its traffic counts as the first one's.
+        """Several axes of the dense grid as one; its traffic counts as the first one's, and does not queue
+        with that of the others.
 
-        Every rank of the default process group calls this together. An axis that alone has more than one rank
-        stands for itself.
+        Every rank of the default process group calls this together. Where the others have one rank each, the
+        first axis stands for itself.
         """
-        large = [self.axes[name] for name in names if self.axes[name].size > 1]
-        if len(large) < 2:
-            return large[0] if large else self.axes[names[0]]
+        if all(self.axes[name].size == 1 for name in names[1:]):
+            return self.axes[names[0]]
         together = "-".join(names)
         if together not in self.axes:
             ranks = tuple(self.layout.group(self.rank, *names))

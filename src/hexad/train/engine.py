@@ -280,7 +280,7 @@ class Engine(State):
         """Start asking whether any rank finds the sum of the losses above a limit: over one axis after the
         other, which needs no process group of all ranks."""
         mesh, found = self.mesh, Pending((loss.wait() > limit).to(torch.int32))
-        for axis in (mesh.tensor, mesh.context, mesh.pipeline, mesh.data):
+        for axis in (mesh.tensor, mesh.pipeline, mesh.gradient_axis()):
             found = all_reduce_async(found.wait(), axis, "max")
         return found
 

@@ -87,7 +87,7 @@ class State:
         hooks, views = config.run.compile != "full", not described
         self.gatherer = ParameterGatherer(stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
-        axes = mesh.tensor, mesh.context, mesh.pipeline, mesh.data
+        axes = mesh.tensor, mesh.pipeline, mesh.gradient_axis()
         self.optimizer = BucketAdamW(self.trained, config.optimizer, self.sharding, mesh.pipeline, norm, axes)
         self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world, mesh.device)
 

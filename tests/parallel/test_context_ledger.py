@@ -1,0 +1,164 @@
+"""Bytes that attention sends over the context axis equal closed formulas, byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hexad.comm import sent_bytes
+from hexad.config import Config
+from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
+from hexad.parallel.context.balance import received
+from hexad.parallel.context.rounds import rounds
+from hexad.parallel.context.slice import Slicing
+from hexad.parallel.inventory import Execution
+from hexad.plan.memory import execution, rank_stages
+from hexad.resolve import resolve
+from hexad.topology.layout import Layout
+
+from ..pool import Pool
+
+_SEQUENCE, _MICRO, _STEPS, _LAYERS, _WIDTH = 48, 2, 2, 2, 8
+_PACKED = (0, 5, 6, 31, 48, 70, 96)
+
+
+def _config(dtype: str = "fp32", kv_heads: int = 2, recompute: str = "none", **parallel: Any) -> Config:
+    model = {"layers": _LAYERS, "hidden": 32, "heads": 4, "kv_heads": kv_heads, "ffn_hidden": 64, "vocab": 64}
+    return build_config(
+        {
+            "run": {"steps": 10},
+            "model": {**model, "head_dim": _WIDTH},
+            "data": {"sequence": _SEQUENCE, "documents": "isolate"},
+            "batch": {"micro": _MICRO, "global": 2 * _MICRO * parallel.get("data", 1)},
+            "parallel": parallel,
+            "precision": {"dtype": dtype},
+            "memory": {"recompute": recompute},
+        }
+    )
+
+
+def _measure(config: Config, world: int, documents: tuple[int, ...] | None) -> dict[str, int]:
+    from hexad.topology.mesh import Mesh
+    from hexad.train.engine import Engine
+
+    mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
+    engine = Engine(config, mesh)
+    tokens = torch.arange(_MICRO * _SEQUENCE).view(_MICRO, _SEQUENCE) % 64
+    before = mesh.sent_bytes()
+    for _ in range(_STEPS):
+        engine.train_step([Microbatch(tokens, tokens, documents)] * 2)
+    return {axis: sent - before[axis] for axis, sent in mesh.sent_bytes().items()}
+
+
+def _sent(config: Config, world: int, documents: tuple[int, ...] | None, pool: Pool) -> list[int]:
+    """Bytes of each rank over the context axis, of one layer, microbatch and step."""
+    found = [found["context"] for found in pool.run(world, _measure, config, world, documents)]
+    assert all(sent % (_STEPS * 2 * _LAYERS) == 0 for sent in found)
+    return [sent // (_STEPS * 2 * _LAYERS) for sent in found]
+
+
+@pytest.mark.parametrize(
+    ("context", "kv_heads", "dtype"), [(2, 2, "fp32"), (4, 1, "bf16"), (4, 4, "fp32"), (3, 2, "fp32")]
+)
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_every_key_of_one_document(method: str, context: int, kv_heads: int, dtype: str, pool: Pool) -> None:
+    """Keys and values of ``s (c - 1) / c`` tokens: forward; backward again, and their gradients. In a ring
+    with ``zigzag`` no rank needs the last blocks of the ranks before it, which nothing of its own sees."""
+    config = _config(dtype, kv_heads, context=context, context_method=method, context_balance="zigzag")
+    tokens = _MICRO * _SEQUENCE
+    row = 2 * kv_heads * _WIDTH * (2 if dtype == "bf16" else 4)
+    complete = tokens * (context - 1) // context * row
+    found = _sent(config, context, None, pool)
+    if method == "all_gather":
+        assert found == [3 * complete] * context
+        return
+    share = tokens // context
+    for rank, sent in enumerate(found):
+        to_others = rank * share + (context - 1 - rank) * share // 2
+        of_others = (context - 1 - rank) * share + rank * share // 2
+        assert sent == (2 * to_others + of_others) * row
+    if context == _MICRO:  # in their order, each rank has one sequence
+        config = _config(dtype, kv_heads, context=context, context_balance="none")
+        assert _sent(config, context, None, pool) == [0] * context
+
+
+@pytest.mark.parametrize("balance", ["work", "zigzag", "none"])
+@pytest.mark.parametrize(("context", "recompute"), [(2, "full"), (4, "none")])
+def test_documents_send_what_their_slice_says(balance: str, context: int, recompute: str, pool: Pool) -> None:
+    """Each rank receives the keys before its queries in their documents, and returns as many gradients; ranks
+    together send what they receive."""
+    config = _config(context=context, context_balance=balance, recompute=recompute)
+    divided = Slicing(context, balance).divided(_MICRO, _SEQUENCE, _PACKED)  # type: ignore[arg-type]
+    row = 2 * 2 * _WIDTH * 4
+    needed = [received(_PACKED, runs) for runs in divided.runs]
+    found = _sent(config, context, _PACKED, pool)
+    passes = 4 if recompute == "full" else 3  # forward, again, once more for the gradients; these
+    assert sum(found) == passes * sum(needed) * row
+    for rank, sent in enumerate(found):
+        out = sum(each.sent for each in rounds(divided, rank))
+        assert sent == ((passes - 1) * out + needed[rank]) * row
+    if balance == "work":  # fewer bytes than of an all-gather
+        assert sum(found) < passes * (context - 1) * _MICRO * _SEQUENCE * row
+
+
+@pytest.mark.parametrize(("context", "kv_heads", "copies"), [(2, 2, 1), (4, 2, 2), (4, 1, 4)])
+def test_ulysses_exchanges_heads(context: int, kv_heads: int, copies: int, pool: Pool) -> None:
+    """Queries, keys, values and the output, each way; of fewer key/value heads than ranks, copies."""
+    config = _config(kv_heads=kv_heads, context=context, context_method="ulysses")
+    elements = (4 + 2 * copies * kv_heads + 4) * _WIDTH * _MICRO * _SEQUENCE // context
+    wanted = 2 * elements * 4 * (context - 1) // context
+    assert _sent(config, context, _PACKED, pool) == [wanted] * context
+
+
+@pytest.mark.parametrize(
+    ("parallel", "documents"),
+    [
+        ({"context": 2}, None),
+        ({"context": 4, "context_balance": "work"}, _PACKED),
+        ({"context": 2, "tensor": 2, "context_method": "all_gather"}, _PACKED),
+        ({"context": 4, "context_method": "ulysses_ring", "context_ulysses": 2}, None),
+        ({"context": 2, "tensor": 2, "context_method": "ulysses"}, _PACKED),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_inventory_states_what_attention_sends(
+    parallel: dict[str, Any], documents: tuple[int, ...] | None, recompute: Any, pool: Pool
+) -> None:
+    config = _config(recompute=recompute, **parallel)
+    tensor, context = parallel.get("tensor", 1), parallel["context"]
+    world = tensor * context
+    layout = Layout.from_settings(config.parallel, world)
+    resolved = resolve(config, layout)
+    settings, run = resolved.config.parallel, execution(resolved.config, layout)
+    stage = rank_stages(resolved, 0)[0]
+    slicing = Slicing.of(settings, resolved.config.model)
+    ring = slicing.divided(_MICRO, _SEQUENCE, documents).grouped(settings.ulysses)
+    for rank, sent in enumerate(_sent(config, world, documents, pool)):
+        place = layout.coordinates(rank)["context"] // settings.ulysses
+        found = rounds(ring, place)
+        mine = replace(
+            run, keys_sent=sum(r.sent for r in found), keys_received=sum(r.received for r in found)
+        )
+        assert sent == _over_context(stage, mine, recompute) / _LAYERS
+        assert _over_context(stage, run, recompute) / _LAYERS >= sent, "the default is the most"
+
+
+def _over_context(stage: Any, run: Execution, recompute: Any) -> int:
+    sizes = {"ring": run.ring, "ulysses": run.ulysses}
+    return sum(
+        each.times * sent_bytes(each.operation, sizes[each.axis], each.nbytes)
+        for each in stage.sent(run, recompute, _LAYERS, False)
+        if each.axis in sizes
+    )
+
+
+def test_gradients_count_as_of_the_data_axis(pool: Pool) -> None:
+    """Also where there is one data rank: what the context axis sends is attention's."""
+    config = _config(context=2, context_balance="none")  # each rank has one of the two sequences
+    for found in pool.run(2, _measure, config, 2, None):
+        assert found["data"] > 0 and found["context"] == 0

@@ -59,6 +59,7 @@ LAYOUTS = {
     "data 2, tensor 2, zb_h1, zero 3": replace(_BASE, data=2, tensor=2, pipeline=2, schedule="zb_h1", zero=3),
     "tensor 2, dualpipe_v": replace(_BASE, tensor=2, pipeline=2, schedule="dualpipe_v", virtual=2),
     "pipeline 3, zb_h2": replace(_BASE, pipeline=3, schedule="zb_h2"),
+    "tensor 2, context 2, zero 3": replace(_BASE, tensor=2, context=2, zero=3),
     "tensor 4, each KV head on two ranks": replace(_BASE, tensor=4),
 }
 NAMES = tuple(LAYOUTS)

@@ -124,7 +124,40 @@ TRAIN = (
     ("train run.yaml parallel.data=4 --nproc 2", "parallel.data: found 4, but world 2"),
     ("train run.yaml parallel.data=3", "batch.global: found 4"),
     ("train run.yaml parallel.tensor=2 data.sequence=15", "parallel.sequence: "),
-    ("train run.yaml parallel.context=2", "parallel.context: found 2"),
+    ("train run.yaml parallel.context=2 --nproc 1", "parallel.context: found 2, but world 1"),
+    ("train run.yaml parallel.context=3 --nproc 3", "data.sequence: found 16, which does not divide"),
+    ("train run.yaml parallel.context=0", "parallel.context: found 0"),
+    ("train run.yaml parallel.context=4 --nproc 2", "parallel.context: found 4, but world 2"),
+    ("train run.yaml parallel.context=2 parallel.context_ulysses=2 --nproc 2", "parallel.context_ulysses: "),
+    (
+        "train run.yaml parallel.context=8 parallel.context_method=ulysses --nproc 8",
+        "parallel.context: found 8 with parallel.context_method ulysses",
+    ),
+    (
+        "train run.yaml parallel.context=4 parallel.context_method=ulysses_ring parallel.context_ulysses=3 "
+        "--nproc 4",
+        "parallel.context_ulysses: found 3, which does not divide parallel.context 4",
+    ),
+    (
+        "train run.yaml parallel.context=2 parallel.context_method=ulysses parallel.context_balance=work "
+        "--nproc 2",
+        "parallel.context_balance: found work with parallel.context_method ulysses",
+    ),
+    ("train run.yaml parallel.context_balance=even", "parallel.context_balance: found 'even'"),
+    (
+        "train run.yaml parallel.context=2 run.compile=full --nproc 2",
+        "run.compile: found full with parallel.c",
+    ),
+    (
+        "train run.yaml parallel.context=2 parallel.tensor=2 data.sequence=6 batch.micro=1 --nproc 4",
+        "parallel.sequence: batch.micro * data.sequence / parallel.context = 3 tokens",
+    ),
+    (
+        "train run.yaml parallel.context=2 parallel.zero=1 parallel.replicas=3 --nproc 2",
+        "data x context degree",
+    ),
+    ("config check run.yaml parallel.context=3", "data.sequence: found 16"),
+    ("show memory run.yaml parallel.context=3", "data.sequence: found 16"),
     ("train run.yaml parallel.context_method=ulises", "parallel.context_method: found 'ulises'"),
     ("train run.yaml parallel.expert=2", "2, but this version does not support expert parallelism; use 1"),
     ("train run.yaml parallel.expert=2 --nproc 2", "parallel.expert: found 2, but this version"),

@@ -1,0 +1,249 @@
+"""Context parallel: the time of a step of long sequences, and what of its messages a slow link exposes.
+
+    python benchmarks/context.py [--tokens 16384 32768] [--rounds 3] [--json FILE]
+    sudo python benchmarks/context.py --megabits 1000 [--tokens 16384] [--rounds 3] [--json FILE]
+
+Without a link: one process, and two ranks by each method, take turns with a step of the same sequence; and
+PyTorch's own context parallel, where it runs. With one: two ranks in two network namespaces, of which a round
+has these steps:
+
+- free: what attention sends is left out (the results are wrong), which gives the seconds of computation;
+- full: the link without its limit;
+- overlapped: the limited link, Hexad as it is;
+- waiting: the limited link, every message waited for where it is sent;
+
+and the bytes of isolated short documents by the ring, beside those of an all-gather.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from facts import facts
+from link import Link, why_not
+from turns import Program, Step, serve, wall
+
+METHODS = ("one", "ring", "ulysses", "all_gather")
+SHORT = 200
+"""Tokens of a short document."""
+
+
+def settings(method: str, tokens: int, documents: str = "join") -> dict[str, Any]:
+    """A layer whose attention is most of the work."""
+    model = {"layers": 1, "hidden": 128, "heads": 2, "kv_heads": 2, "ffn_hidden": 256, "vocab": 512}
+    parallel = {} if method == "one" else {"context": 2, "context_method": method}
+    return {
+        "run": {"device": "cpu", "compile": "none", "steps": 100},
+        "model": model,
+        "data": {"sequence": tokens, "documents": documents},
+        "batch": {"micro": 1, "global": 1},
+        "parallel": parallel,
+        "precision": {"dtype": "fp32"},
+        "lr_schedule": {"kind": "constant", "warmup": 0},
+    }
+
+
+def hexad(method: str, tokens: int) -> Step:
+    """A step of Hexad; ``short`` is one of isolated documents."""
+    import torch
+
+    from hexad import Engine, Layout, Mesh, Microbatch, load_config
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    from traffic import Traffic
+
+    traffic = Traffic()
+    config = load_config(settings(method, tokens))
+    mesh = Mesh.create(
+        Layout.from_settings(config.parallel, 1 if method == "one" else 2), torch.device("cpu")
+    )
+    engine = Engine(config, mesh)
+    ids = torch.randint(0, 512, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
+    whole = Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    short = Microbatch(whole.tokens, whole.labels, (*range(0, tokens, SHORT), tokens))
+
+    def step(command: str) -> dict[str, Any]:
+        mode = command if command in Traffic.MODES else "overlapped"
+        traffic.be(mode)
+        before = engine.mesh.sent_bytes()["context"]
+        result = engine.train_step([short if command == "short" else whole])
+        return {"loss": result.loss, "sent": engine.mesh.sent_bytes()["context"] - before}
+
+    return step
+
+
+def torch_attention(tokens: int) -> Step:
+    """A forward and backward pass of the same attention by PyTorch's context parallel."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+
+    def step(_: str) -> dict[str, Any]:
+        parts = [torch.randn(1, 2, tokens, 64) for _ in range(3)]
+        try:
+            with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
+                q, k, v = (part.detach().requires_grad_() for part in parts)
+                scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return {"loss": None, "refused": f"{type(error).__name__}: {lines[0]}"}
+        return {"loss": 0.0}
+
+    return step
+
+
+def worker(method: str, tokens: int) -> None:
+    """One rank."""
+    world = 1 if method == "one" else 2
+    serve(lambda: torch_attention(tokens) if method == "torch" else hexad(method, tokens), world)
+
+
+def command(method: str, tokens: int) -> list[str]:
+    """Of one rank."""
+    return [sys.executable, __file__, "--worker", method, str(tokens)]
+
+
+def step_times(tokens: int, rounds: int) -> dict[str, Any]:
+    """Medians of all methods, in seconds, and ratios to one process in the same round."""
+    programs = {name: Program([command(name, tokens)] * (1 if name == "one" else 2)) for name in METHODS}
+    try:
+        for program in programs.values():
+            program.wait()
+        seconds: dict[str, list[float]] = {name: [] for name in METHODS}
+        losses = {}
+        for turn in range(rounds + 1):
+            for name, program in programs.items():
+                step = program.step()
+                losses.setdefault(name, next(rank["loss"] for rank in step if rank["loss"] is not None))
+                if turn:  # the first is slower
+                    seconds[name].append(wall(step))
+        for program in programs.values():
+            program.close()
+    finally:
+        for program in programs.values():
+            program.kill()
+    paired = {
+        name: median(mine / one for mine, one in zip(seconds[name], seconds["one"])) for name in METHODS
+    }
+    return {
+        name: {"seconds": median(seconds[name]), "ratio": paired[name], "loss": losses[name]}
+        for name in METHODS
+    }
+
+
+def torch_refusal(tokens: int) -> str:
+    """Why PyTorch's own does not run here, or how long it took."""
+    program = Program([command("torch", tokens)] * 2)
+    try:
+        program.wait()
+        step = program.step()
+        program.close()
+        found = step[0].get("refused")
+        return str(found) if found else f"{wall(step):.2f} s (attention alone, forward and backward)"
+    except RuntimeError:
+        return "a rank died"
+    finally:
+        program.kill()
+
+
+def over_link(link: Link, method: str, tokens: int, rounds: int, megabits: float) -> dict[str, Any]:
+    """Medians over the rounds, in seconds; bytes that a rank sends over the context axis."""
+    link.limit(None)
+    program = Program(
+        [link.command(end, command(method, tokens)) for end in range(2)], address=link.addresses[0]
+    )
+    try:
+        program.wait()
+        sent = [rank["sent"] for rank in program.step("overlapped")]
+        short = [rank["sent"] for rank in program.step("short")]
+        seconds: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for name, limit in (
+                ("full", None),
+                ("overlapped", megabits),
+                ("waiting", megabits),
+                ("free", None),
+            ):
+                link.limit(limit)
+                step = program.step("overlapped" if name == "full" else name)
+                seconds.setdefault(name, []).append(wall(step))
+        program.close()
+    finally:
+        program.kill()
+    found: dict[str, Any] = {name: median(times) for name, times in seconds.items()}
+    for name in ("overlapped", "waiting"):
+        found[f"exposed_{name}"] = median(a - b for a, b in zip(seconds[name], seconds["free"]))
+    ideal = max(sent) * 8 / (megabits * 1e6)
+    return found | {"sent_bytes": max(sent), "short_bytes": max(short), "ideal": ideal}
+
+
+def main() -> None:
+    """Measure; a table and JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 32768])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megabits", type=float, help="over a link with this bandwidth each way, Mbit/s")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker[0], int(options.worker[1]))
+        return
+    if options.megabits and (problem := why_not()):
+        sys.exit(f"context.py: {problem}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
+    results = facts() | ({"megabits": options.megabits} if options.megabits else {})
+    results["context"] = linked(options) if options.megabits else alone(options)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def alone(options: argparse.Namespace) -> dict[str, Any]:
+    """Step times of all methods."""
+    found: dict[str, Any] = {}
+    for tokens in options.tokens:
+        found[str(tokens)] = step_times(tokens, options.rounds)
+        for name, row in found[str(tokens)].items():
+            print(
+                f"{tokens:6d} {name:10s} {row['seconds']:8.2f} s  {row['ratio']:.3f}  {row['loss']:.6f}",
+                flush=True,
+            )
+    found["torch"] = torch_refusal(min(options.tokens))
+    print(f"PyTorch's context parallel: {found['torch']}")
+    return found
+
+
+def linked(options: argparse.Namespace) -> dict[str, Any]:
+    """Every method but one process over the link."""
+    found: dict[str, Any] = {}
+    with Link() as link:
+        for tokens in options.tokens:
+            for method in METHODS[1:]:
+                row = over_link(link, method, tokens, options.rounds, options.megabits)
+                found.setdefault(str(tokens), {})[method] = row
+                names = (
+                    "free",
+                    "full",
+                    "waiting",
+                    "overlapped",
+                    "exposed_waiting",
+                    "exposed_overlapped",
+                    "ideal",
+                )
+                figures = "  ".join(f"{name} {row[name]:.3f}" for name in names)
+                sent = f"{row['sent_bytes'] / 1e6:.1f} MB, short documents {row['short_bytes'] / 1e6:.2f} MB"
+                print(f"{tokens:6d} {method:10s} {figures}  {sent}", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()

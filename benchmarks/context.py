@@ -4,8 +4,8 @@
     sudo python benchmarks/context.py --megabits 1000 [--tokens 16384] [--rounds 3] [--json FILE]
 
 Without a link: one process, and two ranks by each method, take turns with a step of the same sequence; and
-PyTorch's own context parallel, compared with one process. With one: two ranks in two network namespaces, of which a round
-has these steps:
+PyTorch's own context parallel, compared with one process. With one: two ranks in two network namespaces, of
+which a round has these steps:
 
 - free: what attention sends is left out (the results are wrong), which gives the seconds of computation;
 - full: the link without its limit;

@@ -10,9 +10,13 @@ import torch
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.model import attention_kernels
+from hexad.parallel.context import kernels
+from hexad.parallel.context.attention import Merged
 from hexad.parallel.gradients import WeightGradient, widening_products
 from hexad.parallel.tensor import fp8
 from hexad.topology.cluster import has_fp8
+
+from ..parallel.test_context import TILES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,6 +150,27 @@ def test_the_varlen_kernel_computes_what_separate_calls_do() -> None:
     gradients = [torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in outputs]
     torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_the_kernel_of_context_parallel_computes_what_products_do(name: str) -> None:
+    gpu, tile = torch.device("cuda", 0), TILES[name]
+    generator = torch.Generator().manual_seed(1)
+    rows, columns = tile.rows[1] - tile.rows[0], tile.columns[1] - tile.columns[0]
+    q, gradient = (torch.randn((rows, 4, 64), generator=generator).to(gpu, torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn((columns, 2, 64), generator=generator).to(gpu, torch.bfloat16) for _ in range(2))
+    given, sums = kernels.Operands(q, k, v), []
+    for kernel in (kernels.CudaFlash(0.125), kernels.Plain(0.125, None)):
+        merged = Merged(q)
+        for part in kernel.forward(given, tile):
+            merged.add((0, rows), part)
+        total = [torch.zeros(each.shape, device=gpu) for each in given]
+        results = kernels.Results(merged.out.to(q.dtype), merged.lse, gradient)
+        for found in kernel.backward(given, results, tile):
+            for whole, part, where in zip(total, found[2:], (found.rows, found.columns, found.columns)):
+                whole[where] += part
+        sums.append([merged.out, merged.lse, *total])
+    torch.testing.assert_close(sums[0], sums[1], rtol=5e-2, atol=5e-2)
 
 
 def test_weight_gradients_are_added_in_one_product() -> None:

@@ -193,7 +193,7 @@ def test_a_number_that_is_not_finite_is_not_hidden() -> None:
 
 # Kernels
 
-_TILES = {
+TILES = {
     "all": Tile((3, 20), (5, 16), False),
     "causal": Tile((2, 15), (2, 15), True),
     "blocks": Tile((0, 4, 5, 16), (0, 4, 5, 16), True),
@@ -222,13 +222,13 @@ def _visible(tile: Tile) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
-@pytest.mark.parametrize("name", _TILES)
+@pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("make", [CpuFlash, lambda scale: Plain(scale, None)], ids=["flash", "plain"])
 def test_kernels_compute_a_tile(make: Any, name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     """And their gradients, where these queries have seen other keys too."""
     monkeypatch.setattr("hexad.parallel.context.kernels._SCORES", 300)  # a few rows at a time
     kernel: Kernel = make(0.3)
-    tile, tolerance = _TILES[name], _DTYPES[dtype]
+    tile, tolerance = TILES[name], _DTYPES[dtype]
     given, gradient = _operands(tile, dtype)
     q, k, v = (each.double().requires_grad_() for each in given)
     others = Operands(given.q, *(torch.randn(4, 2, 10).to(dtype) for _ in range(2)))
@@ -255,10 +255,10 @@ def test_kernels_compute_a_tile(make: Any, name: str, dtype: torch.dtype, monkey
         torch.testing.assert_close(found, wanted, rtol=4 * tolerance, atol=4 * tolerance)
 
 
-@pytest.mark.parametrize("name", _TILES)
+@pytest.mark.parametrize("name", TILES)
 def test_the_kernel_for_gpus_is_called_with_what_it_expects(name: str) -> None:
     """Shapes by its own rules for tensors without values; limits by what its documentation says of them."""
-    tile, kernel, meta = _TILES[name], CudaFlash(0.3), torch.device("meta")
+    tile, kernel, meta = TILES[name], CudaFlash(0.3), torch.device("meta")
     given, gradient = _operands(tile, torch.bfloat16)
     given, gradient = Operands(*(each.to(meta) for each in given)), gradient.to(meta)
     (part,) = kernel.forward(given, tile)
@@ -277,11 +277,15 @@ def test_the_kernel_for_gpus_is_called_with_what_it_expects(name: str) -> None:
 
 
 def test_the_kernel_is_chosen_by_device_and_format() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert isinstance(choose(cpu, torch.bfloat16, 1.0, None), CpuFlash)
-    assert isinstance(choose(cuda, torch.bfloat16, 1.0, None), CudaFlash)
-    assert isinstance(choose(cuda, torch.float32, 1.0, None), Plain)
-    assert isinstance(choose(cpu, torch.float32, 1.0, lambda *_: torch.ones(1)), Plain)
+    def chosen(device: str, dtype: torch.dtype, width: int = 64, flash: bool = True, drop: Any = None) -> Any:
+        return type(choose(torch.empty((2, 2, width), dtype=dtype, device=device), 1.0, drop, flash))
+
+    assert chosen("cpu", torch.bfloat16) is CpuFlash
+    assert chosen("cpu", torch.float32, drop=lambda *_: torch.ones(1)) is Plain
+    assert chosen("meta", torch.bfloat16) is CudaFlash
+    assert chosen("meta", torch.float16, drop=lambda *_: torch.ones(1)) is Plain
+    assert {chosen("meta", torch.float32), chosen("meta", torch.bfloat16, 68)} == {Plain}
+    assert {chosen("meta", torch.bfloat16, 512), chosen("meta", torch.bfloat16, flash=False)} == {Plain}
 
 
 # Heads for tokens

@@ -133,5 +133,5 @@ class Attention(nn.Module):
         found = rounds(
             where.slice, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
         )
-        kernel = context_kernel(q.device, q.dtype, self.kernel.scale, drop)
+        kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.flash)
         return attention_over_ranks(q, k, v, Exchange(found, self.ring, self.method), kernel)

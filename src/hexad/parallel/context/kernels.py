@@ -8,6 +8,7 @@ Backward is that of FlashAttention (Dao et al., arXiv 2205.14135): given the out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,8 @@ Drop = Callable[[Tile, int, int, torch.dtype], torch.Tensor]
 """Factors of dropped probabilities, ``[key/value heads, group, queries, keys]``: of a tile with one block of
 keys, of its queries from one number up to another, in a format."""
 
+_WIDEST = 256
+"""Width of a head that PyTorch's flash attention for GPUs computes at most; multiples of 8."""
 _SCORES = 1 << 26
 """Scores computed at a time where no kernel computes them in parts."""
 
@@ -79,14 +82,22 @@ class Kernel(Protocol):
         ...
 
 
-def choose(device: torch.device, dtype: torch.dtype, scale: float, drop: Drop | None) -> Kernel:
-    """The kernel for a device and a format; plain products where probabilities are dropped, and on GPUs in
-    formats of more than 16 bits."""
-    if drop is not None:
-        return Plain(scale, drop)
-    if device.type == "cpu":
+def choose(q: torch.Tensor, scale: float, drop: Drop | None, flash: bool) -> Kernel:
+    """The kernel for queries like ``q``: plain products where probabilities are dropped, and on GPUs for what
+    flash attention does not compute, formats of more than 16 bits and some widths.
+
+    Args:
+        q: ``[tokens, heads, width]``.
+        scale: what scores are multiplied by.
+        drop: what is dropped of probabilities; None for nothing.
+        flash: a GPU has flash kernels.
+    """
+    if drop is None and q.device.type == "cpu":
         return CpuFlash(scale)
-    return CudaFlash(scale) if dtype.itemsize == 2 else Plain(scale, None)
+    width = q.shape[2]
+    if drop is None and flash and q.dtype.itemsize == 2 and width % 8 == 0 and width <= _WIDEST:
+        return CudaFlash(scale)
+    return Plain(scale, drop)
 
 
 def _blocks(tile: Tile) -> Iterator[tuple[slice, slice]]:
@@ -190,6 +201,7 @@ class CudaFlash:
         return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
 
 
+@lru_cache(maxsize=512)  # of a microbatch's tiles, which all layers compute
 def _places(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Where the blocks of queries and of keys begin, int32 on the device, and the largest of each."""
     found: list[Any] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from itertools import accumulate, chain, pairwise
@@ -160,12 +162,25 @@ def test_text(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bar.rstrip() == " " * 10 + "▓█████████▒"
     assert row.split()[-4:] == ["16", "1", "0.754", "16"]
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert "slowest rank: 1.738 of the mean work; keys received: 50.0% of an all-gather's" in text
+    assert "slowest rank: 1.738 times the mean work; keys received: 50.0% of an all-gather's" in text
     assert "none (this run)" in text
     many = text_of("context", path, "parallel.context=48", "batch.micro=1", "data.sequence=96")
     assert "shown: the first 32 of 48 ranks" in many and "the first 16 of 47 rounds" in many
     isolated = text_of("context", path, *ISOLATED)
     assert "7 documents of 1 to 27 tokens (--lengths)" in isolated and "|" in isolated
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "context.md").read_text(encoding="utf-8")
+    block = r"```bash\n(hexad .*)\n(hexad (?:.*\\\n)*.*)\n(?:.*\n)*?```\n(?:.*\n)*?```text\n((?:.*\n)*?)```"
+    found = re.search(block, page)
+    assert found is not None
+    init, show, output = shlex.split(found[1]), shlex.split(found[2].replace("\\\n", "")), found[3]
+    assert call(*init[1:]).status == 0
+    printed = "\n".join(line.rstrip() for line in text_of(*show[2:]).splitlines())
+    assert printed.strip() == output.strip()
 
 
 def test_pictures(path: str, tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ class Division:
     @property
     def verdict(self) -> str:
         """Balance and messages, in a line."""
-        text = f"slowest rank: {self.slowest:.3f} of the mean work"
+        text = f"slowest rank: {self.slowest:.3f} times the mean work"
         if self.ring.ranks == 1:
             return f"{text}; no rounds: every rank computes some heads of all tokens"
         return f"{text}; keys received: {self.share_received:.1%} of an all-gather's"

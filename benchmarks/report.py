@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/benchmarks.md`` from ``benchmarks/results/*.json``.
+"""Write the tables of ``docs/benchmarks.md`` and ``docs/context.md`` from ``benchmarks/results/*.json``.
 
     python benchmarks/report.py [--check]
 
@@ -19,6 +19,7 @@ from typing import Any
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+PAGES = (PAGE, PAGE.parent / "context.md")
 PICTURE = PAGE.parent / "images" / "overlap.svg"
 _SPACE = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 RATIOS = ("step_seconds", "paired", "cpu_seconds", "peak_rss_mb")
@@ -40,6 +41,7 @@ def section(name: str) -> str:
         "bandwidth_over_raw": checkpoint_io,
         "bounds": roofline,
         "first_rank": cost_of_start,
+        "sets": context_balance,
     }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
@@ -63,12 +65,30 @@ def roofline(results: dict[str, Any]) -> Iterator[str]:
         yield f"| {after['model']} | {after['tensor']} | {cells} |"
 
 
+def context_balance(results: dict[str, Any]) -> Iterator[str]:
+    """A row per data set and balance."""
+    columns = ("slowest / mean, median", "largest", "received", "ms, median", "ms, largest")
+    yield f"| documents | tokens, median | balance | {' | '.join(columns)} |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, figures in results["sets"].items():
+        head = f"{name}, {figures['samples']} samples | {figures['document_tokens']['median']:,.0f}"
+        for balance in ("none", "zigzag", "work"):
+            it = figures[balance]
+            slowest, took = it["slowest"], it["milliseconds"]
+            yield (
+                f"| {head} | `{balance}` | {slowest['median']:.3f} | {slowest['largest']:.3f} | "
+                f"{it['received']:.1%} | {took['median']:.1f} | {took['largest']:.1f} |"
+            )
+            head = " | "
+
+
 def origin(results: dict[str, Any]) -> Iterator[str]:
     """Where the figures come from."""
     torch = results.get("torch") or results["versions"]["torch"]
     deepspeed = results.get("versions", {}).get("deepspeed")
     versions = f"torch {torch}" + (f", deepspeed {deepspeed}" if deepspeed else "")
-    yield f"{results['machine']}; {versions}; {results.get('dtype', 'fp32')}."
+    dtype = "" if "sets" in results else f"; {results.get('dtype', 'fp32')}"
+    yield f"{results['machine']}; {versions}{dtype}."
     if "command" in results:
         yield f"Command: `{results['command']}`"
 
@@ -162,17 +182,18 @@ def cost_of_start(results: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Renew the page, or check it."""
+    """Renew the pages, or check them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     options = parser.parse_args()
-    old = PAGE.read_text(encoding="utf-8")
-    new = page(old)
-    if options.check and new != old:
-        sys.exit(f"{PAGE} is out of date: run python benchmarks/report.py")
-    if new != old:
-        PAGE.write_text(new, encoding="utf-8")
-        print(f"wrote {PAGE}")
+    for path in PAGES:
+        old = path.read_text(encoding="utf-8")
+        new = page(old)
+        if options.check and new != old:
+            sys.exit(f"{path} is out of date: run python benchmarks/report.py")
+        if new != old:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path}")
 
 
 if __name__ == "__main__":

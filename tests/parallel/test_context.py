@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexad.parallel.context.attention import Merged
-from hexad.parallel.context.balance import received, work_of
+from hexad.parallel.context.balance import _by_dealing, by_work, received, work_of
 from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
 from hexad.parallel.context.heads_inventory import divides_heads, largest_group
 from hexad.parallel.context.kernels import (
@@ -29,6 +29,7 @@ from hexad.parallel.context.kernels import (
 )
 from hexad.parallel.context.rounds import Round, Tile, rounds
 from hexad.parallel.context.slice import Slice, divide
+from hexad.parallel.context.swaps import Pieces, _Change, levelled
 from hexad.topology.mesh import Axis
 
 from ..pool import Pool
@@ -138,6 +139,49 @@ def test_short_documents_need_few_keys_of_other_ranks() -> None:
     divided = divide(1, 32768, tuple(bounds), 8, "work")
     for runs in divided.runs:
         assert received(bounds, runs) < 0.02 * 32768  # of an all-gather's 7/8
+
+
+def test_swaps_leave_documents_to_fewer_ranks() -> None:
+    generator = random.Random(3)
+    before = after = 0
+    for _ in range(10):
+        bounds = [0]
+        while bounds[-1] < 32768:
+            bounds.append(min(bounds[-1] + int(generator.lognormvariate(7.5, 1.2)) + 1, 32768))
+        dealt = _by_dealing(bounds, 8, None)
+        found = by_work(bounds, 8)
+        assert {len(_numbers(tuple(runs))) for runs in found} == {4096}
+        before += sum(received(bounds, runs) for runs in dealt)
+        after += sum(received(bounds, runs) for runs in found)
+    assert after < 0.8 * before
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 6), each=st.integers(1, 6))
+def test_swaps_are_counted_as_the_ends_of_last_pieces(seed: int, ranks: int, each: int) -> None:
+    generator = np.random.default_rng(seed)
+    count = ranks * each
+    bounds = np.unique([0, 4 * count, *generator.integers(1, 4 * count, 5)])
+    pieces = Pieces.of(bounds, np.arange(0, 4 * count + 1, 4), generator.uniform(1, 9, count))
+    owner = generator.permutation(np.repeat(np.arange(ranks), each))
+
+    def ends(owner: Any) -> int:
+        last: dict[tuple[int, int], int] = {}
+        for place in zip(owner.tolist(), pieces.document.tolist(), pieces.end.tolist()):
+            last[place[:2]] = place[2]
+        return sum(last.values())
+
+    first, second = generator.permutation(count)[:2]
+    if owner[first] != owner[second]:
+        change = _Change(owner, pieces, ranks)
+        changed = owner.copy()
+        changed[first], changed[second] = owner[second], owner[first]
+        assert change(first, second) + change(second, first) == ends(changed) - ends(owner)
+    levels = levelled(owner, pieces, ranks, 0.3, 50)
+    if levels is not None:
+        loads = np.bincount(levels, pieces.work)
+        assert loads.max() <= 1.3 * loads.mean() + 1e-9
+        assert (np.bincount(levels) == each).all()
 
 
 # Blocks put together

@@ -1,4 +1,4 @@
-"""``hexad show``: layouts, schedules, memory and runs, in the terminal or as files.
+"""``hexad show``: layouts, schedules, memory, context ranks and runs, in the terminal or as files.
 
 Nothing here imports torch, and matplotlib is imported for ``--output`` only: ``--json`` answers at once.
 """
@@ -19,6 +19,8 @@ from hexad.config import HexadError
 from hexad.config.schema import ParallelSettings
 from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import write_schedule
+from hexad.show.context import context_json, context_text
+from hexad.show.context_figure import context_figure
 from hexad.show.figure import save_figure
 from hexad.show.layout import layout_figure, layout_json, layout_text
 from hexad.show.memory import memory_figure, memory_json, memory_text, memory_title
@@ -29,6 +31,7 @@ from hexad.show.trace import read_traces, trace_json, trace_text
 from hexad.topology.layout import Layout
 
 from .options import json_option, print_json, split_settings
+from .show_context import divided
 from .show_memory import planned
 from .show_schedule import chosen
 
@@ -51,7 +54,7 @@ _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 
 @click.group()
 def show() -> None:
-    """Draw a layout, a pipeline schedule, predicted memory, a run or its profile."""
+    """Draw a layout, a pipeline schedule, predicted memory, context ranks, a run or its profile."""
 
 
 @show.command("layout")
@@ -153,6 +156,35 @@ def memory_command(
     tree = partial(memory_json, *found)
     figure = partial(memory_figure, found.ranks, title, found.device)
     _present(as_json, output, tree, figure, partial(memory_text, *found))
+
+
+@show.command("context")
+@click.argument("settings", metavar="RUN.YAML [KEY=VALUE]...", nargs=-1)
+@click.option(
+    "--microbatch",
+    type=click.IntRange(0, 2**31),
+    help="Isolated documents: which microbatch of data.train, of data rank 0, from the run's beginning. "
+    "Default: 0.",
+)
+@click.option(
+    "--lengths",
+    metavar="TOKENS,...",
+    help="Isolated documents: their lengths, instead of those of data.train. They are cut where a sequence "
+    "ends, and one more fills the rest of the microbatch.",
+)
+@json_option
+@_output_option
+def context_command(
+    settings: tuple[str, ...], microbatch: int | None, lengths: str | None, as_json: bool, output: str | None
+) -> None:
+    """Show which context rank holds which tokens of a microbatch, its attention work, and what it receives.
+
+    Without starting the run. Work and messages of the other values of parallel.context_balance are shown for
+    comparison.
+    """
+    division = divided(settings, lengths, microbatch)
+    text = partial(context_text, division, get_terminal_size().columns)
+    _present(as_json, output, partial(context_json, division), partial(context_figure, division), text)
 
 
 @show.command("run")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .slice import Run
+from .swaps import Pieces, levelled
 
 TOLERANCE = 0.04
 """By how much the work of the slowest rank may exceed the mean before tokens are divided more finely."""
@@ -16,6 +17,14 @@ _MOST_PIECES = 1 << 14
 """Pieces of a microbatch."""
 _ALIKE = (np.inf, 1.0, 0.5, 0.25, 0.1, 0.0)
 """Pieces whose work differs by less than this, of the mean, may take each other's place."""
+_SWAPPED = (2.0, 1.0)
+"""The same, of divisions that are too uneven without swaps."""
+_SWAPPED_PIECES = 8
+"""Pieces of a rank that may be swapped."""
+_MOST_SWAPS = 128
+"""They take some 50 us each."""
+_FEWER = 0.9
+"""Swaps trade even work for messages: they must leave less than this part of the tokens to receive."""
 
 
 def work_before(bounds: Sequence[int], tokens: NDArray[np.int64], window: int | None) -> NDArray[np.float64]:
@@ -51,7 +60,8 @@ def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> lis
     rank. In the order of their work, pieces are dealt in rounds: of each round, the rank with the least work
     so far gets the largest. Pieces of alike work then change places, so that neighbours come to one rank and
     less must be sent. Few pieces are tried before many; of the divisions that are even enough, the one with
-    the fewest keys to send is taken.
+    the fewest keys to send is taken. It is compared with divisions that leave more neighbours together and
+    become even by single swaps (:mod:`hexad.parallel.context.swaps`).
 
     Args:
         bounds: where documents begin, and the total, a multiple of ``ranks``.
@@ -61,6 +71,13 @@ def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> lis
     Returns:
         the runs of each rank, ascending.
     """
+    dealt = _by_dealing(bounds, ranks, window)
+    most = _FEWER * sum(received(bounds, each, window) for each in dealt)
+    swapped = [each for each in _by_swaps(bounds, ranks, window) if each[0] < most] if most else []
+    return min(swapped)[1] if swapped else dealt
+
+
+def _by_dealing(bounds: Sequence[int], ranks: int, window: int | None) -> list[list[Run]]:
     tokens = bounds[-1]
     pieces, best = 1, None
     while True:
@@ -78,6 +95,21 @@ def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> lis
         if pieces == tokens // ranks or 2 * pieces * ranks > _MOST_PIECES:
             return best[1]
         pieces = min(2 * pieces, tokens // ranks)
+
+
+def _by_swaps(bounds: Sequence[int], ranks: int, window: int | None) -> Iterator[tuple[int, list[list[Run]]]]:
+    """Divisions with even work, and the tokens that their ranks receive."""
+    tokens = bounds[-1]
+    count = ranks * min(_SWAPPED_PIECES, tokens // ranks)
+    cuts = tokens * np.arange(count + 1, dtype=np.int64) // count
+    work = np.diff(work_before(bounds, cuts, window))
+    pieces = Pieces.of(np.asarray(bounds, dtype=np.int64), cuts, work)
+    for alike in _SWAPPED:
+        start = _dealt(work, pieces.size, ranks, alike)
+        owner = levelled(start, pieces, ranks, TOLERANCE, _MOST_SWAPS)
+        if owner is not None:
+            runs = _runs(cuts, owner, ranks)
+            yield sum(received(bounds, each, window) for each in runs), runs
 
 
 def _dealt(

@@ -1,0 +1,381 @@
+"""How one microbatch is divided among context ranks: the tokens of every rank, its attention work and what it
+receives, as JSON and in the terminal. The picture is in :mod:`hexad.show.context_figure`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, get_args
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hexad.parallel.context.heads_inventory import heads_of
+from hexad.parallel.context.rounds import Round, rounds
+from hexad.parallel.context.slice import Balance, Run, Slice, Slicing
+from hexad.plan.memory import WIDTHS
+from hexad.resolve import Resolved
+from hexad.resolve.context import heads_of_rank
+
+from .figure import PALETTE
+
+MOST_RANKS = 32
+"""Ranks that are shown: the first so many."""
+_MOST_ROUNDS = 16
+_MIB = 2**20
+_SHADES = " ░▒▓█"
+"""Of a character's tokens a rank holds none, some, about half, most, all."""
+
+
+class Comparison(NamedTuple):
+    """What a balance gives for the same microbatch.
+
+    Attributes:
+        balance: its name.
+        slowest: work of the rank with the most, over the mean.
+        received: tokens whose keys and values a rank receives, the mean over ranks.
+        share: the same, over what an all-gather brings.
+    """
+
+    balance: Balance
+    slowest: float
+    received: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Division:
+    """One microbatch of a run, divided among context ranks.
+
+    Attributes:
+        title: the model and the layout, in a line.
+        method: ``parallel.context_method``.
+        slicing: how tokens are divided.
+        slice: the tokens of every rank.
+        heads, kv_heads: of a tensor rank.
+        bytes: of one head of one token.
+        source: where the documents come from, for people; empty where they are joined.
+    """
+
+    title: str
+    method: str
+    slicing: Slicing
+    slice: Slice
+    heads: int
+    kv_heads: int
+    bytes: int
+    source: str = ""
+
+    @classmethod
+    def of(
+        cls, resolved: Resolved, title: str, documents: tuple[int, ...] | None, source: str = ""
+    ) -> Division:
+        """A microbatch of a run.
+
+        Args:
+            resolved: the run.
+            title: names it.
+            documents: where documents begin, and the total; None where every sequence is one.
+            source: see the attribute.
+        """
+        config = resolved.config
+        slicing = Slicing.of(config.parallel, config.model)
+        slice_ = slicing.divided(config.batch.micro, config.data.sequence, documents)
+        size = int(config.model.head_dim) * WIDTHS[config.precision.dtype]
+        heads = heads_of_rank(config.model, config.parallel.tensor)
+        return cls(title, config.parallel.context_method, slicing, slice_, *heads, size, source)
+
+    @property
+    def documents(self) -> list[int]:
+        """Lengths of the spans inside which attention stays: documents, or sequences."""
+        return [end - begin for begin, end in pairwise(self.slice.bounds)]
+
+    @cached_property
+    def ring(self) -> Slice:
+        """The tokens of every group of ranks that exchange heads; without such groups, of every rank."""
+        return self.slice.grouped(self.slicing.ulysses)
+
+    def work(self, rank: int) -> float:
+        """Pairs of query and key that a rank computes; with Ulysses, its part of the group's heads."""
+        from hexad.parallel.context.balance import work_of  # numpy
+
+        group = self.ring.runs[rank // self.slicing.ulysses]
+        return work_of(self.slice.bounds, group, self.slicing.window) / self.slicing.ulysses
+
+    def attended(self, begin: int, end: int) -> float:
+        """Keys that a token of a run sees, the mean."""
+        from hexad.parallel.context.balance import work_of  # numpy
+
+        return work_of(self.slice.bounds, [(begin, end)], self.slicing.window) / (end - begin)
+
+    @cached_property
+    def relative_work(self) -> list[float]:
+        """Of every rank, over the mean."""
+        work = [self.work(rank) for rank in range(self.slice.ranks)]
+        mean = sum(work) / len(work)
+        return [each / mean for each in work]
+
+    @property
+    def slowest(self) -> float:
+        """Work of the rank with the most, over the mean."""
+        return max(self.relative_work)
+
+    @cached_property
+    def rounds(self) -> list[list[Round]]:
+        """Of every rank, those with messages; sources and targets are context ranks."""
+        size = self.slicing.ulysses
+        complete = self.method == "all_gather"
+        groups = [
+            rounds(self.ring, group, self.slicing.window, complete=complete)[1:]
+            for group in range(self.ring.ranks)
+        ]
+        return [
+            [
+                replace(each, source=each.source * size + place, target=each.target * size + place)
+                for each in group
+            ]
+            for group in groups
+            for place in range(size)
+        ]
+
+    @property
+    def received(self) -> list[int]:
+        """Tokens whose keys and values each rank receives in all rounds."""
+        return [sum(each.received for each in mine) for mine in self.rounds]
+
+    @property
+    def gathered(self) -> int:
+        """Tokens whose keys and values each rank would receive in an all-gather."""
+        return self.ring.tokens - self.ring.share
+
+    @property
+    def share_received(self) -> float:
+        """Tokens that ranks receive, over those of an all-gather; 0 without rounds."""
+        return sum(self.received) / (len(self.received) * max(1, self.gathered))
+
+    @property
+    def sent(self) -> list[list[int]]:
+        """Tokens whose keys and values a rank (row) sends to another (column)."""
+        matrix = [[0] * self.slice.ranks for _ in range(self.slice.ranks)]
+        for row, mine in zip(matrix, self.rounds):
+            for each in mine:
+                row[each.target] = each.sent
+        return matrix
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """All balances; none where all ranks exchange heads: each then has some heads of all tokens."""
+        if self.ring.ranks == 1:
+            return []
+        found = []
+        for balance in sorted(get_args(Balance)):
+            other = self if balance == self.slicing.balance else self._with(balance)
+            mean = sum(other.received) / len(other.received)
+            found.append(Comparison(balance, other.slowest, mean, other.share_received))
+        return found
+
+    def _with(self, balance: Balance) -> Division:
+        slicing = replace(self.slicing, balance=balance)
+        given = self.slice
+        return replace(
+            self, slicing=slicing, slice=slicing.divided(given.sequences, given.length, given.bounds)
+        )
+
+    def mib(self, tokens: float) -> float:
+        """Of the keys and values of tokens that a rank receives in rounds, for one layer."""
+        return tokens * 2 * heads_of(self.kv_heads, self.slicing.ulysses) * self.bytes / _MIB
+
+    @property
+    def exchanged(self) -> tuple[float, float]:
+        """MiB that a rank sends in one layer's exchange of heads: of queries, keys and values, and of the
+        output."""
+        size = self.slicing.ulysses
+        unit = self.slice.share * self.bytes * (size - 1) / size / _MIB
+        return (self.heads + 2 * max(self.kv_heads, size)) * unit, self.heads * unit
+
+    @property
+    def content(self) -> str:
+        """What the microbatch consists of."""
+        it, lengths = self.slice, self.documents
+        text = f"{it.sequences:,} sequence{'s' * (it.sequences > 1)} of {it.length:,} tokens"
+        if self.source:
+            span = f"{min(lengths):,} to {max(lengths):,}" if len(lengths) > 1 else f"{lengths[0]:,}"
+            text += f", {len(lengths):,} document{'s' * (len(lengths) > 1)} of {span} tokens ({self.source})"
+        window = self.slicing.window
+        return text + (f", window {window:,}" if window is not None else "")
+
+    @property
+    def how(self) -> str:
+        """Method and balance."""
+        size = self.slicing.ulysses
+        group = f" (groups of {size})" if self.method == "ulysses_ring" else ""
+        return f"{self.method}{group}, balance {self.slicing.balance}"
+
+    @property
+    def exchange_text(self) -> str:
+        """What the exchange of heads sends; empty without one."""
+        if self.slicing.ulysses == 1:
+            return ""
+        forward, back = self.exchanged
+        return (
+            f"all-to-all of heads among {self.slicing.ulysses} ranks: each sends {forward:,.2f} MiB of "
+            f"queries, keys and values and {back:,.2f} MiB of output per layer, forward; backward as much"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Balance and messages, in a line."""
+        text = f"slowest rank: {self.slowest:.3f} times the mean work"
+        if self.ring.ranks == 1:
+            return f"{text}; no rounds: every rank computes some heads of all tokens"
+        return f"{text}; keys received: {self.share_received:.1%} of an all-gather's"
+
+
+def context_json(division: Division) -> dict[str, Any]:
+    """Numbers of all ranks; ``work`` is in pairs of query and key."""
+    it = division
+    ranks = [
+        {
+            "rank": rank,
+            "runs": [list(run) for run in runs],
+            "tokens": it.slice.share,
+            "work": it.work(rank),
+            "received": received,
+            "rounds": [_round_json(each) for each in mine],
+        }
+        for rank, (runs, received, mine) in enumerate(zip(it.slice.runs, it.received, it.rounds))
+    ]
+    balances = {
+        each.balance: {
+            "slowest_over_mean": each.slowest,
+            "received": each.received,
+            "received_over_all_gather": each.share,
+        }
+        for each in it.comparisons
+    }
+    return {
+        "method": it.method,
+        "balance": it.slicing.balance,
+        "ulysses": it.slicing.ulysses,
+        "window": it.slicing.window,
+        "sequences": it.slice.sequences,
+        "length": it.slice.length,
+        "documents": it.documents,
+        "ranks": ranks,
+        "slowest_over_mean": it.slowest,
+        "received_over_all_gather": it.share_received,
+        "balances": balances,
+    }
+
+
+def _round_json(each: Round) -> dict[str, int]:
+    names = ("source", "target", "sent", "received")
+    return {name: getattr(each, name) for name in names}
+
+
+# Terminal
+
+
+def context_text(division: Division, width: int) -> RenderableType:
+    """Bars of the tokens that ranks hold, tables of rounds and balances, in ``width`` characters."""
+    it = division
+    parts: list[RenderableType] = [
+        Text(f"{it.title}: {it.how}", style="bold"),
+        it.content,
+        Text(),
+        _ranks(it, max(16, width - 39)),  # the other columns take 39
+    ]
+    if it.slice.ranks > MOST_RANKS:
+        parts.append(f"shown: the first {MOST_RANKS} of {it.slice.ranks:,} ranks; --json lists all")
+    if it.exchange_text:
+        parts += [Text(), it.exchange_text]
+    if it.comparisons:
+        parts += [Text(), *_rounds(it), Text(), _balances(it)]
+    return Group(*parts, Text(), it.verdict)
+
+
+def _ranks(division: Division, columns: int) -> Table:
+    it = division
+    marks = "; |: a document begins" if it.source else ""
+    table = Table("rank", f"tokens, first to last{marks}", box=None, pad_edge=False, header_style="dim")
+    for heading in ("tokens", "runs", "work", "received"):
+        table.add_column(heading, justify="right")
+    if it.source:
+        table.add_row("", Text(_marks(it.slice, columns), "dim", no_wrap=True))
+    rows = zip(it.slice.runs, it.relative_work, it.received)
+    for rank, (runs, work, received) in enumerate(rows):
+        if rank == MOST_RANKS:
+            break
+        bar = Text(_bar(runs, it.slice.tokens, columns), f"{PALETTE[4]} on #e6e8ed", no_wrap=True)
+        table.add_row(str(rank), bar, f"{it.slice.share:,}", f"{len(runs):,}", f"{work:.3f}", f"{received:,}")
+    return table
+
+
+def _marks(slice_: Slice, columns: int) -> str:
+    """Where documents begin."""
+    begins = {begin * columns // slice_.tokens for begin in slice_.bounds[:-1]}
+    return "".join("|" if column in begins else " " for column in range(columns))
+
+
+def _bar(runs: Sequence[Run], tokens: int, columns: int) -> str:
+    """A character for each part of the tokens, darker the more of them are in the runs."""
+    edges = [column * tokens / columns for column in range(columns + 1)]
+    before = list(_held(runs, edges))
+    parts = [(high - low) * columns / tokens for low, high in pairwise(before)]
+    last = len(_SHADES) - 1
+    return "".join(_SHADES[max(round(last * part), part > 1e-9)] for part in parts)
+
+
+def _held(runs: Sequence[Run], places: Sequence[float]) -> list[float]:
+    """Tokens of the runs before each of some ascending places."""
+    sizes = [0, *accumulate(end - begin for begin, end in runs)]
+    found, at = [], 0
+    for place in places:
+        while at < len(runs) and runs[at][1] <= place:
+            at += 1
+        found.append(sizes[at] + (max(0.0, place - runs[at][0]) if at < len(runs) else 0.0))
+    return found
+
+
+def _rounds(division: Division) -> list[RenderableType]:
+    """A row per round: ranks send as many tokens or fewer, and wait for the one that receives the most."""
+    it, size = division, division.slicing.ulysses
+    table = Table("round", "to rank", box=None, pad_edge=False, header_style="dim")
+    for heading in ("tokens sent: least", "mean", "most", "MiB, most"):
+        table.add_column(heading, justify="right")
+    for each in list(zip(*it.rounds))[:_MOST_ROUNDS]:
+        sent = [message.sent for message in each]
+        most = max(sent)
+        table.add_row(
+            str(each[0].distance),
+            f"+ {each[0].distance * size}",
+            f"{min(sent):,}",
+            f"{sum(sent) / len(sent):,.0f}",
+            f"{most:,}",
+            f"{it.mib(most):,.2f}",
+        )
+    count = it.ring.ranks - 1
+    shown = f"; the first {_MOST_ROUNDS} of {count} rounds" if count > _MOST_ROUNDS else ""
+    note = Text(f"keys and values of one layer, forward{shown}; backward sends twice as much", style="dim")
+    return [table, note]
+
+
+def _balances(division: Division) -> Table:
+    it = division
+    headings = ("parallel.context_balance", "slowest / mean", "received per rank", "of an all-gather")
+    table = Table(headings[0], box=None, pad_edge=False, header_style="dim")
+    for heading in headings[1:]:
+        table.add_column(heading, justify="right")
+    for each in it.comparisons:
+        used = each.balance == it.slicing.balance
+        table.add_row(
+            f"{each.balance}{' (this run)' * used}",
+            f"{each.slowest:.3f}",
+            f"{each.received:,.0f}",
+            f"{each.share:.1%}",
+            style="bold" if used else "",
+        )
+    return table

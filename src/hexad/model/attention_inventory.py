@@ -125,24 +125,29 @@ class Attention:
 
     def sent(self, run: Execution, split: bool) -> list[Collective]:
         """What moves over the tensor axis, and over the context axis."""
-        return [*self.qkv.sent(run, split), *self._over_context(run), *self.out.sent(run, split)]
+        return [*self.qkv.sent(run, split), *self.over_context(run), *self.out.sent(run, split)]
 
-    def _over_context(self, run: Execution) -> list[Collective]:
+    def pair_bytes(self, run: Execution) -> int:
+        """Bytes of a token's keys and values, as a ring sends them."""
+        return 2 * self._sizes(run)[1] * self._repeated(run) // (run.tokens * run.ulysses)
+
+    def over_context(self, run: Execution) -> list[Collective]:
         """Heads for tokens and back, of the rank's own tokens; keys and values, and in the backward pass once
         more, with their gradients."""
         found = []
         q, k, _ = self._sizes(run)
         k *= self._repeated(run)
+        pair = self.pair_bytes(run)
         if run.ulysses > 1:
             both = [("all_to_all", q + 2 * k), ("all_to_all", q)]
             found += [Collective(action, "ulysses", *each) for action in "FB" for each in both]
         if run.ring > 1 and run.gathers:
-            whole = 2 * k * run.ring
+            whole = pair * run.tokens * run.context
             found += [Collective(action, "ring", "all_gather", whole) for action in "FB"]
             found.append(Collective("B", "ring", "reduce_scatter", whole))
         elif run.ring > 1:
             sent, received = (
-                2 * k * (run.most_keys if keys is None else keys) // (run.tokens * run.ulysses)
+                pair * (run.most_keys if keys is None else keys)
                 for keys in (run.keys_sent, run.keys_received)
             )
             found += [Collective(action, "ring", "exchange", sent) for action in "FB"]

@@ -13,12 +13,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hexad.parallel.context.heads_inventory import heads_of
 from hexad.parallel.context.rounds import Round, rounds
 from hexad.parallel.context.slice import Balance, Run, Slice, Slicing
-from hexad.plan.memory import WIDTHS
+from hexad.plan.memory import execution, rank_stages
 from hexad.resolve import Resolved
-from hexad.resolve.context import heads_of_rank
 
 from .figure import PALETTE
 
@@ -55,8 +53,8 @@ class Division:
         method: ``parallel.context_method``.
         slicing: how tokens are divided.
         slice: the tokens of every rank.
-        heads, kv_heads: of a tensor rank.
-        bytes: of one head of one token.
+        pair: bytes of a token's keys and values, as a ring sends them.
+        exchanged: bytes of a rank's tensors whose heads are exchanged for tokens, forward, in one layer.
         source: where the documents come from, for people; empty where they are joined.
     """
 
@@ -64,9 +62,8 @@ class Division:
     method: str
     slicing: Slicing
     slice: Slice
-    heads: int
-    kv_heads: int
-    bytes: int
+    pair: int
+    exchanged: tuple[int, ...]
     source: str = ""
 
     @classmethod
@@ -84,9 +81,12 @@ class Division:
         config = resolved.config
         slicing = Slicing.of(config.parallel, config.model)
         slice_ = slicing.divided(config.batch.micro, config.data.sequence, documents)
-        size = int(config.model.head_dim) * WIDTHS[config.precision.dtype]
-        heads = heads_of_rank(config.model, config.parallel.tensor)
-        return cls(title, config.parallel.context_method, slicing, slice_, *heads, size, source)
+        attention = rank_stages(resolved, 0)[0].blocks[0].attention
+        run = execution(config, resolved.layout)
+        sent = [each for each in attention.over_context(run) if (each.action, each.axis) == ("F", "ulysses")]
+        exchanged = tuple(each.nbytes for each in sent)
+        pair = attention.pair_bytes(run)
+        return cls(title, config.parallel.context_method, slicing, slice_, pair, exchanged, source)
 
     @property
     def documents(self) -> list[int]:
@@ -186,15 +186,7 @@ class Division:
 
     def mib(self, tokens: float) -> float:
         """Of the keys and values of tokens that a rank receives in rounds, for one layer."""
-        return tokens * 2 * heads_of(self.kv_heads, self.slicing.ulysses) * self.bytes / _MIB
-
-    @property
-    def exchanged(self) -> tuple[float, float]:
-        """MiB that a rank sends in one layer's exchange of heads: of queries, keys and values, and of the
-        output."""
-        size = self.slicing.ulysses
-        unit = self.slice.share * self.bytes * (size - 1) / size / _MIB
-        return (self.heads + 2 * max(self.kv_heads, size)) * unit, self.heads * unit
+        return tokens * self.pair / _MIB
 
     @property
     def content(self) -> str:
@@ -219,9 +211,10 @@ class Division:
         """What the exchange of heads sends; empty without one."""
         if self.slicing.ulysses == 1:
             return ""
-        forward, back = self.exchanged
+        size = self.slicing.ulysses
+        forward, back = (nbytes * (size - 1) / size / _MIB for nbytes in self.exchanged)
         return (
-            f"all-to-all of heads among {self.slicing.ulysses} ranks: each sends {forward:,.2f} MiB of "
+            f"all-to-all of heads among {size} ranks: each sends {forward:,.2f} MiB of "
             f"queries, keys and values and {back:,.2f} MiB of output per layer, forward; backward as much"
         )
 

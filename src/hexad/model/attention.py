@@ -104,8 +104,8 @@ class Attention(nn.Module):
         """``[tokens, this rank's heads * width]``."""
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
         if where.slice is not None:
-            if store is not None and where.spans.slice is not None:
-                store.fill(*(gathered_rows(each, where.spans.slice, self.context) for each in (k, v)))
+            if store is not None:
+                store.fill(*(gathered_rows(each, where.slice, self.context) for each in (k, v)))
             q, k, v = heads_for_tokens(q, k, v, self.ulysses)
             return tokens_for_heads(self._attended(q, k, v, where), self.heads, self.ulysses)
         if store is not None and store.filled:

@@ -22,7 +22,7 @@ def gathered_rows(x: torch.Tensor, slice_: Slice, axis: Axis) -> torch.Tensor:
 
     Args:
         x: ``[this rank's tokens, ...]``.
-        slice_: which rank holds which tokens.
+        slice_: which rank holds which tokens, or which group of ranks whose tokens follow each other.
         axis: the context axis.
     """
     rows = all_gather(x.contiguous(), axis)

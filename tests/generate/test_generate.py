@@ -180,13 +180,14 @@ def generated_by(rank: int, world: int, request: dict[str, object], port: int) -
         (4, ("parallel.pipeline=2",)),
         (3, ("parallel.pipeline=3",)),
         (4, ("parallel.tensor=4",)),
+        (4, ("parallel.context=2", "parallel.pipeline=2", "data.sequence=15")),
     ],
 )
 def test_other_layouts_generate_the_same(
     trained: RunFile, pool: Pool, world: int, overrides: tuple[str, ...]
 ) -> None:
     """The model has one layer, three stages are embedding, layer and head; and two KV heads, which on four
-    tensor ranks have a cache on two each."""
+    tensor ranks have a cache on two each. Context ranks need not divide the length of samples."""
     sampling = {"temperature": 1.5, "top_k": 0, "top_p": 0.95, "seed": 3, "as_json": False}
     text = {"prompts": [{"prompt": "the q"}], "tokens": 12, "checkpoint": str(trained.newest)}
     text |= {"samples": 1, "stop": (), "batch": 4, "lines": False}
@@ -210,12 +211,23 @@ def test_other_layouts_generate_the_same(
         (["--nproc", "2", "parallel.pipeline=2", "parallel.schedule=zb_v"], "parallel.schedule: found zb_v"),
         (["--nproc", "8", "parallel.pipeline=8"], "parallel.pipeline: found 8 stages"),
         (["--nproc", "2", "--top-p", "0"], "--top-p: found 0.0"),
-        (["parallel.tensor=2"], "--nproc: found 1, expected parallel.tensor 2 x parallel.pipeline 1 = 2"),
+        (
+            ["parallel.tensor=2"],
+            "--nproc: found 1, expected parallel.tensor 2 x parallel.context 1 x parallel.pipeline 1 = 2",
+        ),
         (["model.hidden=32"], "model.hidden: found 32, but checkpoint"),
         (["--stop", ""], "--stop: found an empty text"),
         (["--samples", "2"], "--samples: found 2 with --temperature 0"),
         (["--prompts", "/none"], "--prompts: /none: cannot be read: No such file"),
         (["--best", "x"], "No such option"),
+        (
+            ["--nproc", "3", "parallel.context=2"],
+            "--nproc: found 3, expected parallel.tensor 1 x parallel.context 2 ",
+        ),
+        (
+            ["--nproc", "8", "parallel.context=8", "parallel.context_method=ulysses"],
+            "parallel.context: found 8 with parallel.context_method ulysses, but so many ranks cannot share",
+        ),
     ],
 )
 def test_errors(trained: RunFile, options: list[str], start: str) -> None:

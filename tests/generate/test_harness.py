@@ -23,6 +23,8 @@ from hexad.dataset.tokenizer import ByteTokenizer
 from ..checkpoint import hugging_face as theirs
 from ..checkpoint.test_hugging_face import convert, small_run
 from ..dataset.chats import CHATML
+from ..pool import Pool
+from ..train.command import free_port, rank_variables
 
 INSTALLED = find_spec("lm_eval") is not None
 
@@ -131,6 +133,27 @@ def test_likelihoods_are_those_of_transformers(adapter: Any, trained: Path) -> N
     assert [each[0] for each in found] == pytest.approx([each[0] for each in scored], rel=1e-6)
     assert [each[1] for each in found] == [each[1] for each in scored]
     assert rolled == pytest.approx([expected([256], encode("short"))[0]], rel=1e-6)
+
+
+def found_by(rank: int, world: int, source: Path, port: int) -> tuple[list[Any], list[str]]:
+    """What one rank of a world finds, two of which divide the contexts."""
+    with pytest.MonkeyPatch.context() as patch, rank_variables(rank, world, port):
+        for name, module in ({} if INSTALLED else stand_in()).items():
+            patch.setitem(sys.modules, name, module)
+        adapter = importlib.import_module("hexad.harness")
+        with adapter.HexadLM(source, ["parallel.context=2"]) as model:
+            scored = model.loglikelihood(requests("loglikelihood", *PAIRS))
+            return scored, model.generate_until(requests("generate_until", ("line", UNTIL), ("1", UNTIL)))
+
+
+def test_context_ranks_find_the_same(adapter: Any, trained: Path, pool: Pool) -> None:
+    with adapter.HexadLM(trained) as model:
+        scored = model.loglikelihood(requests("loglikelihood", *PAIRS))
+        written = model.generate_until(requests("generate_until", ("line", UNTIL), ("1", UNTIL)))
+    for likelihoods, texts in pool.apart(2, found_by, trained, free_port()):
+        assert [each[0] for each in likelihoods] == pytest.approx([each[0] for each in scored], rel=1e-9)
+        assert [each[1] for each in likelihoods] == [each[1] for each in scored]
+        assert texts == written
 
 
 def test_texts_are_written_in_batches_of_equal_options(

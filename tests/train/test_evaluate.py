@@ -64,6 +64,7 @@ LAYOUTS = {
     "tensor 2 x pipeline 2": (4, ("parallel.tensor=2", "parallel.pipeline=2", "parallel.data=1")),
     "data 2, zero 3": (2, ("parallel.zero=3",)),
     "data 4": (4, ("batch.micro=1",)),
+    "context 2": (2, ("parallel.context=2",)),
 }
 
 

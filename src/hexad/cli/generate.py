@@ -57,7 +57,8 @@ def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None,
     """Continue prompts. KEY=VALUE overrides the checkpoint's settings, as in precision.dtype=fp32.
 
     The model is sharded over --nproc tensor-parallel ranks; with parallel.pipeline=2 over half as many in
-    each of two stages. Every layout writes the same text.
+    each of two stages. With parallel.context=2 it is sharded over half as many, and two of each process the
+    prompts in parallel. Every layout writes the same text.
     """
     from hexad.resolve.saved import encoded, find_model, generating_model
     from hexad.train.environment import environment

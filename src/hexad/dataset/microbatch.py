@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
 import torch
 
+from hexad.parallel.context.rows import numbers_of
 from hexad.parallel.context.slice import Slice, Slicing
 from hexad.parallel.tensor.cross_entropy import IGNORED
 
@@ -63,7 +63,7 @@ class Microbatch:
         if slicing.ranks == 1:
             return self
         divided = slicing.divided(self.sequences, self.length, self.documents)
-        numbers = torch.from_numpy(np.concatenate([np.arange(*run) for run in divided.runs[rank]]))
+        numbers = numbers_of(divided, rank)
         tokens, labels = (each.flatten()[numbers][None] for each in (self.tokens, self.labels))
         return replace(self, tokens=tokens, labels=labels, slice=divided, numbers=numbers)
 

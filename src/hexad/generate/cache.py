@@ -72,7 +72,7 @@ class KeyValueCache:
         self._values = torch.empty(0)
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep those of the prompts, ``[all their tokens, heads, width]``."""
+        """Keep those of the prompts, ``[all their tokens, heads, width]``; tokens after these are padding."""
         bounds, (_, heads, width) = self.lengths.bounds, keys.shape
         shape = (len(bounds) - 1, heads, self.lengths.capacity, width)
         self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)

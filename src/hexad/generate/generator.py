@@ -1,9 +1,14 @@
-"""Generation from a run or checkpoint, over any number of tensor and pipeline ranks."""
+"""Generation from a run or checkpoint, over any number of tensor, context and pipeline ranks.
+
+Context ranks divide the tokens of the prompts. Each then has the keys and values of all of them, and computes
+the same new tokens as the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -13,8 +18,10 @@ from hexad.checkpoint.chunks import Chunk
 from hexad.comm import all_gather, broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.model.attention_kernels import Spans
-from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh
-from hexad.parallel.sharding import Declared, Shard, declared_parameters
+from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
+from hexad.parallel.context.rows import numbers_of, selected_rows
+from hexad.parallel.context.slice import Balance, Slicing
+from hexad.parallel.sharding import Declared, declared_parameters
 from hexad.topology.mesh import Axis, Mesh
 
 from .cache import KeyValueCache, Lengths
@@ -27,7 +34,7 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
     Args:
         config: of the generation; ``model`` is the source's.
         source: a checkpoint's directory, or ``hf:DIR``.
-        mesh: tensor and pipeline ranks.
+        mesh: tensor, context and pipeline ranks.
         layers: of every stage, one stage per pipeline rank.
 
     Raises:
@@ -35,8 +42,8 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
     """
     dtype = DTYPES[config.precision.dtype]
     stored = torch.float64 if dtype == torch.float64 else torch.float32  # the precision of master weights
-    tensor = factored_mesh(config.model, mesh).tensor
-    shard = Shard({"tensor": tensor}, False, stored, mesh.device)
+    mesh = factored_mesh(config.model, config.parallel, mesh)
+    shard = replace(make_shard(config.parallel, mesh, stored), sequence=False)
     rank = mesh.pipeline.rank
     model = build_stages(config.model, shard, layers, range(len(layers)), rank)[rank]
     load_model_weights(source, config, _chunks(declared_parameters(model)), mesh.world)
@@ -84,8 +91,8 @@ def generate_all(
 ) -> list[list[int]]:
     """Up to ``tokens`` new token ids after each prompt, all prompts at once.
 
-    Every tensor and pipeline rank calls this together, with its own stage as ``model``, and gets the same
-    ids. A prompt's ids do not depend on those beside it, but for rounding.
+    Every tensor, context and pipeline rank calls this together, with its own stage as ``model``, and gets the
+    same ids. A prompt's ids do not depend on those beside it, but for rounding.
 
     Args:
         model: of this rank.
@@ -127,8 +134,8 @@ def _steps(
     lengths = Lengths([*map(len, prompts)], max(map(len, prompts)) + tokens, device)
     caches = [KeyValueCache(lengths) for _ in model.layers]
     running = list(range(len(prompts)))  # prompts of the rows
-    fresh = torch.tensor([list(chain(*prompts))], device=device)
-    spans: Spans | None = Spans(fresh.numel(), 1, lengths.bounds)
+    spans: Spans | None
+    fresh, spans = divided(model, prompts)
     start: torch.Tensor | None = None
     last = torch.tensor(lengths.bounds[1:], device=device) - 1
     for _ in range(tokens):
@@ -136,12 +143,14 @@ def _steps(
         hidden = model(fresh, spans, caches, start, inputs)
         fresh = torch.zeros((len(running), 1), dtype=torch.int64, device=device)
         if model.inventory.last:
-            logits = gathered_logits(model, hidden[last])
+            numbers = None if spans is None else spans.numbers
+            logits = gathered_logits(model, selected_rows(hidden, last, numbers, model.shard.context))
             each = zip(logits.split(1), running)
             fresh[:, 0] = torch.cat([choose(row, sampling, generators[number]) for row, number in each])
         else:
             send_async(hidden, pipeline, pipeline.rank + 1).wait()
         fresh = broadcast(fresh, pipeline, source=pipeline.size - 1)
+        fresh = broadcast(fresh, model.shard.context)  # even if context ranks round differently
         if start is not None:
             lengths.advance()
         found = dict(zip(running, fresh[:, 0].tolist()))
@@ -171,6 +180,33 @@ def _check(model: Transformer, prompt: list[int], tokens: int) -> None:
             f"{len(prompt)} prompt tokens and {tokens} new ones exceed the model's "
             f"{model.positions.weight.shape[0]} positions",
         )
+
+
+def divided(model: Transformer, sequences: Sequence[list[int]]) -> tuple[torch.Tensor, Spans]:
+    """Sequences of any lengths one after the other, and of these the tokens that this context rank holds.
+
+    Each is a document, to which attention and positions are confined. Padding, so that every rank has as many
+    tokens, is one more.
+
+    Returns:
+        int64 ``[1, this rank's tokens]``, and the spans of all tokens.
+    """
+    shard = model.shard
+    bounds = list(accumulate(map(len, sequences), initial=0))
+    ids = list(chain.from_iterable(sequences))
+    if shard.context.size == 1:
+        return torch.tensor([ids], device=shard.device), Spans(len(ids), 1, bounds)
+    missing = -len(ids) % shard.context.size
+    if missing:
+        ids += [0] * missing
+        bounds.append(len(ids))
+    # Where all ranks exchange heads, each computes attention of all tokens.
+    balance: Balance = "work" if shard.ring.size > 1 else "none"
+    slicing = Slicing(shard.context.size, balance, shard.ulysses.size, model.model.sliding_window)
+    slice_ = slicing.divided(1, len(ids), tuple(bounds))
+    numbers = numbers_of(slice_, shard.context.rank)
+    tokens = torch.tensor(ids)[numbers][None].to(shard.device)
+    return tokens, Spans(len(ids), 1, bounds, slice_=slice_, numbers=numbers.to(shard.device))
 
 
 def from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) -> torch.Tensor | None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from hexad.comm import broadcast, send_async
+from hexad.comm import all_reduce, broadcast, send_async
 from hexad.config import HexadError
-from hexad.model.attention_kernels import Spans
 from hexad.model.transformer import Transformer
 from hexad.topology.mesh import Axis
 
-from .generator import from_stage_before, gathered_logits
+from .generator import divided, from_stage_before, gathered_logits
 
 _AT_ONCE = 4096
 """Tokens of a forward pass, unless one sequence is longer."""
@@ -69,19 +68,24 @@ def _groups(sequences: Sequence[tuple[list[int], int]]) -> Iterator[list[tuple[l
 def _scored(model: Transformer, group: list[tuple[list[int], int]], pipeline: Axis) -> list[Likelihood]:
     device = model.shard.device
     inputs_of = [ids[:-1] for ids, _ in group]  # nothing follows the last one
-    bounds = list(accumulate(map(len, inputs_of), initial=0))
-    tokens = torch.tensor([list(chain.from_iterable(inputs_of))], device=device)
-    hidden = model(
-        tokens, Spans(tokens.numel(), 1, bounds), inputs=from_stage_before(model, tokens, pipeline)
-    )
+    tokens, spans = divided(model, inputs_of)
+    hidden = model(tokens, spans, inputs=from_stage_before(model, tokens, pipeline))
+    # Of each sequence the log probability of its targets, and how many of them are not the most likely.
     result = torch.zeros((len(group), 2), dtype=torch.float64, device=device)
     if model.inventory.last:
-        for row, ((ids, first), begin) in enumerate(zip(group, bounds)):
-            targets = torch.tensor(ids[first:])
-            logits = gathered_logits(model, hidden[begin + first - 1 : begin + len(ids) - 1]).double()
+        numbers = torch.arange(spans.tokens) if spans.numbers is None else spans.numbers.cpu()
+        begins = accumulate(map(len, inputs_of), initial=0)
+        for row, ((ids, first), begin) in enumerate(zip(group, begins)):
+            counted = torch.tensor([begin + first - 1, begin + len(ids) - 1])
+            low, high = torch.searchsorted(numbers, counted).tolist()
+            if low == high:  # all on other context ranks
+                continue
+            targets = torch.tensor(ids)[numbers[low:high] - begin + 1]
+            logits = gathered_logits(model, hidden[low:high]).double()
             chosen = logits.log_softmax(-1).gather(1, targets[:, None]).sum()
-            result[row, 0], result[row, 1] = chosen, (logits.argmax(-1) == targets).all()
+            result[row, 0], result[row, 1] = chosen, (logits.argmax(-1) != targets).sum()
+        result = all_reduce(result, model.shard.context)
     else:
         send_async(hidden, pipeline, pipeline.rank + 1).wait()
     result = broadcast(result, pipeline, source=pipeline.size - 1)
-    return [Likelihood(total, bool(greedy)) for total, greedy in result.tolist()]
+    return [Likelihood(total, not others) for total, others in result.tolist()]

@@ -11,6 +11,7 @@ from hexad.parallel.context.attention import Exchange, attention_over_ranks
 from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
 from hexad.parallel.context.kernels import choose as context_kernel
 from hexad.parallel.context.rounds import rounds
+from hexad.parallel.context.rows import gathered_rows
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -33,7 +34,7 @@ class KeyValueStore(Protocol):
         ...
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep those of the prompts, ``[tokens, heads, width]``."""
+        """Keep those of the prompts, ``[tokens, heads, width]``; tokens after these are padding."""
         ...
 
     def extend(
@@ -50,7 +51,8 @@ class Attention(nn.Module):
     def __init__(self, inventory: attention_inventory.Attention, shard: Shard, layer: int) -> None:
         super().__init__()
         self.compiled = shard.compiled
-        self.ring, self.ulysses, self.method = shard.ring, shard.ulysses, shard.method
+        self.context, self.ring, self.ulysses = shard.context, shard.ring, shard.ulysses
+        self.method = shard.method
         self.dropper = Dropper(inventory.dropout, layer, Site.PROBABILITIES, shard.device, shard.compiled)
         ranks = shard.tensor.size
         self.width = inventory.width
@@ -102,6 +104,8 @@ class Attention(nn.Module):
         """``[tokens, this rank's heads * width]``."""
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
         if where.slice is not None:
+            if store is not None:
+                store.fill(*(gathered_rows(each, where.slice, self.context) for each in (k, v)))
             q, k, v = heads_for_tokens(q, k, v, self.ulysses)
             return tokens_for_heads(self._attended(q, k, v, where), self.heads, self.ulysses)
         if store is not None and store.filled:

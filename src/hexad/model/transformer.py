@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hexad.config.schema import ModelSettings
+from hexad.config.schema import ModelSettings, ParallelSettings
+from hexad.parallel.context.rows import numbers_of
 from hexad.parallel.context.slice import Slice
 from hexad.parallel.inventory import KV_AXES
 from hexad.parallel.sharding import Shard, ShardedModule
@@ -136,7 +138,8 @@ class Transformer(nn.Module):
             tokens: int64 ``[sequences, length]``, on every stage; ``[1, tokens]``, those of a context rank.
             spans: documents of the tokens, and which rank holds which; None where every sequence is one, and
                 every rank has all.
-            stores: one per layer, with the keys and values of the tokens before (generation).
+            stores: one per layer, with the keys and values of the tokens before (generation); those of the
+                prompts are filled on every context rank with the keys and values of all.
             start: int64 ``[sequences]``, position of each sequence's one token, where ``stores`` hold those
                 before.
             inputs: the hidden states of the stage before; None on the first stage.
@@ -218,18 +221,35 @@ class Transformer(nn.Module):
             if ring is not None:  # of the tokens and heads after these have been exchanged
                 group = self.shard.ulysses
                 heads = heads.chunk(group.size)[group.rank]
-                runs = [torch.arange(*run) for run in ring.runs[self.shard.ring.rank]]
-                mine = key.sequence * length + torch.cat(runs).to(device)
+                mine = key.sequence * length + numbers_of(ring, self.shard.ring.rank).to(device)
             sequence, position = (mine // length)[:, None], (mine % length)[:, None]
             queries = row_keys(key, (sequence * self.model.heads + heads) * length + position)
         return rows, queries, adapted
 
 
-def factored_mesh(model: ModelSettings, mesh: Mesh) -> Mesh:
-    """The mesh with the axes that the model's weights are divided over; every rank of the default process
-    group calls this together."""
+def factored_mesh(model: ModelSettings, parallel: ParallelSettings, mesh: Mesh) -> Mesh:
+    """The mesh with the axes that the model's weights are divided over, and those of attention over context
+    ranks; every rank of the default process group calls this together."""
     copies = ModelInventory(model, tensor=mesh.tensor.size).kv_copies
-    return mesh if copies == 1 else mesh.factored("tensor", KV_AXES, copies)
+    if copies > 1:
+        mesh = mesh.factored("tensor", KV_AXES, copies)
+    return mesh.grouped_context(parallel.ulysses) if mesh.context.size > 1 else mesh
+
+
+def make_shard(parallel: ParallelSettings, mesh: Mesh, dtype: torch.dtype) -> Shard:
+    """Which shard of every layer this rank holds.
+
+    Args:
+        parallel: resolved settings.
+        mesh: from :func:`factored_mesh`.
+        dtype: of parameters and activations.
+    """
+    names = ("tensor", "context", "ring", "ulysses")
+    axes = {name: axis for name, axis in mesh.axes.items() if name in names}
+    method: Literal["ring", "all_gather"] = "ring"
+    if parallel.context_method == "all_gather":
+        method = "all_gather"
+    return Shard(axes, parallel.sequence_parallel, dtype, mesh.device, method=method)
 
 
 def build_stages(

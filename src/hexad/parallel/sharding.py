@@ -53,6 +53,11 @@ class Shard:
         return self.axes.get("tensor") or Axis("tensor")
 
     @property
+    def context(self) -> Axis:
+        """The context axis, the product of ``ring`` and ``ulysses``."""
+        return self.axes.get("context") or Axis("context")
+
+    @property
     def ring(self) -> Axis:
         """Context ranks that exchange keys and values."""
         return self.axes.get("ring") or Axis("context")

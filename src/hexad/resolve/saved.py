@@ -128,6 +128,7 @@ def saved_model(
 
 def generating_model(source: str, overrides: Iterable[str], ranks: int) -> SavedModel:
     """A saved model with the configuration to generate on so many ranks: tensor-parallel, unless overridden.
+    ``data.sequence``, which generation does not use, is rounded to a multiple of the context degree.
 
     Args:
         source: from :func:`find_model`.
@@ -150,15 +151,16 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
 
 
 def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
-    """The configuration with a tensor degree that uses all ranks."""
-    parallel = config.parallel
-    if not tensor_given and ranks % parallel.pipeline == 0:
-        parallel = parallel.model_copy(update={"tensor": ranks // parallel.pipeline})
-    if parallel.tensor * parallel.pipeline != ranks:
+    """The configuration with a tensor degree that uses all ranks, and a length that context ranks divide."""
+    parallel, data = config.parallel, config.data
+    others = parallel.context * parallel.pipeline
+    if not tensor_given and ranks % others == 0:
+        parallel = parallel.model_copy(update={"tensor": ranks // others})
+    if parallel.tensor * others != ranks:
         raise ConfigError(
             "--nproc",
-            f"found {ranks}, expected parallel.tensor {parallel.tensor} x parallel.pipeline "
-            f"{parallel.pipeline} = {parallel.tensor * parallel.pipeline}",
+            f"found {ranks}, expected parallel.tensor {parallel.tensor} x parallel.context "
+            f"{parallel.context} x parallel.pipeline {parallel.pipeline} = {parallel.tensor * others}",
         )
     stages = parallel.virtual_stages * parallel.pipeline
     if parallel.schedule != "1f1b" or stages != parallel.pipeline:
@@ -166,7 +168,9 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
             "parallel.schedule",
             f"found {parallel.schedule}, but generation has one stage per rank; remove it",
         )
-    return config.model_copy(update={"parallel": parallel})
+    sequence = max(parallel.context, data.sequence // parallel.context * parallel.context)
+    data = data.model_copy(update={"sequence": sequence})
+    return config.model_copy(update={"parallel": parallel, "data": data})
 
 
 def evaluated_model(

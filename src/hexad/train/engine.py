@@ -121,9 +121,7 @@ class Engine(State):
     def _build(self, resolved: Resolved) -> None:
         """The language model's stages."""
         self.config, self.plan = resolved.config, resolved.plan
-        self.mesh = factored_mesh(self.config.model, self.mesh)
-        if self.mesh.context.size > 1:
-            self.mesh = self.mesh.grouped_context(self.config.parallel.ulysses)
+        self.mesh = factored_mesh(self.config.model, self.config.parallel, self.mesh)
         self.language = LanguageModel(self.config, self.mesh)
         self._compute, self._boundary = compute, self.language.boundary
         stages = build_stages(

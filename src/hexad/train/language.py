@@ -6,10 +6,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from hexad.config.schema import RunSettings
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.attention_kernels import Spans
 from hexad.model.dropout import DropoutKey
-from hexad.model.transformer import DTYPES, Transformer
+from hexad.model.transformer import DTYPES, Transformer, make_shard
 from hexad.parallel.context.slice import Slicing
 from hexad.parallel.pointwise import missing_compiler
 from hexad.parallel.sharding import Shard
@@ -64,13 +64,9 @@ class Counts(NamedTuple):
 
 def training_shard(config: Config, mesh: Mesh) -> Shard:
     """Which shard of every layer this rank holds for training, and how."""
-    axes = {name: axis for name, axis in mesh.axes.items() if name in ("tensor", "ring", "ulysses")}
-    sequence, dtype = config.parallel.sequence_parallel, config.precision.dtype
-    compiled = compiles(config.run, mesh.device)
-    method: Literal["ring", "all_gather"] = "ring"
-    if config.parallel.context_method == "all_gather":
-        method = "all_gather"
-    return Shard(axes, sequence, DTYPES[dtype], mesh.device, True, dtype == "fp8", compiled, method)
+    dtype = config.precision.dtype
+    shard = make_shard(config.parallel, mesh, DTYPES[dtype])
+    return replace(shard, deferred=True, fp8=dtype == "fp8", compiled=compiles(config.run, mesh.device))
 
 
 def compiles(run: RunSettings, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from hexad.dataset.microbatch import IGNORED, Microbatch
 from hexad.dataset.sidecar import describe, write_sidecar
 from hexad.dataset.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
+from hexad.parallel.context.slice import Balance, Slicing
 
 
 def make(prefix: Path, lengths: list[int], first: int = 0) -> str:
@@ -40,6 +42,34 @@ def rows(loaders: list[DataLoader], consumed: int) -> list[list[int]]:
     """The step's rows in the order of samples, from the microbatches of all data ranks."""
     steps = [loader.step(consumed) for loader in loaders]
     return [row.tolist() for parts in zip(*steps) for part in parts for row in part.tokens]
+
+
+@pytest.mark.parametrize("documents", ["join", "isolate"])
+@pytest.mark.parametrize("balance", ["zigzag", "work", "none"])
+def test_context_ranks_get_their_own_tokens(tmp_path: Path, balance: Balance, documents: Any) -> None:
+    """Together those of the microbatch, each with its number, label and the offsets of all documents."""
+    prefix = make(tmp_path / "data", [50, 1, 7, 200, 33, 1, 1, 90])
+    options: dict[str, Any] = {"sequence": 12, "micro": 2, "global_batch": 4, "seed": 3}
+    options |= {"documents": documents, "data_size": 2, "data_rank": 1}
+    slicing = Slicing(3, balance)
+    with DataLoader(prefix, **options) as whole:
+        wanted = whole.step(4)
+    parts = []
+    for rank in range(3):
+        with DataLoader(prefix, slicing=slicing, context_rank=rank, **options) as loader:
+            parts.append(loader.step(4))
+    for microbatch, *held in zip(wanted, *parts):
+        numbers = torch.cat([each.numbers for each in held if each.numbers is not None])
+        assert sorted(numbers.tolist()) == list(range(24))
+        for each in held:
+            assert each.numbers is not None and each.tokens.shape == each.labels.shape == (1, 8)
+            assert torch.equal(each.tokens[0], microbatch.tokens.flatten()[each.numbers])
+            assert torch.equal(each.labels[0], microbatch.labels.flatten()[each.numbers])
+            assert (each.documents, each.sequences, each.length) == (microbatch.documents, 2, 12)
+            assert each.pairs() == microbatch.pairs()
+        assert sum(each.targets() for each in held) == microbatch.targets()
+        cut = [each.without_targets_from(1) for each in held]
+        assert sum(each.targets() for each in cut) == int((microbatch.labels[0] != IGNORED).sum())
 
 
 @pytest.mark.parametrize("weights", [(0.3, 0.7), (0.9, 0.1), (1, 1)])

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hexad.dataset.microbatch import Microbatch
 from hexad.parallel.context.attention import Merged
 from hexad.parallel.context.balance import _by_dealing, by_work, received, work_of
 from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
@@ -384,3 +385,47 @@ def test_how_many_ranks_can_share_heads() -> None:
     assert [n for n in range(1, 33) if divides_heads(n, 32, 8)] == [1, 2, 4, 8, 16, 32]
     assert [n for n in range(1, 13) if divides_heads(n, 12, 4)] == [1, 2, 4, 12]
     assert largest_group(6, 8, 2) == 2 and largest_group(8, 8, 8) == 8 and largest_group(5, 8, 8) == 1
+
+
+# In a model
+
+
+def _calls(method: str, recompute: str) -> tuple[int, int]:
+    """How often this rank's kernel computes a tile, forward and backward, in a step of two layers."""
+    from hexad.model.configuration import build_config
+    from hexad.topology.layout import Layout
+    from hexad.topology.mesh import Mesh
+    from hexad.train.engine import Engine
+
+    config = build_config(
+        {
+            "run": {"steps": 2},
+            "model": {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn_hidden": 32, "vocab": 32},
+            "data": {"sequence": 16},
+            "batch": {"micro": 1, "global": 1},
+            "parallel": {"context": 2, "context_method": method, "context_balance": "none"},
+            "precision": {"dtype": "fp32"},
+            "memory": {"recompute": recompute},
+        }
+    )
+    mesh = Mesh.create(Layout.from_settings(config.parallel, 2), torch.device("cpu"))
+    engine, found = Engine(config, mesh), [0, 0]
+    tokens = torch.arange(16)[None]
+    with pytest.MonkeyPatch.context() as patch:
+        for number, name in enumerate(("forward", "backward")):
+            original = getattr(CpuFlash, name)
+
+            def counted(self: Any, *rest: Any, number: int = number, original: Any = original) -> Any:
+                found[number] += 1
+                return original(self, *rest)
+
+            patch.setattr(CpuFlash, name, counted)
+        engine.train_step([Microbatch(tokens, tokens)])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_attention_is_not_run_twice_where_its_output_is_kept(method: str, pool: Pool) -> None:
+    """The second rank has a tile of its own keys and one of the first's in each of two layers."""
+    for recompute, times in (("none", 1), ("selective", 1), ("full", 2)):
+        assert pool.run(2, _calls, method, recompute) == [(times * 2, 2), (times * 4, 4)]

@@ -156,6 +156,11 @@ TRAIN = (
         "train run.yaml parallel.context=2 parallel.zero=1 parallel.replicas=3 --nproc 2",
         "data x context degree",
     ),
+    (
+        "config check run.yaml parallel.context=2 precision.dtype=fp8 model.hidden=64 model.heads=2 "
+        "model.kv_heads=2 model.ffn_hidden=64 batch.micro=1 --elsewhere",
+        "batch.micro: found 1 (it x data.sequence 16 / parallel.context 2 = 8)",
+    ),
     ("config check run.yaml parallel.context=3", "data.sequence: found 16"),
     ("show memory run.yaml parallel.context=3", "data.sequence: found 16"),
     ("train run.yaml parallel.context_method=ulises", "parallel.context_method: found 'ulises'"),

@@ -350,7 +350,9 @@ def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
     model, width = config.model, int(config.model.head_dim)
     share = f" / parallel.tensor {tensor}" if tensor > 1 else ""
     kv_heads, ffn = int(model.kv_heads), int(model.ffn_hidden)
-    tokens = config.batch.micro * config.data.sequence
+    context = config.parallel.context
+    tokens, length = config.batch.micro * config.data.sequence // context, config.data.sequence
+    local = f"it x data.sequence {length}" + (f" / parallel.context {context}" if context > 1 else "")
     sizes = (
         ("model.hidden", model.hidden, "", model.hidden),
         ("model.head_dim", width, f"model.heads {model.heads} x it{share}", model.heads * width // tensor),
@@ -363,7 +365,7 @@ def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
         if kv_heads >= tensor
         else ("model.head_dim", width, "2 x it", 2 * width),  # of one key and one value head
         ("model.ffn_hidden", ffn, f"it{share}", ffn // tensor),
-        ("batch.micro", config.batch.micro, f"it x data.sequence {config.data.sequence}", tokens),
+        ("batch.micro", config.batch.micro, local, tokens),
     )
     for field, found, formula, size in sizes:
         if size % 16:

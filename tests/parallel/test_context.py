@@ -244,6 +244,9 @@ TILES = {
     "blocks": Tile((0, 4, 5, 16), (0, 4, 5, 16), True),
     "limited": Tile((3, 14), (5, 16), False, -4),
     "causal and limited": Tile((2, 15), (2, 15), True, -3),
+    "one query": Tile((0, 1), (0, 9), False),
+    "blocks of one query": Tile((0, 1, 2), (0, 1, 2), True),
+    "bands": Tile((3, 90), (3, 90), True, -5),
     "late": Tile((0, 6), (0, 9), False, 2),
 }
 _DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -272,6 +275,7 @@ def _visible(tile: Tile) -> torch.Tensor:
 def test_kernels_compute_a_tile(make: Any, name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     """And their gradients, where these queries have seen other keys too."""
     monkeypatch.setattr("hexad.parallel.context.kernels._SCORES", 300)  # a few rows at a time
+    monkeypatch.setattr("hexad.parallel.context.kernels._BAND", 16)
     kernel: Kernel = make(0.3)
     tile, tolerance = TILES[name], _DTYPES[dtype]
     given, gradient = _operands(tile, dtype)

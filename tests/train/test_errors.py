@@ -24,7 +24,7 @@ MISTAKES = [
     (["parallel.tensor=2", "data.sequence=15"], "parallel.sequence: ", "15 tokens"),
     (["parallel.tensor=2", "--nproc", "3"], "parallel.tensor: found 2, but world 3", "start 2 or 4 ranks"),
     (["parallel.data=4", "--nproc", "2"], "parallel.data: found 4, but world 2", "start 4 ranks"),
-    (["parallel.context=2"], "parallel.context: found 2", "use 1"),
+    (["parallel.context=3"], "data.sequence: found 16", "use 15 or 18"),
     (["parallel.pipeline=4"], "parallel.pipeline: found 4 stages", "use at most 3 stages"),
     (["parallel.pipeline=2", "parallel.split=even"], "parallel.pipeline: found 2 stages", "at most 1"),
     (["parallel.pipeline=2", "parallel.split=[1, 1]"], "parallel.split: found [1, 1]", "which is 1"),

@@ -12,6 +12,9 @@ from hexad.show.memory import memory_title
 
 from .options import split_settings
 
+_MOST = 256
+"""Context ranks: what each receives of each is computed, a few seconds' work."""
+
 
 def divided(settings: tuple[str, ...], lengths: str | None, microbatch: int | None) -> Division:
     """A microbatch of a configuration file with overrides, divided among its context ranks.
@@ -34,6 +37,11 @@ def divided(settings: tuple[str, ...], lengths: str | None, microbatch: int | No
         raise ConfigError(
             "parallel.context", "found 1, one rank holds all tokens; expected 2 or more: parallel.context=4"
         )
+    if config.parallel.context > _MOST:
+        raise ConfigError(
+            "parallel.context",
+            f"found {config.parallel.context}, but show context draws at most {_MOST} ranks",
+        )
     documents, source = _documents(resolved, lengths, microbatch)
     return Division.of(resolved, memory_title(resolved), documents, source)
 
@@ -44,11 +52,12 @@ def _documents(
     """(Where documents begin, and the total, or None where they are joined; where this is from)."""
     config = resolved.config
     if config.data.documents == "join":
-        if lengths is not None:
-            raise HexadError(
-                f"--lengths: found {lengths} with data.documents join, where attention crosses documents; "
-                "leave it out, or set data.documents=isolate"
-            )
+        for option, found in (("--lengths", lengths), ("--microbatch", microbatch)):
+            if found is not None:
+                raise HexadError(
+                    f"{option}: found {found} with data.documents join, where attention crosses documents; "
+                    "leave it out, or set data.documents=isolate"
+                )
         return None, ""
     if lengths is not None:
         if microbatch is not None:

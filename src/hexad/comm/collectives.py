@@ -278,16 +278,16 @@ def exchange_async(
             dist.P2POp(kind, tensor, axis.ranks[peer], group=axis.group, tag=tag)
             for kind, tensor, peer in parts
         ]
-        return _Together(dist.batch_isend_irecv(batch))
+        return _Together(dist.batch_isend_irecv(batch), message)
 
     return _start("exchange", axis, message.nbytes, out, call, message, sent=message.nbytes)
 
 
 class _Together:
-    """Several of torch's ``Work``, waited for as one."""
+    """Several of torch's ``Work``, waited for as one; what is sent lives as long."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    def __init__(self, works: Sequence[Any], message: torch.Tensor) -> None:
+        self._works, self._message = works, message
 
     def wait(self) -> None:
         """Until all are complete (on a GPU: until the stream may go on)."""

@@ -57,7 +57,8 @@ class DataLoader:
         global_batch: samples per step, over all data ranks.
         seed: of the order of documents and samples.
         data_rank, data_size: this rank's place on the data axis, and its degree.
-        slicing, context_rank: how context ranks divide microbatches, and this rank's place among them.
+        slicing: how context ranks divide microbatches.
+        context_rank: this rank's place among them; None for whole microbatches.
         vocab: refuse data whose sidecar records an id not below this. Without a sidecar ids are checked as
             they are read, by the engine.
         eod: the run's end-of-document token; data known to be built with another is refused. None: unchecked.
@@ -85,7 +86,7 @@ class DataLoader:
         data_rank: int = 0,
         data_size: int = 1,
         slicing: Slicing = Slicing(),  # noqa: B008 (frozen)
-        context_rank: int = 0,
+        context_rank: int | None = None,
         vocab: int | None = None,
         eod: int | None = None,
         bos: Sequence[int] | None = None,
@@ -246,7 +247,7 @@ class DataLoader:
             inside[:, 0] = True
             offsets = (*map(int, np.flatnonzero(inside)), inputs.size)
         whole = Microbatch(torch.from_numpy(inputs), torch.from_numpy(labels), offsets)
-        return whole.part(self._slicing, self._context_rank)
+        return whole if self._context_rank is None else whole.part(self._slicing, self._context_rank)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -290,7 +291,7 @@ def loader_from_config(
     data_size: int,
     tokenizer: Tokenizer,
     which: str = "train",
-    context_rank: int = 0,
+    context_rank: int | None = None,
 ) -> DataLoader:
     """The loader that a configuration describes.
 
@@ -300,7 +301,8 @@ def loader_from_config(
         data_rank, data_size: this rank's place on the data axis, and its degree.
         tokenizer: of ``data.tokenizer``; its vocabulary is the model's where ``model.vocab`` is ``auto``.
         which: ``train``, ``validation``, or ``validation.NAME`` of several sets.
-        context_rank: this rank's place on the context axis.
+        context_rank: this rank's place on the context axis, to get what it holds of each microbatch; None
+            for whole ones, of which the engine takes that.
 
     Raises:
         ConfigError: the setting is null, or as for :class:`DataLoader`.

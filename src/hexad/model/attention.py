@@ -137,5 +137,5 @@ class Attention(nn.Module):
         found = rounds(
             where.slice, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
         )
-        kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.flash)
+        kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.varlen is not None)
         return attention_over_ranks(q, k, v, Exchange(found, self.ring, self.method), kernel)

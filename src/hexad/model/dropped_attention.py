@@ -64,12 +64,13 @@ class DroppedTiles:
     kv_heads: int
     length: int
 
-    def __call__(self, tile: Tile, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, tile: Tile, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """``[kv heads, group, queries, keys]``."""
-        begin, (k0, k1) = tile.queries[0], tile.columns
-        rows = self.keys[:, begin + first : begin + last]
-        grouped = rows.transpose(1, 2).unflatten(1, (self.kv_heads, -1))
-        return self.dropper.factors(grouped, tile.first % self.length, k1 - k0, dtype)
+        begin, number = tile.queries[0], tile.first + columns.start
+        keys = self.keys[:, begin + rows.start : begin + rows.stop]
+        grouped = keys.transpose(1, 2).unflatten(1, (self.kv_heads, -1))
+        count = columns.stop - columns.start
+        return self.dropper.factors(grouped, number % self.length, count, dtype)
 
 
 class _Span:

@@ -82,6 +82,12 @@ def check_settings(config: Config, layout: Layout) -> None:
     """
     for problem in _settings(config, layout):
         raise problem
+    if config.parallel.context > 1:
+        raise ConfigError(
+            "parallel.context",
+            f"found {config.parallel.context} with modules of your own, whose tokens Hexad does not divide; "
+            "use 1",
+        )
 
 
 def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
@@ -94,8 +100,8 @@ def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
 
 def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
-    yield from _tensor(config, layout.tensor)
     yield from context_problems(config)
+    yield from _tensor(config, layout.tensor)
     yield from _batch(config, layout)
     yield from _recompute(config)
     if config.validate_.every and not config.data.validation_sets:
@@ -194,12 +200,13 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
             f"found {tensor}, expected a divisor or a multiple of model.kv_heads {kv_heads} (each rank takes "
             f"whole heads, or several ranks the same one); use {fitting}",
         )
-    tokens = config.batch.micro * config.data.sequence
-    if config.parallel.context == 1 and config.parallel.sequence and tokens % tensor:
+    context = config.parallel.context
+    tokens, share = config.batch.micro * config.data.sequence // context, " / parallel.context"
+    if config.parallel.sequence and tokens % tensor:
         yield ConfigError(
             "parallel.sequence",
-            f"batch.micro * data.sequence = {tokens} tokens do not divide by parallel.tensor {tensor}; "
-            "change one, or set parallel.sequence: false",
+            f"batch.micro * data.sequence{share if context > 1 else ''} = {tokens} tokens do not divide by "
+            f"parallel.tensor {tensor}; change one, or set parallel.sequence: false",
         )
     if config.run.compile == "full" and tensor > 1:
         yield ConfigError(

@@ -55,17 +55,9 @@ def context_problems(config: Config) -> Iterator[ConfigError]:
         near = f"{low} or {low + context}" if low else str(context)
         yield ConfigError(
             "data.sequence",
-            f"found {sequence}, which does not divide by parallel.context {context}; the nearest that do are "
-            f"{near}",
+            f"found {sequence}, which does not divide by parallel.context {context}; use {near}",
         )
     yield from _heads(config)
-    tokens = config.batch.micro * sequence // context
-    if settings.sequence_parallel and tokens % settings.tensor:
-        yield ConfigError(
-            "parallel.sequence",
-            f"batch.micro * data.sequence / parallel.context = {tokens} tokens do not divide by "
-            f"parallel.tensor {settings.tensor}; change one, or set parallel.sequence: false",
-        )
     if config.run.compile == "full":
         yield ConfigError(
             "run.compile",

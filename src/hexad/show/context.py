@@ -13,9 +13,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hexad.model.inventory import ModelInventory
 from hexad.parallel.context.rounds import Round, rounds
 from hexad.parallel.context.slice import Balance, Run, Slice, Slicing
-from hexad.plan.memory import execution, rank_stages
+from hexad.plan.memory import execution
 from hexad.resolve import Resolved
 
 from .figure import PALETTE
@@ -81,8 +82,9 @@ class Division:
         config = resolved.config
         slicing = Slicing.of(config.parallel, config.model)
         slice_ = slicing.divided(config.batch.micro, config.data.sequence, documents)
-        attention = rank_stages(resolved, 0)[0].blocks[0].attention
-        run = execution(config, resolved.layout)
+        parallel = config.parallel
+        whole = ModelInventory(config.model, parallel.sequence_parallel, parallel.tensor)
+        attention, run = whole.layer(0).attention, execution(config, resolved.layout)
         sent = [each for each in attention.over_context(run) if (each.action, each.axis) == ("F", "ulysses")]
         exchanged = tuple(each.nbytes for each in sent)
         pair = attention.pair_bytes(run)

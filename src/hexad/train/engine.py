@@ -265,7 +265,7 @@ class Engine(State):
     ) -> tuple[list[Task], Counts]:
         """Begin a step: its microbatches on the device, and what all ranks have of them."""
         counting = language.count(microbatches)
-        placed = [language.placed(microbatch) for microbatch in microbatches]
+        placed = [microbatch.to(self.mesh.device) for microbatch in microbatches]
         self.begin(len(placed))
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
         counts = language.counted(counting)
@@ -293,12 +293,11 @@ class Engine(State):
         if not microbatches:
             raise HexadError("evaluate needs at least one microbatch")
         microbatches = [language.part(each) for each in microbatches]
-        if self.config.parallel.zero == 3:
-            language.counted(language.count(microbatches))
+        language.counted(language.count(microbatches), equal=self.config.parallel.zero == 3)
         executor = self._executor(len(microbatches), training=False)
         if self._full:
             self.gatherer.settle()
-        total = executor.run([Task(language.placed(microbatch)) for microbatch in microbatches])
+        total = executor.run([Task(microbatch.to(self.mesh.device)) for microbatch in microbatches])
         targets = sum(microbatch.targets() for microbatch in microbatches)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if total is not None:

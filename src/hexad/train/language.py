@@ -49,17 +49,20 @@ class Counts(NamedTuple):
         targets: positions that have a target.
         pairs: pairs of tokens of one document.
         fewest, most: microbatches of a rank.
+        problem: ids that the model does not have, in words; None if all are right.
     """
 
     targets: int
     pairs: int
     fewest: int
     most: int
+    problem: str | None = None
 
     def plus(self, other: Counts) -> Counts:
         """Those of more ranks."""
         fewest, most = min(self.fewest, other.fewest), max(self.most, other.most)
-        return Counts(self.targets + other.targets, self.pairs + other.pairs, fewest, most)
+        targets, pairs = self.targets + other.targets, self.pairs + other.pairs
+        return Counts(targets, pairs, fewest, most, self.problem or other.problem)
 
 
 def training_shard(config: Config, mesh: Mesh) -> Shard:
@@ -122,13 +125,14 @@ class LanguageModel:
         """What this rank holds of a microbatch, which is given whole or as the loader divides it.
 
         Raises:
-            HexadError: tensors of other shapes or formats, document offsets that do not fit, or a length that
-                does not divide by the context ranks.
+            HexadError: tensors of other shapes or formats, document offsets that do not fit, a length that
+                does not divide by the context ranks, or the part of another rank.
         """
         _check_tensors(microbatch)
         if microbatch.documents is not None:
             _check_documents(microbatch.documents, microbatch.sequences, microbatch.length)
         if microbatch.slice is not None:
+            self._check_part(microbatch)
             return microbatch
         if microbatch.length % self.slicing.ranks:
             raise HexadError(
@@ -137,47 +141,58 @@ class LanguageModel:
             )
         return microbatch.part(self.slicing, self.mesh.context.rank)
 
+    def _check_part(self, microbatch: Microbatch) -> None:
+        slice_, numbers, rank = microbatch.slice, microbatch.numbers, self.mesh.context.rank
+        assert slice_ is not None
+        wanted = self.slicing.divided(microbatch.sequences, microbatch.length, microbatch.documents)
+        first, last = wanted.runs[rank][0][0], wanted.runs[rank][-1][1] - 1
+        if slice_ != wanted or numbers is None or (int(numbers[0]), int(numbers[-1])) != (first, last):
+            raise HexadError(
+                f"Microbatch.slice: found the part of another context rank than {rank}, or of another "
+                "division; pass whole microbatches, or those of a loader with context_rank=mesh.context.rank"
+            )
+
     def boundary(self, task: Task) -> torch.Tensor:
         """An empty tensor for the hidden states between two stages."""
         shard = training_shard(self.config, self.mesh)
         rows = task.microbatch.tokens.numel() // (shard.tensor.size if shard.sequence else 1)
         return torch.empty((rows, self.config.model.hidden), dtype=shard.dtype, device=shard.device)
 
-    def placed(self, microbatch: Microbatch) -> Microbatch:
-        """Check the ids of what this rank holds and move it to the device.
-
-        Raises:
-            HexadError: ids outside the vocabulary.
-        """
+    def _problem(self, microbatch: Microbatch) -> str | None:
+        """What is wrong with the ids of a microbatch."""
         for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
             low, high = (int(x) for x in ids.aminmax())
             if low < lowest or high >= self.vocab or (lowest and -100 < low < 0):
                 bad = high if high >= self.vocab else low
-                raise HexadError(
+                return (
                     f"{name} id {bad} is outside the model's vocabulary of {self.vocab} (model.vocab); set "
                     "data.tokenizer (or model.vocab) to what the data was built with"
                 )
-        return microbatch.to(self.mesh.device)
+        return None
 
     def count(self, microbatches: Sequence[Microbatch]) -> Future[Counts]:
         """Start counting what all ranks were given. On the hosts: the device is not waited for."""
         if not microbatches:
             raise HexadError("train_step needs at least one microbatch")
-        number = len(microbatches)
+        number, problems = len(microbatches), map(self._problem, microbatches)
+        problem = next((each for each in problems if each is not None), None)
         targets = pairs = 0
         if self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:  # others have the same tokens
             targets = sum(m.targets() for m in microbatches)
             pairs = sum(m.pairs() for m in microbatches) if self.mesh.context.rank == 0 else 0
-        return merging(Counts(targets, pairs, number, number), self._counting, Counts.plus)
+        return merging(Counts(targets, pairs, number, number, problem), self._counting, Counts.plus)
 
-    def counted(self, counting: Future[Counts]) -> Counts:
-        """What :meth:`count` has found.
+    def counted(self, counting: Future[Counts], equal: bool = True) -> Counts:
+        """What :meth:`count` has found, the same on all ranks.
 
         Raises:
-            HexadError: ranks have different numbers of microbatches.
+            HexadError: ids outside the vocabulary on any rank; if they have to be ``equal``, different
+                numbers of microbatches.
         """
         counts = wait_for(self.mesh.world, counting.result)
-        if counts.fewest != counts.most:
+        if counts.problem is not None:
+            raise HexadError(counts.problem)
+        if equal and counts.fewest != counts.most:
             raise HexadError(
                 f"ranks were given different numbers of microbatches in one step: {counts.fewest} to "
                 f"{counts.most}; all need the same number"

@@ -16,10 +16,12 @@ import torch
 
 from .rounds import Tile
 
-Drop = Callable[[Tile, int, int, torch.dtype], torch.Tensor]
+Drop = Callable[[Tile, slice, slice, torch.dtype], torch.Tensor]
 """Factors of dropped probabilities, ``[key/value heads, group, queries, keys]``: of a tile with one block of
-keys, of its queries from one number up to another, in a format."""
+keys, of some of its rows and columns, in a format."""
 
+_BAND = 256
+"""Queries of a band at least: fewer make many calls."""
 _WIDEST = 256
 """Width of a head that PyTorch's flash attention for GPUs computes at most; multiples of 8."""
 _SCORES = 1 << 26
@@ -90,7 +92,7 @@ def choose(q: torch.Tensor, scale: float, drop: Drop | None, flash: bool) -> Ker
         q: ``[tokens, heads, width]``.
         scale: what scores are multiplied by.
         drop: what is dropped of probabilities; None for nothing.
-        flash: a GPU has flash kernels.
+        flash: PyTorch's flash attention for blocks of any lengths has been tried on the GPU.
     """
     if drop is None and q.device.type == "cpu":
         return CpuFlash(scale)
@@ -100,16 +102,38 @@ def choose(q: torch.Tensor, scale: float, drop: Drop | None, flash: bool) -> Ker
     return Plain(scale, drop)
 
 
-def _blocks(tile: Tile) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of each block, numbered from the tile's first."""
+class _Block(NamedTuple):
+    """Queries and keys of a tile that one call computes.
+
+    Attributes:
+        rows, columns: numbered from the tile's first.
+        behind: how many keys of the block come before that of its first query.
+    """
+
+    rows: slice
+    columns: slice
+    behind: int = 0
+
+
+def _blocks(tile: Tile) -> Iterator[_Block]:
+    """The tile's blocks. Of a causal one in which queries see a window of keys, a band at a time: of the
+    whole block's pairs few may be seen."""
     first_row, first_column = tile.queries[0], tile.keys[0]
     for (q0, q1), (k0, k1) in zip(pairwise(tile.queries), pairwise(tile.keys)):
-        yield slice(q0 - first_row, q1 - first_row), slice(k0 - first_column, k1 - first_column)
+        row, column = q0 - first_row, k0 - first_column
+        if not tile.causal or tile.low is None:
+            yield _Block(slice(row, q1 - first_row), slice(column, k1 - first_column))
+            continue
+        step = max(1 - tile.low, _BAND)
+        for begin in range(0, q1 - q0, step):
+            end, key = min(begin + step, q1 - q0), max(0, begin + tile.low)
+            yield _Block(slice(row + begin, row + end), slice(column + key, column + end), begin - key)
 
 
-def _seen(tile: Tile, rows: int, columns: int, device: torch.device, first: int = 0) -> torch.Tensor:
-    """bool ``[rows, columns]``: the keys that a block's queries from number ``first`` on see."""
-    row = torch.arange(first, first + rows, device=device)[:, None]
+def _seen(tile: Tile, block: _Block, device: torch.device) -> torch.Tensor:
+    """bool ``[rows, columns]``: the keys that a block's queries see."""
+    rows, columns = (part.stop - part.start for part in block[:2])
+    row = torch.arange(block.behind, block.behind + rows, device=device)[:, None]
     column = torch.arange(columns, device=device)
     seen = column <= row if tile.causal else torch.ones(rows, columns, dtype=torch.bool, device=device)
     return seen if tile.low is None else seen & (column >= row + tile.low)
@@ -126,28 +150,30 @@ class CpuFlash:
 
     def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
         """See :class:`Kernel`."""
-        for rows, columns in _blocks(tile):
-            block = given.q[rows], given.k[columns], given.v[columns]
+        for block in _blocks(tile):
+            rows, columns, _ = block
+            operands = given.q[rows], given.k[columns], given.v[columns]
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *map(_batch, block), 0.0, **self._options(tile, *block[:2])
+                *map(_batch, operands), 0.0, **self._options(tile, block, given.q)
             )
             yield Output(rows, out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
     def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
         """See :class:`Kernel`."""
-        for rows, columns in _blocks(tile):
-            block = given.q[rows], given.k[columns], given.v[columns], found.out[rows], found.lse[rows]
+        for block in _blocks(tile):
+            rows, columns, _ = block
+            operands = given.q[rows], given.k[columns], given.v[columns], found.out[rows], found.lse[rows]
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *map(_batch, (found.gradient[rows], *block)), 0.0, **self._options(tile, *block[:2])
+                *map(_batch, (found.gradient[rows], *operands)), 0.0, **self._options(tile, block, given.q)
             )
             yield Gradients(rows, columns, *(each[0].transpose(0, 1) for each in gradients))
             del gradients
 
-    def _options(self, tile: Tile, q: torch.Tensor, k: torch.Tensor) -> dict[str, Any]:
+    def _options(self, tile: Tile, block: _Block, q: torch.Tensor) -> dict[str, Any]:
         """Which keys queries see: by a mask to add, where there is a limit from below."""
         if tile.low is None:
             return {"is_causal": tile.causal, "attn_mask": None, "scale": self.scale}
-        hidden = ~_seen(tile, len(q), len(k), q.device)
+        hidden = ~_seen(tile, block, q.device)
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
         return {"is_causal": False, "attn_mask": mask, "scale": self.scale}
 
@@ -221,27 +247,29 @@ class Plain:
 
     def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
         """See :class:`Kernel`."""
-        for rows, columns, first in self._steps(tile, given.q.shape[1]):
+        for block in self._steps(tile, given.q.shape[1]):
+            rows, columns, _ = block
             k, v = given.k[columns], given.v[columns]
-            p = self._scores(given.q[rows], k, tile, first)
+            p = self._scores(given.q[rows], k, tile, block)
             lse = torch.logsumexp(p, -1, keepdim=True)
             p.sub_(lse).exp_()
             if self.drop is not None:
-                p *= self.drop(tile, rows.start, rows.stop, p.dtype)
+                p *= self.drop(tile, rows, columns, p.dtype)
             out = (p.to(v.dtype) @ _columns(v)).permute(2, 0, 1, 3).flatten(1, 2)
             yield Output(rows, out, lse.permute(2, 0, 1, 3).flatten(1))
 
     def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
         """See :class:`Kernel`."""
-        for rows, columns, first in self._steps(tile, given.q.shape[1]):
+        for block in self._steps(tile, given.q.shape[1]):
+            rows, columns, _ = block
             k, v, groups = given.k[columns], given.v[columns], given.k.shape[1]
             g, out, q = (_grouped(each[rows], groups) for each in (found.gradient, found.out, given.q))
             delta = (_wide(g) * _wide(out)).sum(-1, keepdim=True)
             lse = _grouped(found.lse[rows].unsqueeze(-1), groups)
-            p = self._scores(given.q[rows], k, tile, first).sub_(lse).exp_()
+            p = self._scores(given.q[rows], k, tile, block).sub_(lse).exp_()
             grad_p, weighted = _wide(g @ _columns(v).transpose(2, 3)), p
             if self.drop is not None:
-                factors = self.drop(tile, rows.start, rows.stop, p.dtype)
+                factors = self.drop(tile, rows, columns, p.dtype)
                 weighted = p * factors
                 grad_p = grad_p * factors
             dv = (weighted.to(v.dtype).transpose(2, 3) @ g).sum(1).transpose(0, 1)
@@ -250,19 +278,20 @@ class Plain:
             dk = (scores.transpose(2, 3) @ q).sum(1).transpose(0, 1)
             yield Gradients(rows, columns, dq, dk, dv)
 
-    def _steps(self, tile: Tile, heads: int) -> Iterator[tuple[slice, slice, int]]:
-        """Some rows of the tile, the columns of their block, and the first row's number in the block."""
-        for rows, columns in _blocks(tile):
+    def _steps(self, tile: Tile, heads: int) -> Iterator[_Block]:
+        """Some queries of a block at a time."""
+        for rows, columns, behind in _blocks(tile):
             at_once = max(1, _SCORES // (heads * (columns.stop - columns.start)))
             for begin in range(rows.start, rows.stop, at_once):
-                yield slice(begin, min(begin + at_once, rows.stop)), columns, begin - rows.start
+                end = min(begin + at_once, rows.stop)
+                yield _Block(slice(begin, end), columns, behind + begin - rows.start)
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, tile: Tile, first: int) -> torch.Tensor:
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, tile: Tile, block: _Block) -> torch.Tensor:
         """``[kv heads, group, rows, columns]``, -inf where a key is not seen."""
         wide = _wide(_grouped(q, k.shape[1])) @ _wide(_columns(k)).transpose(2, 3)
         wide.mul_(self.scale)
         if tile.causal or tile.low is not None:
-            wide.masked_fill_(~_seen(tile, len(q), len(k), q.device, first), -torch.inf)
+            wide.masked_fill_(~_seen(tile, block, q.device), -torch.inf)
         return wide
 
 

@@ -38,13 +38,6 @@ class Tile:
         """Of the keys."""
         return self.keys[0], self.keys[-1]
 
-    @property
-    def pairs(self) -> int:
-        """Queries times keys that are seen; at the most, where the first keys are not."""
-        blocks = zip(pairwise(self.queries), pairwise(self.keys))
-        sizes = [(q1 - q0, k1 - k0) for (q0, q1), (k0, k1) in blocks]
-        return sum(q * (q + 1) // 2 if self.causal else q * k for q, k in sizes)
-
 
 @dataclass(frozen=True)
 class Round:

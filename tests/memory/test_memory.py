@@ -178,6 +178,13 @@ FEW = [
     _case(2, precision=FP8, parallel={"data": 2, "zero": 3}, **LARGE_WEIGHTS),
     _case(2, precision=FP8, parallel={"tensor": 2}, **LARGE_WEIGHTS),
     _case(2, parallel={"context": 2}),
+    _case(
+        2,
+        parallel={"context": 2},
+        model={"family": "mistral", "sliding_window": 100, "layers": 2},
+        data={"sequence": 4096},
+        batch={"micro": 1, "global": 1},
+    ),
 ]
 
 

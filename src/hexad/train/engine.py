@@ -234,7 +234,6 @@ class Engine(State):
                 outside the vocabulary.
         """
         language = self._language()
-        microbatches = [language.part(each) for each in microbatches]
         if self.mesh.trace is not None:
             self.mesh.trace.step = self.step + 1
         tasks, (targets, pairs, *_) = self._tasks(language, microbatches)
@@ -252,7 +251,7 @@ class Engine(State):
         veto = None if limit is None else self._veto(loss, limit * targets)
         loss_scale = self.scaler.scale
         norm, updated, (loss_sum,) = self._update(lr, veto, targets / divisor, loss.wait())
-        self.samples += sum(each.sequences for each in microbatches) * self.mesh.data.size
+        self.samples += sum(task.microbatch.sequences for task in tasks) * self.mesh.data.size
         mean, finite = loss_sum / targets, math.isfinite(norm)
         fault: Fault | None = "spike" if finite and not updated else None
         if not finite and self.scaler.exhausted:
@@ -264,9 +263,9 @@ class Engine(State):
         self, language: LanguageModel, microbatches: Sequence[Microbatch]
     ) -> tuple[list[Task], Counts]:
         """Begin a step: its microbatches on the device, and what all ranks have of them."""
-        counting = language.count(microbatches)
-        placed = [microbatch.to(self.mesh.device) for microbatch in microbatches]
-        self.begin(len(placed))
+        parts, counting = language.count(microbatches)
+        placed = [part.to(self.mesh.device) for part in parts]
+        self.begin(len(microbatches))
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
         counts = language.counted(counting)
         if counts.targets == 0:
@@ -292,13 +291,13 @@ class Engine(State):
         language = self._language()
         if not microbatches:
             raise HexadError("evaluate needs at least one microbatch")
-        microbatches = [language.part(each) for each in microbatches]
-        language.counted(language.count(microbatches), equal=self.config.parallel.zero == 3)
+        parts, counting = language.count(microbatches)
+        language.counted(counting, equal=self.config.parallel.zero == 3)
         executor = self._executor(len(microbatches), training=False)
         if self._full:
             self.gatherer.settle()
-        total = executor.run([Task(microbatch.to(self.mesh.device)) for microbatch in microbatches])
-        targets = sum(microbatch.targets() for microbatch in microbatches)
+        total = executor.run([Task(part.to(self.mesh.device)) for part in parts])
+        targets = sum(part.targets() for part in parts)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if total is not None:
             result += torch.stack([total, torch.full_like(total, targets)])

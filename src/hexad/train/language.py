@@ -49,7 +49,7 @@ class Counts(NamedTuple):
         targets: positions that have a target.
         pairs: pairs of tokens of one document.
         fewest, most: microbatches of a rank.
-        problem: ids that the model does not have, in words; None if all are right.
+        problem: what is wrong with a rank's microbatches, in words; None if all are right.
     """
 
     targets: int
@@ -170,24 +170,31 @@ class LanguageModel:
                 )
         return None
 
-    def count(self, microbatches: Sequence[Microbatch]) -> Future[Counts]:
-        """Start counting what all ranks were given. On the hosts: the device is not waited for."""
+    def count(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Future[Counts]]:
+        """What this rank holds of its microbatches, and the start of counting what all ranks were given. On
+        the hosts: the device is not waited for."""
         if not microbatches:
             raise HexadError("train_step needs at least one microbatch")
-        number, problems = len(microbatches), map(self._problem, microbatches)
-        problem = next((each for each in problems if each is not None), None)
+        number = len(microbatches)
+        parts: list[Microbatch] = []
+        try:
+            parts = [self.part(each) for each in microbatches]
+            problem = next((found for found in map(self._problem, parts) if found is not None), None)
+        except HexadError as error:
+            problem = str(error)
         targets = pairs = 0
         if self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:  # others have the same tokens
-            targets = sum(m.targets() for m in microbatches)
-            pairs = sum(m.pairs() for m in microbatches) if self.mesh.context.rank == 0 else 0
-        return merging(Counts(targets, pairs, number, number, problem), self._counting, Counts.plus)
+            targets = sum(m.targets() for m in parts)
+            pairs = sum(m.pairs() for m in parts) if self.mesh.context.rank == 0 else 0
+        counts = Counts(targets, pairs, number, number, problem)
+        return parts, merging(counts, self._counting, Counts.plus)
 
     def counted(self, counting: Future[Counts], equal: bool = True) -> Counts:
         """What :meth:`count` has found, the same on all ranks.
 
         Raises:
-            HexadError: ids outside the vocabulary on any rank; if they have to be ``equal``, different
-                numbers of microbatches.
+            HexadError: any rank's microbatches are wrong, or have ids outside the vocabulary; if they have to
+                be ``equal``, different numbers of microbatches.
         """
         counts = wait_for(self.mesh.world, counting.result)
         if counts.problem is not None:

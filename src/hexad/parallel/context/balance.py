@@ -12,7 +12,7 @@ from .slice import Run
 from .swaps import Pieces, levelled
 
 TOLERANCE = 0.04
-"""By how much the work of the slowest rank may exceed the mean before tokens are divided more finely."""
+"""By how much the work of a rank may differ from the mean before tokens are divided more finely."""
 _MOST_PIECES = 1 << 14
 """Pieces of a microbatch."""
 _ALIKE = (np.inf, 1.0, 0.5, 0.25, 0.1, 0.0)
@@ -136,7 +136,7 @@ def _dealt(
 
 def _imbalance(work: NDArray[np.float64], owner: NDArray[np.int64], ranks: int) -> float:
     loads = np.bincount(owner, work, minlength=ranks)
-    return float(loads.max() / loads.mean() - 1)
+    return float(abs(loads / loads.mean() - 1).max())
 
 
 def _runs(cuts: NDArray[np.int64], owner: NDArray[np.int64], ranks: int) -> list[list[Run]]:

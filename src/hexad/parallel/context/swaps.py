@@ -38,13 +38,13 @@ class Pieces(NamedTuple):
 
 
 def levelled(owner: Ints, pieces: Pieces, ranks: int, tolerance: float, most: int) -> Ints | None:
-    """The owners of pieces after swaps between the rank with the most work and others.
+    """The owners of pieces after swaps between the rank whose work differs most from the mean and others.
 
     Args:
         owner: the rank of every piece.
         pieces: their sizes and work.
         ranks: their number.
-        tolerance: by how much the work of a rank may exceed the mean.
+        tolerance: by how much the work of a rank may differ from the mean.
         most: swaps.
 
     Returns:
@@ -52,11 +52,11 @@ def levelled(owner: Ints, pieces: Pieces, ranks: int, tolerance: float, most: in
     """
     owner = owner.copy()
     loads: NDArray[np.float64] = np.bincount(owner, pieces.work, minlength=ranks).astype(np.float64)
-    limit = loads.mean() * (1 + tolerance)
+    mean = float(loads.mean())
     for _ in range(most):
-        if loads.max() <= limit:
+        if abs(loads - mean).max() <= tolerance * mean:
             return owner
-        swap = _best_swap(owner, pieces, loads, limit)
+        swap = _best_swap(owner, pieces, loads, tolerance)
         if swap is None:
             return None
         first, second = swap
@@ -68,16 +68,23 @@ def levelled(owner: Ints, pieces: Pieces, ranks: int, tolerance: float, most: in
 
 
 def _best_swap(
-    owner: Ints, pieces: Pieces, loads: NDArray[np.float64], limit: float
+    owner: Ints, pieces: Pieces, loads: NDArray[np.float64], tolerance: float
 ) -> tuple[int, int] | None:
-    """A piece of the rank with the most work and one of another rank: the fewest keys to send for the work
-    that it takes off this rank. A swap costs a piece's keys more, so that few large ones are preferred."""
-    slowest = int(loads.argmax())
-    mine, others = np.flatnonzero(owner == slowest), np.flatnonzero(owner != slowest)
+    """A piece of the rank whose work differs most from the mean and one of another rank: the fewest keys to
+    send for the work that then is where it should be. A swap costs a piece's keys more, so that few large
+    ones are preferred."""
+    mean = loads.mean()
+
+    def beyond(load: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.maximum(abs(load - mean) - tolerance * mean, 0.0)
+
+    worst = int(abs(loads - mean).argmax())
+    mine, others = np.flatnonzero(owner == worst), np.flatnonzero(owner != worst)
     moved = pieces.work[mine][:, None] - pieces.work[others]
-    after = np.maximum(loads[slowest] - moved, loads[owner[others]] + moved)
-    gain = loads[slowest] - np.maximum(after, limit)
-    possible = (gain > 1e-9 * limit) & (pieces.size[mine][:, None] == pieces.size[others])
+    theirs = loads[owner[others]]
+    gain = beyond(loads[worst : worst + 1]) + beyond(theirs)
+    gain = gain - beyond(loads[worst] - moved) - beyond(theirs + moved)
+    possible = (gain > 1e-9 * mean) & (pieces.size[mine][:, None] == pieces.size[others])
     if not possible.any():
         return None
     change = _Change(owner, pieces, len(loads))

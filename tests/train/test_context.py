@@ -1,0 +1,117 @@
+"""Context parallel in the engine: parts and whole microbatches, mistakes, 16-bit formats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hexad import ConfigError, Engine, HexadError, Layout, Mesh
+from hexad.config import Config
+from hexad.dataset.microbatch import Microbatch
+from hexad.model.configuration import build_config
+from hexad.parallel.context.slice import Slicing
+from hexad.resolve import resolve
+
+from ..pool import Pool
+
+_LENGTH, _DOCUMENTS = 24, (0, 1, 9, 24, 30, 48)
+
+
+def _config(dtype: str = "fp64", **parallel: Any) -> Config:
+    return build_config(
+        {
+            "run": {"steps": 10},
+            "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 48, "vocab": 64},
+            "data": {"sequence": _LENGTH, "documents": "isolate"},
+            "batch": {"micro": 2, "global": 2},
+            "parallel": parallel,
+            "precision": {"dtype": dtype},
+            "lr_schedule": {"warmup": 1},
+        }
+    )
+
+
+def _engine(config: Config) -> Engine:
+    world = config.parallel.context
+    mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
+    return Engine(resolve(config, mesh.layout), mesh)
+
+
+def _whole() -> Microbatch:
+    ids = torch.randint(0, 64, (2, _LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), _DOCUMENTS)
+
+
+def _slicing(engine: Engine) -> Slicing:
+    return Slicing.of(engine.config.parallel, engine.config.model)
+
+
+def _losses(config: Config, given: str = "whole") -> list[float]:
+    engine, whole = _engine(config), _whole()
+    part = whole.part(_slicing(engine), engine.mesh.context.rank)
+    found = [engine.train_step([whole if given == "whole" else part]).loss for _ in range(3)]
+    assert engine.samples == 6
+    return [*found, engine.evaluate([part if given == "whole" else whole])[0]]
+
+
+def test_whole_microbatches_and_parts_of_them_are_the_same(pool: Pool) -> None:
+    (wanted,) = pool.run(1, _losses, _config())
+    for given in ("whole", "part"):
+        for found in pool.run(2, _losses, _config(context=2), given):
+            assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def _refusals(config: Config) -> list[str]:
+    """What a step says of parts that are not this rank's; of an id that one rank alone has, all say it."""
+    engine, whole, found = _engine(config), _whole(), []
+    slicing, other = _slicing(engine), 1 - engine.mesh.context.rank
+    tokens = whole.tokens.clone()
+    tokens[0, 0] = 64
+    bad = replace(whole, tokens=tokens)
+    steps: list[Any] = [
+        lambda: engine.train_step([whole.part(slicing, other)]),
+        lambda: engine.train_step([whole.part(replace(slicing, ranks=4), 0)]),
+        lambda: engine.train_step([whole.part(slicing, 0)]),  # right on one rank
+        lambda: engine.train_step([bad]),
+        lambda: engine.train_step([bad.part(slicing, 1 - other)]),
+        lambda: engine.evaluate([bad]),
+    ]
+    for step in steps:
+        with pytest.raises(HexadError) as error:
+            step()
+        found.append(str(error.value))
+    engine.train_step([whole])  # goes on
+    return found
+
+
+def test_mistakes_are_refused_on_every_rank(pool: Pool) -> None:
+    first, second = pool.run(2, _refusals, _config(context=2))
+    assert [message.replace("than 1", "than 0") for message in second] == [
+        message.replace("than 1", "than 0") for message in first
+    ]
+    assert all("another context rank" in message for message in first[:3])
+    assert all(message.startswith("token id 64 is outside") for message in first[3:])
+
+
+def test_modules_of_ones_own_are_refused(pool: Pool) -> None:
+    assert pool.run(2, _of_modules, _config("fp32", context=2)) == [True, True]
+
+
+def _of_modules(config: Config) -> bool:
+    mesh = Mesh.create(Layout.from_settings(config.parallel, 2), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"parallel\.context: found 2 with modules of your own"):
+        Engine(nn.Linear(2, 2), mesh, config)
+    return True
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "all_gather"])
+def test_16_bits_stay_near_float64(dtype: str, method: str, pool: Pool) -> None:
+    (wanted,) = pool.run(1, _losses, _config())
+    for found in pool.run(2, _losses, _config(dtype, context=2, context_method=method)):
+        assert found != wanted
+        assert found == pytest.approx(wanted, rel=2**-8)

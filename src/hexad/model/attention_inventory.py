@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hexad.parallel.context.heads_inventory import heads_of
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import Linear
 from hexad.parallel.tensor.lora_inventory import Lora
@@ -156,7 +157,8 @@ class Attention:
 
     def _repeated(self, run: Execution) -> int:
         """Ranks that get the same keys and values where heads are exchanged for tokens."""
-        return max(1, run.ulysses // (self.kv_heads * self.copies // run.tensor))
+        heads = self.kv_heads * self.copies // run.tensor
+        return heads_of(heads, run.ulysses) * run.ulysses // heads
 
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each

@@ -1,8 +1,8 @@
-"""Attention over keys that other ranks hold: their blocks arrive one after the other, and what each gives is
-put together by the log-sum-exp of its scores (Liu et al., Ring Attention, arXiv 2310.01889).
+"""Attention over keys that other ranks hold: their blocks arrive one after the other, and the outputs of
+blocks are merged by the log-sum-exp of their scores (Liu et al., Ring Attention, arXiv 2310.01889).
 
 The function keeps its own rank's queries, keys and values, the output and the log-sum-exp. Backward receives
-keys and values again, and sends their owners what this rank's queries make of their gradients.
+keys and values again, and sends this rank's part of their gradients to the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def attention_over_ranks(
 
 
 class Merged:
-    """What queries make of the blocks of keys so far.
+    """Output of queries over the blocks of keys so far.
 
     Attributes:
         out: ``[tokens, heads, width]``, in at least float32.
@@ -70,7 +70,7 @@ class Merged:
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, rows: Run, part: Output) -> None:
-        """Add what some queries, numbered from the first of ``rows`` on, make of one more block."""
+        """Add the output of some queries, numbered from the first of ``rows`` on, over one more block."""
         whole, before = self.out[slice(*rows)][part.rows], self.lse[slice(*rows)][part.rows]
         after = torch.logaddexp(before, part.lse)
         unseen = after == -torch.inf  # -inf - -inf would be NaN

@@ -42,7 +42,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What some queries make of all keys, and the gradient of that.
+    """Output of some queries over all keys, and its gradient.
 
     Attributes:
         out, gradient: ``[rows, heads, width]``.
@@ -55,7 +55,7 @@ class Results(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What some of a tile's queries make of its keys: ``out [rows, heads, width]``, ``lse [rows, heads]``."""
+    """Of some of a tile's queries over its keys: ``out [rows, heads, width]``, ``lse [rows, heads]``."""
 
     rows: slice
     out: torch.Tensor

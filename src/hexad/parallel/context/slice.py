@@ -113,8 +113,8 @@ def divide(
     """Divide a microbatch among context ranks.
 
     ``none``: in the order of the tokens. ``zigzag``: of every sequence, two blocks for each rank, the i-th
-    from the front and the i-th from the back (Brandon et al., arXiv 2311.09431, have the problem; Megatron-LM
-    this solution). ``work``: see :func:`hexad.parallel.context.balance.by_work`.
+    from the front and the i-th from the back, as in Megatron-LM (the imbalance: Brandon et al., arXiv
+    2311.09431). ``work``: see :func:`hexad.parallel.context.balance.by_work`.
 
     Args:
         sequences, length: of the microbatch.

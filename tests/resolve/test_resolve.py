@@ -57,7 +57,8 @@ def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
         "parallel.schedule",
         "parallel.schedule_memory",
     }
-    unused = {"parallel.schedule_group"} if schedule != "interleaved" else set()
+    unused = {"parallel.context_ulysses", "parallel.context_balance"}
+    unused |= {"parallel.schedule_group"} if schedule != "interleaved" else set()
     assert set(autos(resolved.config.model_dump(by_alias=True))) <= policies | unused
     assert resolved.config.model.vocab == 257
     assert resolved.config.parallel.data == 1 and resolved.config.lr_schedule.decay_steps == 200

@@ -258,7 +258,7 @@ def gradients_of(config: Config) -> torch.Tensor:
     for _ in range(8):
         for microbatch in batch:
             assert engine.language is not None
-            engine.accumulate([Task(engine.language.placed(microbatch))], 1.0 / 1000)
+            engine.accumulate([Task(engine.language.part(microbatch))], 1.0 / 1000)
     engine.reduce()
     return torch.cat([bucket.gradient.float() for bucket in engine.buckets])
 

@@ -52,7 +52,7 @@ def _step(engine: Engine) -> tuple[Counter[str], int]:
         return read(tensor)
 
     with (
-        mock.patch.object(LanguageModel, "placed", lambda self, each: each.to(self.mesh.device)),
+        mock.patch.object(LanguageModel, "_problem", lambda self, part: None),
         mock.patch.object(Microbatch, "targets", lambda self: self.tokens.numel()),
         mock.patch.object(torch.Tensor, "tolist", tolist),
         _Calls() as calls,

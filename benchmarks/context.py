@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from facts import facts
-from link import Link, why_not
+from link import Link, exposed, why_not
 from turns import Program, Step, serve, wall
 
 METHODS = ("one", "ring", "ulysses", "all_gather")
@@ -73,7 +73,8 @@ def hexad(method: str, tokens: int) -> Step:
         traffic.be(mode)
         before = engine.mesh.sent_bytes()["context"]
         result = engine.train_step([short if command == "short" else whole])
-        return {"loss": result.loss, "sent": engine.mesh.sent_bytes()["context"] - before}
+        sent = engine.mesh.sent_bytes()["context"] - before
+        return {"loss": result.loss, "sent": sent, "skipped": result.skipped}
 
     return step
 
@@ -160,31 +161,17 @@ def torch_verdict(tokens: int) -> str:
 
 def over_link(link: Link, method: str, tokens: int, rounds: int, megabits: float) -> dict[str, Any]:
     """Medians over the rounds, in seconds; bytes that a rank sends over the context axis."""
-    link.limit(None)
-    program = Program(
-        [link.command(end, command(method, tokens)) for end in range(2)], address=link.addresses[0]
-    )
+    program = link.program(command(method, tokens))
     try:
         program.wait()
         sent = [rank["sent"] for rank in program.step("overlapped")]
         short = [rank["sent"] for rank in program.step("short")]
-        seconds: dict[str, list[float]] = {}
-        for _ in range(rounds):
-            for name, limit in (
-                ("full", None),
-                ("overlapped", megabits),
-                ("waiting", megabits),
-                ("free", None),
-            ):
-                link.limit(limit)
-                step = program.step("overlapped" if name == "full" else name)
-                seconds.setdefault(name, []).append(wall(step))
+        seconds = link.in_turns(program, ("full", "overlapped", "waiting", "free"), rounds, megabits)
         program.close()
     finally:
         program.kill()
     found: dict[str, Any] = {name: median(times) for name, times in seconds.items()}
-    for name in ("overlapped", "waiting"):
-        found[f"exposed_{name}"] = median(a - b for a, b in zip(seconds[name], seconds["free"]))
+    found |= {f"exposed_{name}": exposed(seconds, name) for name in ("overlapped", "waiting")}
     ideal = max(sent) * 8 / (megabits * 1e6)
     return found | {"sent_bytes": max(sent), "short_bytes": max(short), "ideal": ideal}
 

@@ -6,6 +6,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from statistics import median
+
+from turns import Program, wall
+
+_LIMITED = {"full": False, "overlapped": True, "waiting": True, "alone": True, "free": False}
+"""Kinds of steps, in the order of a round: whether the link has its limit."""
 
 
 def why_not() -> str | None:
@@ -72,3 +78,30 @@ class Link:
         """``command`` as it runs at one end."""
         inner = ["env", f"GLOO_SOCKET_IFNAME={self.interfaces[end]}", *command]
         return ["ip", "netns", "exec", self._spaces[end], *inner]
+
+    def program(self, command: Sequence[str]) -> Program:
+        """Two ranks that run ``command``, one at each end."""
+        self.limit(None)
+        return Program([self.command(end, command) for end in range(2)], address=self.addresses[0])
+
+    def in_turns(
+        self, program: Program, kinds: Sequence[str], rounds: int, megabits: float
+    ) -> dict[str, list[float]]:
+        """Seconds of the slower rank, of rounds with a step of each kind; ``full`` is ``overlapped`` over the
+        link without its limit."""
+        seconds: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            for kind, limited in _LIMITED.items():
+                if kind not in kinds:
+                    continue
+                self.limit(megabits if limited else None)
+                step = program.step("overlapped" if kind == "full" else kind)
+                skipped = any(rank.get("skipped") for rank in step)
+                assert not skipped, "a step was skipped: its time says nothing"
+                seconds.setdefault(kind, []).append(wall(step))
+        return seconds
+
+
+def exposed(seconds: dict[str, list[float]], kind: str) -> float:
+    """Seconds of a step above those without messages, of the same round; the median."""
+    return median(step - free for step, free in zip(seconds[kind], seconds["free"]))

@@ -27,9 +27,9 @@ from statistics import median
 from typing import Any
 
 from facts import facts
-from link import Link, why_not
+from link import Link, exposed, why_not
 from programs import hexad_engine
-from turns import Program, Step, serve, wall
+from turns import Step, serve
 
 RANKS = 2
 
@@ -61,28 +61,13 @@ def worker(stage: int, dtype: str) -> None:
 
 def measure(link: Link, stage: int, rounds: int, megabits: float, dtype: str) -> dict[str, Any]:
     """One ZeRO stage: medians over the rounds, in seconds."""
-    link.limit(None)
-    command = [sys.executable, __file__, "--worker", str(stage), dtype]
-    program = Program([link.command(end, command) for end in range(RANKS)], address=link.addresses[0])
+    program = link.program([sys.executable, __file__, "--worker", str(stage), dtype])
     try:
         program.wait()
         first = program.step("overlapped")
         recorded = program.step("recording")
-        seconds: dict[str, list[float]] = {}
-        for _ in range(rounds):
-            for name, limit in (
-                ("full", None),
-                ("overlapped", megabits),
-                ("waiting", megabits),
-                ("alone", megabits),
-                ("free", None),
-            ):
-                link.limit(limit)
-                step = program.step("overlapped" if name == "full" else name)
-                assert not any(rank.get("skipped") for rank in step), (
-                    "a step was skipped: its time says nothing"
-                )
-                seconds.setdefault(name, []).append(wall(step))
+        kinds = "full", "overlapped", "waiting", "alone", "free"
+        seconds = link.in_turns(program, kinds, rounds, megabits)
         program.close()
     finally:
         program.kill()
@@ -97,9 +82,8 @@ def shares(seconds: dict[str, list[float]]) -> dict[str, float]:
     found = {}
     alone = median(seconds["alone"])
     for name in ("overlapped", "waiting"):
-        exposed = median(step - free for step, free in zip(seconds[name], seconds["free"]))
-        found[f"exposed_{name}"] = exposed
-        found[f"hidden_{name}"] = 1 - exposed / alone
+        found[f"exposed_{name}"] = exposed(seconds, name)
+        found[f"hidden_{name}"] = 1 - found[f"exposed_{name}"] / alone
     return found
 
 

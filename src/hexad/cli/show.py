@@ -19,8 +19,9 @@ from hexad.config import HexadError
 from hexad.config.schema import ParallelSettings
 from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import write_schedule
-from hexad.show.context import context_json, context_text
+from hexad.show.context import context_json
 from hexad.show.context_figure import context_figure
+from hexad.show.context_text import context_text
 from hexad.show.figure import save_figure
 from hexad.show.layout import layout_figure, layout_json, layout_text
 from hexad.show.memory import memory_figure, memory_json, memory_text, memory_title

@@ -47,7 +47,7 @@ sequence, in tokens, that the model was published for, without extensions (as Ya
 """
 
 _HEAD = """\
-<!-- Written by 'make docs' from src/hexad/config/schema.py. Do not edit. -->
+<!-- Written by 'make docs' from src/hexad/config/schema.py and model.py. Do not edit. -->
 
 # Configuration
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hexad.comm import all_gather
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import Transformer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.model import attention_kernels
 from hexad.model.attention_kernels import AttentionKernel, Spans, choose
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hexad.config import ConfigError
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config, load_config
 from hexad.model.counts import flops_per_token, layer_costs, parameter_count
 from hexad.model.families import presets

@@ -20,7 +20,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from hexad.config import HexadError
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.parallel.rectangle import Rectangle
 
 from .chunks import Chunk

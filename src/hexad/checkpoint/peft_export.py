@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hexad.config import Config, HexadError
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.model.families import Family
 from hexad.model.hugging_face import architecture
 from hexad.model.inventory import ModelInventory

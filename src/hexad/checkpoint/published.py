@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.model.families import Family, family
 from hexad.model.inventory import ModelInventory
 from hexad.parallel.inventory import Weight

@@ -1,11 +1,11 @@
-"""Kinds of values that settings have, with their bounds. A validator's docstring is its text in the
-documentation."""
+"""Kinds of values that settings have, with their bounds, and groups of settings. A validator's
+docstring is its text in the documentation."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _not_a_switch(value: Any) -> Any:
@@ -48,3 +48,9 @@ def _schedule_file(path: str) -> str:
 
 
 ScheduleFile = Annotated[str, AfterValidator(_schedule_file)]
+
+
+class Settings(BaseModel):
+    """A strict, immutable group of settings: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

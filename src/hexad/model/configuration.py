@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, ConfigError, parse_config, read_tree
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 
 from .families import family, preset
 from .sources import with_source

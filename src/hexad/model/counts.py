@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from hexad.config import ConfigError
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.parallel.inventory import Execution, Product
 
 from .configuration import complete_model

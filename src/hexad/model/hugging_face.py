@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import ConfigError, HexadError
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 
 from .families import Family, families, family
 from .families.keys import Keys

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.parallel.inventory import Collective, Execution, Kept, Parameter, Product, Weight
 from hexad.parallel.tensor.embedding_inventory import Embedding, Head
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hexad.config.schema import ModelSettings, RopeScaling
+from hexad.config.model import ModelSettings, RopeScaling
 from hexad.parallel.context.slice import Slice
 
 from .attention_kernels import Spans

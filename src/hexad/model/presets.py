@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 
 from .configuration import complete_model
 from .counts import parameter_count

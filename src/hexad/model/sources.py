@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from hexad.config import ConfigError, HexadError, blaming
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 
 from .families import family
 from .hugging_face import CONFIG_FILE, OPTIONS, model_settings, read_config

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from hexad.config import ConfigError, did_you_mean
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.parallel.tensor.lora_inventory import Lora
 
 from .families import Family, family

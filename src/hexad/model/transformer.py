@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hexad.config.schema import ModelSettings, ParallelSettings
+from hexad.config.model import ModelSettings
+from hexad.config.schema import ParallelSettings
 from hexad.parallel.context.rows import numbers_of
 from hexad.parallel.context.slice import Slice
 from hexad.parallel.inventory import KV_AXES
@@ -246,9 +247,8 @@ def make_shard(parallel: ParallelSettings, mesh: Mesh, dtype: torch.dtype) -> Sh
     """
     names = ("tensor", "context", "ring", "ulysses")
     axes = {name: axis for name, axis in mesh.axes.items() if name in names}
-    method: Literal["ring", "all_gather"] = "ring"
-    if parallel.context_method == "all_gather":
-        method = "all_gather"
+    method: Literal["ring", "all_gather"]
+    method = "all_gather" if parallel.context_method == "all_gather" else "ring"
     return Shard(axes, parallel.sequence_parallel, dtype, mesh.device, method=method)
 
 

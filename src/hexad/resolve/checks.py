@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from hexad.config import Config, ConfigError
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
 from hexad.model.trained import check_trained

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hexad.config import Config, ConfigError
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 from hexad.parallel.context.heads_inventory import divides_heads, largest_group
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import get_args
 
 from hexad.config import ConfigError, did_you_mean
-from hexad.config.schema import Family as FamilyName
+from hexad.config.model import Family as FamilyName
 
 from .family import Family, Shape
 

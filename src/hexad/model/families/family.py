@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any, Literal
 
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 
 from .keys import Keys
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hexad.config.schema import ModelSettings
+from hexad.config.model import ModelSettings
 
 from .family import Family, Shape
 from .keys import one_dropout

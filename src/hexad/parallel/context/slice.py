@@ -9,7 +9,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal
 
-from hexad.config.schema import ModelSettings, ParallelSettings
+from hexad.config.model import ModelSettings
+from hexad.config.schema import ParallelSettings
 
 Run = tuple[int, int]
 """Tokens from the first number on, up to the second."""

@@ -1,0 +1,135 @@
+"""The settings of the model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from .values import (
+    Fraction,
+    Layers,
+    Name,
+    Number,
+    Positive,
+    PositiveFloat,
+    Settings,
+    Width,
+)
+
+
+class RopeScaling(Settings):
+    """Llama-3 scaling of rotary frequencies (Llama 3.1 model card; ``rope_type: llama3``)."""
+
+    factor: PositiveFloat = 8.0
+    """Factor by which low frequencies are slowed down."""
+    low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above ``original_positions / low_freq_factor`` are scaled fully."""
+    high_freq_factor: PositiveFloat = 4.0
+    """Wavelengths below ``original_positions / high_freq_factor`` are left alone."""
+    original_positions: Positive = 8192
+    """Sequence length of the first training phase, in tokens."""
+
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gpt2", "mixtral", "qwen3_moe"]
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (LoRA: Hu et al., arXiv 2106.09685)."""
+
+    rank: Positive = 8
+    """Rank of the products that are added to the matrices."""
+    alpha: PositiveFloat = 16.0
+    """What these products are multiplied by, times ``rank``."""
+    dropout: Fraction = 0.0
+    """Probability with which elements of the adapters' inputs are dropped in training; the adapters of one
+    linear layer (query, key and value; gate and up) drop the same ones."""
+    targets: Literal["all"] | tuple[str, ...] = "all"
+    """The linear layers' outputs that are adapted: ``all``, or patterns as for ``model.train``, such as
+    ``[q_proj, v_proj]``."""
+
+
+class ModelSettings(Settings):
+    """The transformer's architecture, and what of it is trained."""
+
+    preset: Name | None = None
+    """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys that are also
+    given override it."""
+    load: Name | None = None
+    """Initial weights if ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, or a run or
+    checkpoint of Hexad. Only the weights are loaded; the settings that follow are filled in from there."""
+    family: Family = "llama"
+    """Architecture family; it also sets the defaults of the variant switches below."""
+    layers: Layers = 4
+    """Transformer blocks."""
+    hidden: Width = 256
+    """Width of the residual stream."""
+    heads: Width = 8
+    """Query heads per layer."""
+    kv_heads: Width | Literal["auto"] = "auto"
+    """Key/value heads per layer (grouped-query attention). ``auto``: ``heads`` for gpt2; otherwise 4 where
+    that divides ``heads``, else ``heads``."""
+    head_dim: Width | Literal["auto"] = "auto"
+    """Width of one head. ``auto``: ``hidden / heads``."""
+    ffn_hidden: Width | Literal["auto"] = "auto"
+    """Inner width of the feed-forward layer. ``auto``: ``4 * hidden`` for gpt2, else ``8/3 * hidden`` rounded
+    up to a multiple of 64."""
+    vocab: Positive | Literal["auto"] = "auto"
+    """Vocabulary size. ``auto``: the tokenizer's. Padded internally; results never depend on padding."""
+    max_positions: Positive | Literal["auto"] = "auto"
+    """Longest sequence of the model, in tokens; for gpt2 the rows of the position table. ``auto``:
+    ``data.sequence``, or the length that ``rope_scaling`` reaches if that is longer."""
+    tied_embeddings: bool | Literal["auto"] = "auto"
+    """Whether the output head shares the embedding's weight. ``auto``: true for gpt2, else false."""
+    qkv_bias: bool | Literal["auto"] = "auto"
+    """Bias on the query, key and value projections. ``auto``: true for gpt2 and qwen2."""
+    qk_norm: bool | Literal["auto"] = "auto"
+    """RMSNorm on each query and key head before rotation. ``auto``: true for qwen3."""
+    norm_eps: PositiveFloat = 1e-5
+    """Epsilon of the normalisations."""
+    rope_theta: PositiveFloat = 10000.0
+    """Base of the rotary position frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama-3 frequency scaling, or null."""
+    rotary_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """Part of each query and key head that is rotated, from its first element on (partial rotary factor)."""
+    sliding_window: Positive | None = None
+    """Sliding-window attention: a token sees itself and the ``sliding_window - 1`` tokens before it. null:
+    all tokens before it."""
+    attention_multiplier: PositiveFloat | Literal["auto"] = "auto"
+    """What attention scores are multiplied by. ``auto``: ``1 / sqrt(head_dim)``."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """What token embeddings are multiplied by."""
+    residual_multiplier: PositiveFloat = 1.0
+    """What both branches of a layer are multiplied by before they are added to the residual stream."""
+    logits_scaling: PositiveFloat = 1.0
+    """What logits are divided by."""
+    dropout: Fraction = 0.0
+    """Probability with which elements of the embeddings' sum and of both residual branches' outputs are
+    dropped in training. Which ones depends on seed, step and element only, never on the layout."""
+    attention_dropout: Fraction = 0.0
+    """Probability with which attention probabilities are dropped in training. Above 0, attention is computed
+    without PyTorch's fused kernels, the scores of one sequence at a time."""
+    init_std: PositiveFloat = 0.02
+    """Standard deviation of initial weights; projections back into the residual stream are divided by
+    ``sqrt(2 * layers)`` (GPT-2 paper)."""
+    train: Literal["all"] | tuple[str, ...] = "all"
+    """Which weights are trained: ``all``, or patterns, each of which (with ``*``, ``?``, ``[...]``) is one or
+    more consecutive parts of a weight's name, in Hexad or in ``transformers``: ``[head, "layers.3"]``,
+    ``["*.bias"]``. The rest is frozen: no gradients, no optimizer state, no reductions. With ``lora``,
+    ``all`` are the adapters, and patterns are trained besides."""
+    lora: LoraSettings | None = None
+    """Low-rank adapters, which are trained in place of the weights; null for none."""
+    moe: None = None
+    """Mixture-of-experts settings. Not supported in this version."""
+
+    @field_validator("moe", mode="before")
+    @classmethod
+    def _no_experts(cls, value: Any) -> None:
+        if value is not None:
+            raise ValueError("null: this version does not support mixtures of experts")
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a query or key head that are rotated, once ``head_dim`` is a number."""
+        return int(int(self.head_dim) * self.rotary_fraction)

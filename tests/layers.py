@@ -11,9 +11,15 @@ from torch import nn
 
 from hexad.comm import all_gather
 from hexad.config.model import ModelSettings
+from hexad.model.attention_kernels import Spans
+from hexad.model.dropout import Dropper
+from hexad.model.dropped_attention import DroppedTiles
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import Transformer
+from hexad.parallel.context.attention import Exchange, attention_over_ranks
+from hexad.parallel.context.kernels import Plain
+from hexad.parallel.context.rounds import rounds
 from hexad.parallel.gradients import Contribution, WeightGradient, attach
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.topology.mesh import Axis
@@ -32,6 +38,23 @@ def whole_model(model: ModelSettings, shard: Shard, recompute: Recompute = Recom
     """All of a model in one stage."""
     stage = ModelInventory(model, shard.sequence, shard.tensor.size).stage(range(model.layers))
     return Transformer(stage, shard, recompute)
+
+
+def dropped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: Spans,
+    queries: torch.Tensor,
+    dropper: Dropper,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention with dropped probabilities on one rank."""
+    slice_ = spans.undivided
+    exchange = Exchange(rounds(slice_, 0, window, apart=True), Axis("context"))
+    drop = DroppedTiles(dropper, queries, k.shape[1], slice_.length)
+    return attention_over_ranks(q, k, v, exchange, Plain(scale, drop))
 
 
 @torch.no_grad()

@@ -89,6 +89,9 @@ _TABLE = """
 1 2 1 | c2 zb_h1        | none              | fp32        | gpt2
 1 1 2 | c2 z1 all_gather | selective        | bf16        | llama
 1 1 2 | c2 z2           | full              | fp32        | tied
+1 1 1 | c2 ulysses      | selective         | bf16        | dropped
+1 1 1 |                 | none              | fp32        | dropped
+2 1 1 | seq             | full              | bf16        | dropped
 """
 _NUMBERS = {"z": "zero", "r": "replicas", "c": "context", "u": "context_ulysses"}
 _MODELS: dict[str, dict[str, Any]] = {
@@ -102,6 +105,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "lora of queries": {"lora": {"rank": 8, "targets": ["q", "v"]}},
     "lora with dropout": {"lora": {"rank": 8, "dropout": 0.1}},
     "last layer": {"train": ["layers.3", "norm", "head"]},
+    "dropped": {"attention_dropout": 0.1},
     "window": {"family": "mistral", "sliding_window": 100},
 }
 

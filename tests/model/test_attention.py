@@ -15,8 +15,9 @@ from hexad.config.model import ModelSettings
 from hexad.model import attention_kernels
 from hexad.model.attention_kernels import AttentionKernel, Spans, choose
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys
-from hexad.model.dropped_attention import dropped_attention
 from hexad.model.positions import span_positions
+
+from ..layers import dropped_attention
 
 CPU = torch.device("cpu")
 TOKENS, HEADS, KV_HEADS, WIDTH, SCALE = 34, 4, 2, 6, 0.3
@@ -54,13 +55,11 @@ def test_windows(spans: str, window: int) -> None:
     wanted = _wanted(q, k, v, SPANS[spans], window)
     weights = torch.arange(wanted.numel(), dtype=torch.float64).view_as(wanted).sin()
     gradients = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
-    bounds = SPANS[spans].bounds or range(0, TOKENS + 1, TOKENS // SPANS[spans].sequences)
     rows = row_keys(DropoutKey(1, 2, 3), torch.arange(TOKENS * HEADS).view(TOKENS, HEADS))
     dropper = Dropper(0.0, 1, Site.PROBABILITIES)
-    length = TOKENS // SPANS[spans].sequences
     for found in (
         AttentionKernel(SCALE, window)(q, k, v, SPANS[spans]),
-        dropped_attention(q, k, v, bounds, length, rows, dropper, SCALE, window),
+        dropped_attention(q, k, v, SPANS[spans], rows, dropper, SCALE, window),
     ):
         torch.testing.assert_close(found, wanted)
         again = torch.autograd.grad((found * weights).sum(), (q, k, v))

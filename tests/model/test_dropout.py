@@ -15,12 +15,11 @@ from hexad.checkpoint.published import published_tensors
 from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys
-from hexad.model.dropped_attention import dropped_attention
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
-from ..layers import load_global, shard_of, whole_model
+from ..layers import dropped_attention, load_global, shard_of, whole_model
 from ..pool import Pool
 
 CPU = torch.device("cpu")
@@ -126,7 +125,7 @@ def test_dropped_attention(bounds: tuple[int, ...]) -> None:
     )
     dropper = Dropper(0.3, 1, Site.PROBABILITIES)
     rows = row_keys(DropoutKey(9, 0, 0), torch.arange(20 * heads).view(20, heads))
-    found = dropped_attention(q, k, v, bounds, length, rows, dropper, width**-0.5)
+    found = dropped_attention(q, k, v, Spans(20, 2, bounds), rows, dropper, width**-0.5)
     upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
     gradients = torch.autograd.grad(found, (q, k, v), upstream)
 

@@ -65,13 +65,22 @@ def test_whole_microbatches_and_parts_of_them_are_the_same(pool: Pool) -> None:
             assert found == pytest.approx(wanted, rel=1e-12)
 
 
+def _cut(whole: Microbatch) -> Microbatch:
+    """The same number of tokens in each sequence, but half as many sequences."""
+    return Microbatch(whole.tokens[:1], whole.labels[:1], (0, 1, 9, 24))
+
+
+def _short(part: Microbatch) -> Microbatch:
+    return replace(part, tokens=part.tokens[:, 1:], labels=part.labels[:, 1:])
+
+
 def _refusals(config: Config) -> list[str]:
     """What a step says of parts that are not this rank's; of an id that one rank alone has, all say it."""
     engine, whole, found = _engine(config), _whole(), []
     slicing, other = _slicing(engine), 1 - engine.mesh.context.rank
     tokens = whole.tokens.clone()
     tokens[0, 0] = 64
-    bad = replace(whole, tokens=tokens)
+    bad, own = replace(whole, tokens=tokens), whole.part(slicing, 1 - other)
     steps: list[Any] = [
         lambda: engine.train_step([whole.part(slicing, other)]),
         lambda: engine.train_step([whole.part(replace(slicing, ranks=4), 0)]),
@@ -79,6 +88,12 @@ def _refusals(config: Config) -> list[str]:
         lambda: engine.train_step([bad]),
         lambda: engine.train_step([bad.part(slicing, 1 - other)]),
         lambda: engine.evaluate([bad]),
+        lambda: engine.train_step([whole][other:]),  # none on one rank
+        lambda: engine.evaluate([whole][other:]),
+        lambda: engine.evaluate([whole] * (1 + other)),
+        lambda: engine.train_step([replace(whole, documents=_DOCUMENTS if other else (0, 24, 48))]),
+        lambda: engine.train_step([_cut(whole) if other else whole]),
+        lambda: engine.train_step([_short(own) if other else own]),
     ]
     for step in steps:
         with pytest.raises(HexadError) as error:
@@ -94,7 +109,10 @@ def test_mistakes_are_refused_on_every_rank(pool: Pool) -> None:
         message.replace("than 1", "than 0") for message in first
     ]
     assert all("another context rank" in message for message in first[:3])
-    assert all(message.startswith("token id 64 is outside") for message in first[3:])
+    assert all(message.startswith("token id 64 is outside") for message in first[3:6])
+    assert all("no microbatch on a rank" in message for message in first[6:8])
+    assert all("ranks of one data rank were given different" in message for message in first[8:11])
+    assert "found shape (1, 23), expected (1, 24)" in first[11]
 
 
 def test_modules_of_ones_own_are_refused(pool: Pool) -> None:

@@ -172,8 +172,9 @@ class ParallelSettings(Settings):
     order: str = "tensor-context-expert-data-pipeline"
     """Rank order, fastest-varying axis first."""
     bucket_mb: PositiveFloat | Literal["auto"] = "auto"
-    """Size of a gradient bucket in MiB, the unit of reduction over data ranks. ``auto``: 25, and at least 4
-    per data rank, so that messages between two ranks stay large enough (Megatron-LM's rule)."""
+    """Size of a gradient bucket in MiB, the unit of reduction over data and context ranks. ``auto``: 25, and
+    at least 4 per rank of these, so that messages between two ranks stay large enough (the rule of
+    Megatron-LM)."""
 
     @property
     def sequence_parallel(self) -> bool:
@@ -201,7 +202,8 @@ class PrecisionSettings(Settings):
     that it names has. bf16 and fp16 keep fp32 master weights and optimizer state. fp8 is bf16 whose layers
     multiply inputs, weights and output gradients in 8 bits; it needs a GPU with fp8 units."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Format in which gradients are sent and reduced over data ranks; ``bf16`` in bf16 and fp8 runs only."""
+    """Format in which gradients are sent and reduced over data and context ranks; ``bf16`` in bf16 and fp8
+    runs only."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients of microbatches are added up on a rank; ``bf16`` with ``reduce: bf16``
     only."""

@@ -18,7 +18,7 @@ from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from . import attention_inventory
 from .attention_kernels import choose
 from .dropout import AdapterDropper, Dropper, Site
-from .dropped_attention import DroppedTiles, dropped_attention
+from .dropped_attention import DroppedTiles
 from .norms import RmsNorm
 from .ops import rotate
 from .positions import Geometry
@@ -116,26 +116,15 @@ class Attention(nn.Module):
         return self._attended(q, k, v, where)
 
     def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Geometry) -> torch.Tensor:
-        """``[tokens, heads * width]``, of the keys of all ranks of the ring."""
-        spans, kernel = where.spans, self.kernel
-        if self.ring.size > 1:
-            return self._over_ring(q, k, v, where)
-        if where.queries is None:
-            return kernel(q, k, v, spans)
-        length = spans.tokens // spans.sequences
-        bounds = spans.bounds or range(0, spans.tokens + 1, length)
-        return dropped_attention(
-            q, k, v, bounds, length, where.queries, self.dropper, kernel.scale, kernel.window
-        )
-
-    def _over_ring(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Geometry) -> torch.Tensor:
-        assert where.slice is not None
-        drop = None
+        """``[tokens, heads * width]``, of the keys of all ranks of the ring. In tiles where there are several
+        ranks, and where probabilities are dropped: PyTorch's fused attention draws its own random numbers."""
+        if self.ring.size == 1 and where.queries is None:
+            return self.kernel(q, k, v, where.spans)
+        slice_, drop = where.slice or where.spans.undivided, None
         if where.queries is not None:
-            length = where.slice.length
-            drop = DroppedTiles(self.dropper, self.dropper.keys(where.queries), k.shape[1], length)
+            drop = DroppedTiles(self.dropper, where.queries, k.shape[1], slice_.length)
         found = rounds(
-            where.slice, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
+            slice_, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
         )
         kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.varlen is not None)
         return attention_over_ranks(q, k, v, Exchange(found, self.ring, self.method), kernel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hexad.parallel.context.heads_inventory import heads_of
+from hexad.parallel.context.rounds import SCORES
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import Linear
 from hexad.parallel.tensor.lora_inventory import Lora
@@ -164,11 +165,8 @@ class Attention:
         """Bytes, its input left out: the projections' output, rotated queries and keys, the output, and each
         head's log-sum-exp."""
         q, k, statistic = self._sizes(run)
-        kept = 2 * q + 2 * k
-        if run.ring > 1:
-            kept += statistic * self.heads
-        elif self.dropout == 0:
-            kept += statistic * self.heads
+        kept = 2 * q + 2 * k + statistic * self.heads
+        if not self._tiled(run):
             if run.isolate and self._by_calls(run):
                 kept += q  # every document's output, and all of them joined
             elif self.window is not None and self.window < run.length and self._by_calls(run):
@@ -204,9 +202,9 @@ class Attention:
         operands = split and self.out.trained
         live = q + (gathered if operands else 0) + (rotated if selective else 0)
         core = live + (q + 2 * k) + (2 * q if self._expanded(run) else 0)
-        if run.context > 1:
+        if run.context > 1 or self.dropout:
             core = live + self._core_backward(run)
-        live -= (q if operands else 2 * q) + (statistic * self.heads if self.dropout == 0 else 0)
+        live -= (q if operands else 2 * q) + statistic * self.heads
         rotation = live + (q + 2 * k) + (q + k)
         live -= rotated
         joined = live + 2 * (q + 2 * k)
@@ -215,18 +213,22 @@ class Attention:
         return [*moments, projection._replace(needed=most)]
 
     def _core_backward(self, run: Execution) -> int:
-        """Bytes that the backward pass of attention over context ranks needs, its results included."""
+        """Bytes that the backward pass of attention over context ranks, or in tiles, needs, its results
+        included."""
         q, k, _ = self._sizes(run)
         pairs, wide, ring = 2 * k * self._repeated(run), run.widening, run.ring
         # Gradients of all tokens side by side; or these sent back, when the output has been given up.
         exchanged = 2 * (q + pairs) + max(0, 2 * k - q) if run.ulysses > 1 else 0
-        if ring == 1:
+        if not self._tiled(run):
             return exchanged
         # The sums of gradients. Results of the rank's own keys, or of another's: half the queries see all of
         # these, or all of them half; the sum of those. Sequences are one by one where each is a call.
-        calls = run.sequences if self._by_calls(run) else 1
-        sums, own = wide * (q + pairs), (q + pairs) // calls
-        other = max(q + pairs // 2, q // 2 + pairs) // run.sequences
+        scores = self._scores(run)
+        calls = run.sequences if self._by_calls(run) or scores else 1
+        sums, own = wide * (q + pairs), (q + pairs) // calls + scores
+        if ring == 1:
+            return max(sums + own, exchanged)
+        other = max(q + pairs // 2, q // 2 + pairs) // run.sequences + scores
         if run.gathers:
             return max(sums + 2 * ring * pairs + max(own, wide * pairs + other), exchanged)
         # The rank's own keys leave, the next arrive. Others are at hand; the gradients of those before leave,
@@ -234,6 +236,28 @@ class Attention:
         more = other if ring == 2 else other + 3 * pairs
         more = wide * pairs + max(more, 2 * pairs if wide > 1 else pairs)
         return max(sums + pairs + max(own + pairs, more + pairs), exchanged)
+
+    def _tiled(self, run: Execution) -> bool:
+        """Whether attention is computed in tiles, whose outputs are merged."""
+        return run.ring > 1 or self.dropout > 0
+
+    def _scores(self, run: Execution) -> int:
+        """Bytes of a tile's scores that exist at a time in its backward pass; 0 where a kernel computes them
+        in parts."""
+        if self.dropout == 0 and (run.cpu or run.byte == 2):
+            return 0
+        tokens = (
+            run.length // run.ring
+        )  # of a sequence, that a rank has; of the last one by zigzag in one run
+        heads = self.heads // run.tensor // run.ulysses
+        rows = max(1, min(tokens, SCORES // (heads * tokens)))
+        # The last queries see all keys; if these are fewer than the others, the ones before them count.
+        columns = tokens // rows * rows if run.ring == 1 else tokens
+        scores = heads * rows * columns
+        # Probabilities and their gradients; with dropout factors, of 32-bit hashes if not compiled.
+        if self.dropout == 0:
+            return 2 * run.wide * scores
+        return max(3 * run.wide, run.wide + (0 if run.compiled else 12)) * scores
 
     def _by_calls(self, run: Execution) -> bool:
         """Documents, and blocks of a sliding window, are computed by a call each, for want of one kernel."""

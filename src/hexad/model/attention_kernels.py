@@ -1,4 +1,5 @@
-"""Which kernel computes attention: chosen here, from what the device and PyTorch have.
+"""Which kernel computes attention on one rank: chosen here, from what the device and PyTorch have. Tiles,
+over context ranks and with dropped probabilities, have their own: :mod:`hexad.parallel.context.kernels`.
 
 - *varlen*: one kernel for all documents of a microbatch, and for sliding windows: FlashAttention (Dao, arXiv
   2307.08691) through ``torch.nn.attention.varlen``; GPUs, 16-bit formats.
@@ -15,7 +16,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -154,6 +155,13 @@ class Spans:
         self.tokens, self._offsets = tokens, offsets
         length = tokens // sequences
         self.longest = length if bounds is None else max(end - begin for begin, end in pairwise(bounds))
+
+    @cached_property
+    def undivided(self) -> Slice:
+        """That of one rank, which has all tokens."""
+        length = self.tokens // self.sequences
+        bounds = self.bounds or tuple(range(0, self.tokens + 1, length))
+        return Slice(self.sequences, length, bounds, (((0, self.tokens),),))
 
     def offsets(self, device: torch.device) -> torch.Tensor:
         """int32 ``[spans + 1]``: first token of every span, and the total (``cu_seqlens``); made once."""

@@ -190,7 +190,7 @@ class Engine(State):
         return total
 
     def reduce(self) -> None:
-        """Wait until gradients are summed over the data ranks, and sum those that are partial."""
+        """Wait until gradients are summed over data and context ranks, and sum those that are partial."""
         self._begun = 0
         self.gradients.finish()
         self.gatherer.release_frozen()
@@ -230,8 +230,8 @@ class Engine(State):
         the pipeline's actions are timed, see :meth:`recorded`.
 
         Raises:
-            HexadError: no microbatch, no target token, different numbers of microbatches, or token ids
-                outside the vocabulary.
+            HexadError: no microbatch, no target token, different numbers of microbatches, others on the ranks
+                of one data rank, or token ids outside the vocabulary.
         """
         language = self._language()
         if self.mesh.trace is not None:
@@ -265,11 +265,11 @@ class Engine(State):
         """Begin a step: its microbatches on the device, and what all ranks have of them."""
         parts, counting = language.count(microbatches)
         placed = [part.to(self.mesh.device) for part in parts]
-        self.begin(len(microbatches))
         # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
         counts = language.counted(counting)
         if counts.targets == 0:
             raise HexadError("no position of the global batch has a target: all labels are -100")
+        self.begin(len(placed))
         tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
         return tasks, counts
 
@@ -282,15 +282,13 @@ class Engine(State):
         return found
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
-        """(sum of token losses in nats, number of target tokens) over all data ranks; changes nothing.
+        """(sum of token losses in nats, number of targets) over data and context ranks; changes nothing.
 
         Raises:
-            HexadError: no microbatch, or token ids outside the vocabulary; in ZeRO 3, which gathers weights
-                for each microbatch, different numbers of them on the data ranks.
+            HexadError: no microbatch, token ids outside the vocabulary, or others on the ranks of one data
+                rank; in ZeRO 3, which gathers weights for each microbatch, different numbers of them.
         """
         language = self._language()
-        if not microbatches:
-            raise HexadError("evaluate needs at least one microbatch")
         parts, counting = language.count(microbatches)
         language.counted(counting, equal=self.config.parallel.zero == 3)
         executor = self._executor(len(microbatches), training=False)

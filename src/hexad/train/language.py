@@ -3,6 +3,7 @@ stage computes of them."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -28,6 +29,8 @@ from hexad.topology.mesh import Mesh
 
 log = logging.getLogger(__name__)
 
+_PRIME = (1 << 61) - 1
+
 
 @dataclass(frozen=True)
 class Task:
@@ -50,6 +53,7 @@ class Counts(NamedTuple):
         pairs: pairs of tokens of one document.
         fewest, most: microbatches of a rank.
         problem: what is wrong with a rank's microbatches, in words; None if all are right.
+        agreement: see :meth:`LanguageModel._agreement`.
     """
 
     targets: int
@@ -57,12 +61,14 @@ class Counts(NamedTuple):
     fewest: int
     most: int
     problem: str | None = None
+    agreement: int = 0
 
     def plus(self, other: Counts) -> Counts:
         """Those of more ranks."""
         fewest, most = min(self.fewest, other.fewest), max(self.most, other.most)
         targets, pairs = self.targets + other.targets, self.pairs + other.pairs
-        return Counts(targets, pairs, fewest, most, self.problem or other.problem)
+        agreement = (self.agreement + other.agreement) % _PRIME
+        return Counts(targets, pairs, fewest, most, self.problem or other.problem, agreement)
 
 
 def training_shard(config: Config, mesh: Mesh) -> Shard:
@@ -151,6 +157,11 @@ class LanguageModel:
                 f"Microbatch.slice: found the part of another context rank than {rank}, or of another "
                 "division; pass whole microbatches, or those of a loader with context_rank=mesh.context.rank"
             )
+        shape = tuple(microbatch.tokens.shape)
+        if shape != (1, wanted.share):
+            raise HexadError(
+                f"Microbatch.tokens: found shape {shape}, expected (1, {wanted.share}) of a part"
+            )
 
     def boundary(self, task: Task) -> torch.Tensor:
         """An empty tensor for the hidden states between two stages."""
@@ -173,11 +184,11 @@ class LanguageModel:
     def count(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Future[Counts]]:
         """What this rank holds of its microbatches, and the start of counting what all ranks were given. On
         the hosts: the device is not waited for."""
-        if not microbatches:
-            raise HexadError("train_step needs at least one microbatch")
         number = len(microbatches)
         parts: list[Microbatch] = []
         try:
+            if not microbatches:
+                raise HexadError("found no microbatch on a rank; every rank needs at least one")
             parts = [self.part(each) for each in microbatches]
             problem = next((found for found in map(self._problem, parts) if found is not None), None)
         except HexadError as error:
@@ -186,25 +197,40 @@ class LanguageModel:
         if self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:  # others have the same tokens
             targets = sum(m.targets() for m in parts)
             pairs = sum(m.pairs() for m in parts) if self.mesh.context.rank == 0 else 0
-        counts = Counts(targets, pairs, number, number, problem)
+        counts = Counts(targets, pairs, number, number, problem, self._agreement(parts))
         return parts, merging(counts, self._counting, Counts.plus)
 
     def counted(self, counting: Future[Counts], equal: bool = True) -> Counts:
         """What :meth:`count` has found, the same on all ranks.
 
         Raises:
-            HexadError: any rank's microbatches are wrong, or have ids outside the vocabulary; if they have to
-                be ``equal``, different numbers of microbatches.
+            HexadError: any rank's microbatches are wrong, or have ids outside the vocabulary; tensor, context
+                and pipeline ranks of a data rank have others than each other; if they have to be ``equal``,
+                different numbers of microbatches.
         """
         counts = wait_for(self.mesh.world, counting.result)
         if counts.problem is not None:
             raise HexadError(counts.problem)
+        if counts.agreement % _PRIME:
+            raise HexadError(
+                "ranks of one data rank were given different numbers, lengths or documents of microbatches; "
+                "tensor, context and pipeline ranks need the same, or context ranks their parts of these"
+            )
         if equal and counts.fewest != counts.most:
             raise HexadError(
                 f"ranks were given different numbers of microbatches in one step: {counts.fewest} to "
                 f"{counts.most}; all need the same number"
             )
         return counts
+
+    def _agreement(self, parts: Sequence[Microbatch]) -> int:
+        """A number whose sum over all ranks is 0 modulo :data:`_PRIME` if, and but for chance only if, the
+        ranks of each data rank have microbatches of the same lengths and documents."""
+        data, shapes = self.mesh.data, [(each.sequences, each.length, each.documents) for each in parts]
+        digest = hashlib.blake2b(repr((data.rank, shapes)).encode(), digest_size=8).digest()
+        others = self.mesh.layout.world // data.size - 1
+        first = self.mesh.tensor.rank == self.mesh.context.rank == self.mesh.pipeline.rank == 0
+        return int.from_bytes(digest, "little") * (others if first else -1) % _PRIME
 
     def divisor(self, targets: int) -> int:
         """What losses are divided by before the backward pass.

@@ -132,6 +132,9 @@ Arrival = tuple[Round, torch.Tensor, torch.Tensor]
 def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Iterator[Arrival]:
     """This rank's own keys and values, then those of the others; the next are under way meanwhile."""
     own, *others = exchange.rounds
+    if not others:
+        yield own, k, v
+        return
     packed, heads = torch.cat((k, v), dim=1), k.shape[1]
     if exchange.method == "all_gather":
         gathering = all_gather_async(packed, exchange.axis)

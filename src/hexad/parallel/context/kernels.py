@@ -14,18 +14,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .rounds import Tile
+from .rounds import SCORES, Tile
 
 Drop = Callable[[Tile, slice, slice, torch.dtype], torch.Tensor]
 """Factors of dropped probabilities, ``[key/value heads, group, queries, keys]``: of a tile with one block of
 keys, of some of its rows and columns, in a format."""
 
 _BAND = 256
-"""Queries of a band at least: fewer make many calls."""
+"""Queries of a band: fewer make many calls, more compute many scores that no query sees."""
 _WIDEST = 256
 """Width of a head that PyTorch's flash attention for GPUs computes at most; multiples of 8."""
-_SCORES = 1 << 26
-"""Scores computed at a time where no kernel computes them in parts."""
 
 
 class Operands(NamedTuple):
@@ -124,9 +122,8 @@ def _blocks(tile: Tile) -> Iterator[_Block]:
         if not tile.causal or tile.low is None:
             yield _Block(slice(row, q1 - first_row), slice(column, k1 - first_column))
             continue
-        step = max(1 - tile.low, _BAND)
-        for begin in range(0, q1 - q0, step):
-            end, key = min(begin + step, q1 - q0), max(0, begin + tile.low)
+        for begin in range(0, q1 - q0, _BAND):
+            end, key = min(begin + _BAND, q1 - q0), max(0, begin + tile.low)
             yield _Block(slice(row + begin, row + end), slice(column + key, column + end), begin - key)
 
 
@@ -240,7 +237,8 @@ def _places(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
 
 
 class Plain:
-    """Products and softmax written out, for some queries at a time: at most :data:`_SCORES` scores exist."""
+    """Products and softmax written out, for some queries at a time: :data:`SCORES` exist at most, or those of
+    one query."""
 
     def __init__(self, scale: float, drop: Drop | None) -> None:
         self.scale, self.drop = scale, drop
@@ -248,46 +246,57 @@ class Plain:
     def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
         """See :class:`Kernel`."""
         for block in self._steps(tile, given.q.shape[1]):
-            rows, columns, _ = block
-            k, v = given.k[columns], given.v[columns]
-            p = self._scores(given.q[rows], k, tile, block)
-            lse = torch.logsumexp(p, -1, keepdim=True)
-            p.sub_(lse).exp_()
-            if self.drop is not None:
-                p *= self.drop(tile, rows, columns, p.dtype)
-            out = (p.to(v.dtype) @ _columns(v)).permute(2, 0, 1, 3).flatten(1, 2)
-            yield Output(rows, out, lse.permute(2, 0, 1, 3).flatten(1))
+            yield self._output(given, tile, block)
+
+    def _output(self, given: Operands, tile: Tile, block: _Block) -> Output:
+        rows, columns, _ = block
+        v = given.v[columns]
+        p = self._scores(given, tile, block)
+        lse = p.logsumexp(-1, keepdim=True)
+        p.sub_(lse).exp_()
+        if self.drop is not None:
+            p *= self.drop(tile, rows, columns, p.dtype)
+        out = (p.to(v.dtype) @ _columns(v)).permute(2, 0, 1, 3).flatten(1, 2)
+        return Output(rows, out, lse.permute(2, 0, 1, 3).flatten(1))
 
     def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
         """See :class:`Kernel`."""
         for block in self._steps(tile, given.q.shape[1]):
-            rows, columns, _ = block
-            k, v, groups = given.k[columns], given.v[columns], given.k.shape[1]
-            g, out, q = (_grouped(each[rows], groups) for each in (found.gradient, found.out, given.q))
-            delta = (_wide(g) * _wide(out)).sum(-1, keepdim=True)
-            lse = _grouped(found.lse[rows].unsqueeze(-1), groups)
-            p = self._scores(given.q[rows], k, tile, block).sub_(lse).exp_()
-            grad_p, weighted = _wide(g @ _columns(v).transpose(2, 3)), p
-            if self.drop is not None:
-                factors = self.drop(tile, rows, columns, p.dtype)
-                weighted = p * factors
-                grad_p = grad_p * factors
-            dv = (weighted.to(v.dtype).transpose(2, 3) @ g).sum(1).transpose(0, 1)
-            scores = (p * (grad_p - delta)).mul_(self.scale).to(v.dtype)
-            dq = (scores @ _columns(k)).permute(2, 0, 1, 3).flatten(1, 2)
-            dk = (scores.transpose(2, 3) @ q).sum(1).transpose(0, 1)
-            yield Gradients(rows, columns, dq, dk, dv)
+            yield self._gradients(given, found, tile, block)
+
+    def _gradients(self, given: Operands, found: Results, tile: Tile, block: _Block) -> Gradients:
+        rows, columns, _ = block
+        k, v, groups = given.k[columns], given.v[columns], given.k.shape[1]
+        g, out, q = (_grouped(each[rows], groups) for each in (found.gradient, found.out, given.q))
+        delta = (_wide(g) * _wide(out)).sum(-1, keepdim=True)
+        lse = _grouped(found.lse[rows].unsqueeze(-1), groups)
+        p = self._scores(given, tile, block).sub_(lse).exp_()
+        factors = None if self.drop is None else self.drop(tile, rows, columns, p.dtype)
+        grad_p, weighted = _wide(g @ _columns(v).transpose(2, 3)), p
+        if factors is not None:
+            grad_p *= factors
+            weighted = factors.mul_(p)
+            del factors
+        dv = (weighted.to(v.dtype).transpose(2, 3) @ g).sum(1).transpose(0, 1)
+        del weighted
+        scores = grad_p.sub_(delta).mul_(p).mul_(self.scale).to(v.dtype)
+        del grad_p, p
+        dq = (scores @ _columns(k)).permute(2, 0, 1, 3).flatten(1, 2)
+        dk = (scores.transpose(2, 3) @ q).sum(1).transpose(0, 1)
+        return Gradients(rows, columns, dq, dk, dv)
 
     def _steps(self, tile: Tile, heads: int) -> Iterator[_Block]:
         """Some queries of a block at a time."""
         for rows, columns, behind in _blocks(tile):
-            at_once = max(1, _SCORES // (heads * (columns.stop - columns.start)))
+            at_once = max(1, SCORES // (heads * (columns.stop - columns.start)))
             for begin in range(rows.start, rows.stop, at_once):
-                end = min(begin + at_once, rows.stop)
-                yield _Block(slice(begin, end), columns, behind + begin - rows.start)
+                end, first = min(begin + at_once, rows.stop), behind + begin - rows.start
+                seen = min(columns.stop, columns.start + first + end - begin) if tile.causal else columns.stop
+                yield _Block(slice(begin, end), slice(columns.start, seen), first)
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, tile: Tile, block: _Block) -> torch.Tensor:
+    def _scores(self, given: Operands, tile: Tile, block: _Block) -> torch.Tensor:
         """``[kv heads, group, rows, columns]``, -inf where a key is not seen."""
+        q, k = given.q[block.rows], given.k[block.columns]
         wide = _wide(_grouped(q, k.shape[1])) @ _wide(_columns(k)).transpose(2, 3)
         wide.mul_(self.scale)
         if tile.causal or tile.low is not None:

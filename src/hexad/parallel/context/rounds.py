@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from .slice import Run, Slice
 
+SCORES = 1 << 24
+"""Scores that exist at a time where no kernel computes them in parts."""
+
 
 @dataclass(frozen=True)
 class Tile:

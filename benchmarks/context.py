@@ -34,7 +34,7 @@ SHORT = 200
 """Tokens of a short document."""
 
 
-def settings(method: str, tokens: int, documents: str = "join") -> dict[str, Any]:
+def settings(method: str, tokens: int, documents: str) -> dict[str, Any]:
     """A layer whose attention is most of the work."""
     model = {"layers": 1, "hidden": 128, "heads": 2, "kv_heads": 2, "ffn_hidden": 256, "vocab": 512}
     parallel = {} if method == "one" else {"context": 2, "context_method": method}
@@ -59,11 +59,11 @@ def hexad(method: str, tokens: int) -> Step:
     from traffic import Traffic
 
     traffic = Traffic()
-    config = load_config(settings(method, tokens))
-    mesh = Mesh.create(
-        Layout.from_settings(config.parallel, 1 if method == "one" else 2), torch.device("cpu")
-    )
-    engine = Engine(config, mesh)
+    engines = {}
+    for documents in ("join", "isolate"):
+        config = load_config(settings(method, tokens, documents))
+        layout = Layout.from_settings(config.parallel, 1 if method == "one" else 2)
+        engines[documents] = Engine(config, Mesh.create(layout, torch.device("cpu")))
     ids = torch.randint(0, 512, (1, tokens + 1), generator=torch.Generator().manual_seed(1))
     whole = Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     short = Microbatch(whole.tokens, whole.labels, (*range(0, tokens, SHORT), tokens))
@@ -71,6 +71,7 @@ def hexad(method: str, tokens: int) -> Step:
     def step(command: str) -> dict[str, Any]:
         mode = command if command in Traffic.MODES else "overlapped"
         traffic.be(mode)
+        engine = engines["isolate" if command == "short" else "join"]
         before = engine.mesh.sent_bytes()["context"]
         result = engine.train_step([short if command == "short" else whole])
         sent = engine.mesh.sent_bytes()["context"] - before
@@ -85,7 +86,7 @@ def torch_attention(tokens: int) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import context_parallel_unshard
-    from torch.nn.functional import scaled_dot_product_attention
+    from torch.nn import functional as F
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
     generator = torch.Generator().manual_seed(1)
@@ -95,12 +96,13 @@ def torch_attention(tokens: int) -> Step:
         parts = [each.clone() for each in whole]
         try:
             with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
-                out = scaled_dot_product_attention(*parts, is_causal=True)
+                # By the module's name: the context replaces the module's function.
+                out = F.scaled_dot_product_attention(*parts, is_causal=True)
                 (found,) = context_parallel_unshard(mesh, [out], [2])
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             return {"loss": None, "verdict": f"{type(error).__name__}: {lines[0]}"}
-        error = float((found - scaled_dot_product_attention(*whole, is_causal=True)).abs().max())
+        error = float((found - F.scaled_dot_product_attention(*whole, is_causal=True)).abs().max())
         return {"loss": None, "verdict": f"largest error of the output {error:.1e}"}
 
     return step

@@ -290,7 +290,7 @@ class _Together:
         self._works, self._message = works, message
 
     def wait(self) -> None:
-        """Until all are complete (on a GPU: until the stream may go on)."""
+        """Until all are complete (on a GPU: until the stream can continue)."""
         for work in self._works:
             work.wait()
 

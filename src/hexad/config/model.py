@@ -109,7 +109,7 @@ class ModelSettings(Settings):
     dropped in training. Which ones depends on seed, step and element only, never on the layout."""
     attention_dropout: Fraction = 0.0
     """Probability with which attention probabilities are dropped in training. Above 0, attention is computed
-    without PyTorch's fused kernels, the scores of one sequence at a time."""
+    without PyTorch's fused kernels, the scores of some queries at a time."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; projections back into the residual stream are divided by
     ``sqrt(2 * layers)`` (GPT-2 paper)."""

@@ -231,7 +231,7 @@ class Attention:
         other = max(q + pairs // 2, q // 2 + pairs) // run.sequences + scores
         if run.gathers:
             return max(sums + 2 * ring * pairs + max(own, wide * pairs + other), exchanged)
-        # The rank's own keys leave, the next arrive. Others are at hand; the gradients of those before leave,
+        # The rank's own keys leave, the next arrive. Others are there; the gradients of those before leave,
         # and some of the rank's own arrive; or those of these, in the format in which they are sent.
         more = other if ring == 2 else other + 3 * pairs
         more = wide * pairs + max(more, 2 * pairs if wide > 1 else pairs)

@@ -100,8 +100,8 @@ def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
 
 def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
-    yield from context_problems(config)
     yield from _tensor(config, layout.tensor)
+    yield from context_problems(config)
     yield from _batch(config, layout)
     yield from _recompute(config)
     if config.validate_.every and not config.data.validation_sets:

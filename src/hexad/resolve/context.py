@@ -42,14 +42,14 @@ def context_problems(config: Config) -> Iterator[ConfigError]:
             f"found {settings.context_ulysses} with parallel.context_method {method}; only ulysses_ring uses "
             "it: remove it",
         )
-    if context == 1:
-        return
     if method == "ulysses" and settings.context_balance not in ("auto", "none"):
         yield ConfigError(
             "parallel.context_balance",
             f"found {settings.context_balance} with parallel.context_method ulysses, where every rank has "
             "some heads of all tokens, as much to compute as the others: remove it",
         )
+    if context == 1:
+        return
     if sequence % context:
         low = sequence // context * context
         near = f"{low} or {low + context}" if low else str(context)
@@ -70,7 +70,7 @@ def _heads(config: Config) -> Iterator[ConfigError]:
     settings, model = config.parallel, config.model
     heads, kv_heads = heads_of_rank(model, settings.tensor)
     share = f" / parallel.tensor {settings.tensor}" if settings.tensor > 1 else ""
-    found = f"model.heads {model.heads}{share} and model.kv_heads {model.kv_heads}"
+    found = f"model.heads {model.heads}{share} and model.kv_heads {model.kv_heads}{share}"
     context, group = settings.context, settings.context_ulysses
     if settings.context_method == "ulysses" and not divides_heads(context, heads, kv_heads):
         near = _near(context, heads, kv_heads)

@@ -16,7 +16,7 @@ TOLERANCE = 0.04
 _MOST_PIECES = 1 << 14
 """Pieces of a microbatch."""
 _ALIKE = (np.inf, 1.0, 0.5, 0.25, 0.1, 0.0)
-"""Pieces whose work differs by less than this, of the mean, may take each other's place."""
+"""Pieces whose work differs by less than this, of the mean, may be swapped."""
 _SWAPPED = (2.0, 1.0)
 """The same, of divisions that are too uneven without swaps."""
 _SWAPPED_PIECES = 8
@@ -58,7 +58,7 @@ def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> lis
 
     The tokens are cut into pieces of one size (or two sizes, one token apart), the same number for every
     rank. In the order of their work, pieces are dealt in rounds: of each round, the rank with the least work
-    so far gets the largest. Pieces of alike work then change places, so that neighbours come to one rank and
+    so far gets the largest. Pieces of similar work are then swapped, so that neighbours come to one rank and
     less must be sent. Few pieces are tried before many; of the divisions that are even enough, the one with
     the fewest keys to send is taken. It is compared with divisions that leave more neighbours together and
     become even by single swaps (:mod:`hexad.parallel.context.swaps`).

@@ -19,7 +19,7 @@ class Tile:
     """Blocks of queries, each with a block of keys. Blocks follow each other in both.
 
     Attributes:
-        queries, keys: where blocks begin, and the end: rows of this rank's queries, and of the keys at hand.
+        queries, keys: where blocks begin, and the end: rows of this rank's queries, of available keys.
         causal: the n-th query of a block sees the first n keys of its block; else all of them.
         low: the n-th query of the one block sees keys from number ``n + low`` on; None: from the first on.
         first: number of the first key's token, of tiles of one run of tokens each.

@@ -35,12 +35,12 @@ class Slice:
 
     @property
     def ranks(self) -> int:
-        """Of the context axis."""
+        """Number of context ranks."""
         return len(self.runs)
 
     @property
     def tokens(self) -> int:
-        """Of the microbatch."""
+        """Tokens of the microbatch."""
         return self.sequences * self.length
 
     @property
@@ -49,7 +49,7 @@ class Slice:
         return self.tokens // self.ranks
 
     def grouped(self, size: int) -> Slice:
-        """That of groups of ``size`` neighbouring ranks."""
+        """The slice among groups of ``size`` neighbouring ranks."""
         if size == 1:
             return self
         groups = (self.runs[first : first + size] for first in range(0, self.ranks, size))

@@ -275,7 +275,7 @@ def _visible(tile: Tile) -> torch.Tensor:
 @pytest.mark.parametrize("make", [CpuFlash, lambda scale: Plain(scale, None)], ids=["flash", "plain"])
 def test_kernels_compute_a_tile(make: Any, name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     """And their gradients, where these queries have seen other keys too."""
-    monkeypatch.setattr("hexad.parallel.context.kernels._SCORES", 300)  # a few rows at a time
+    monkeypatch.setattr("hexad.parallel.context.kernels.SCORES", 300)  # a few rows at a time
     monkeypatch.setattr("hexad.parallel.context.kernels._BAND", 16)
     kernel: Kernel = make(0.3)
     tile, tolerance = TILES[name], _DTYPES[dtype]

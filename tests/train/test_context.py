@@ -135,7 +135,7 @@ def _of_modules(config: Config) -> bool:
 def _steps(config: Config, mistake: bool = False) -> list[float]:
     """Losses and gradient norms of a model whose attention is not nearly uniform; with the mistake, keys of
     other ranks are skipped, or heads of keys exchanged."""
-    model = config.model.model_copy(update={"init_std": 0.3})
+    model = config.model.model_copy(update={"init_std": 0.15})
     engine = _engine(config.model_copy(update={"model": model}))
 
     def skipping(*arguments: Any) -> tuple[Round, ...]:
@@ -153,10 +153,10 @@ def _steps(config: Config, mistake: bool = False) -> list[float]:
     return [number for each in results for number in (each.loss, each.grad_norm)]
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("bf16", 2**-5), ("fp16", 2**-8)])
+@pytest.mark.parametrize(("dtype", "error"), [("bf16", 2**-7), ("fp16", 2**-9)])
 @pytest.mark.parametrize("method", ["ring", "ulysses", "all_gather"])
 def test_16_bits_stay_near_float64(dtype: str, error: float, method: str, pool: Pool) -> None:
-    """One process differs by 1.3e-2 in bf16 and 8e-4 in fp16; a mistake by four times the bound."""
+    """The ranks differ by 3e-3 in bf16 and 8e-4 in fp16; a mistake by four times the bound."""
     (wanted,) = pool.run(1, _steps, _config())
     config = _config(dtype, context=2, context_method=method)
     for found in pool.run(2, _steps, config):

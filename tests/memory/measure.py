@@ -55,8 +55,8 @@ def _pooled(engine: Any) -> int:
 
 
 def measure(config: Config, world: int) -> Found:
-    """Run three steps on this rank and watch the last two. A collective's thread releases its tensors a
-    little later, sometimes too late: the smaller peak is the one that is needed."""
+    """Run six steps on this rank and watch the last five. A collective's thread releases its tensors a
+    little later, in some steps too late: the smallest peak is the one that is needed."""
     from hexad.topology.mesh import Mesh
     from hexad.train.engine import Engine
 
@@ -72,7 +72,7 @@ def measure(config: Config, world: int) -> Found:
         engine = Engine(resolved, mesh)
         engine.train_step(batch)
         state, peaks = live.restart() - _pooled(engine), []
-        for _ in range(2):
+        for _ in range(5):
             live.restart()
             engine.train_step(batch)
             peaks.append(live.peak)

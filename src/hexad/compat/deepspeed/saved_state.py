@@ -1,0 +1,208 @@
+"""What a DeepSpeed checkpoint holds, under the names of the module's parameters."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.config import HexadError
+
+from .inert import Inert
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's, under the names that its state has everywhere."""
+
+
+class Flat:
+    """Flat tensors of several files, one after the other, as one vector.
+
+    Args:
+        parts: of one format; they stay where they are, mapped to their files.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self.parts = [part.flatten() for part in parts]
+        self._ends = list(accumulate(part.numel() for part in self.parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def cut(self, begin: int, count: int) -> tuple[torch.Tensor, ...]:
+        """Views of ``count`` values from ``begin`` on, as many as there are."""
+        found, number = [], bisect_right(self._ends, begin)
+        while count and number < len(self.parts):
+            part = self.parts[number]
+            start = begin - (self._ends[number] - part.numel())
+            piece = part[start : start + count]
+            found.append(piece)
+            begin, count, number = begin + piece.numel(), count - piece.numel(), number + 1
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that is spread over files.
+
+    Attributes:
+        shape: of the module's parameter or buffer.
+        pieces: flat; together its values in row-major order.
+        file: the first of its files, for messages.
+        rounded: the module's own copy of a master weight, which must be equal to it in its format; None where
+            there is no copy.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[torch.Tensor, ...]
+    file: Path
+    rounded: torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format it is stored in."""
+        return self.pieces[0].dtype if self.pieces else torch.float32
+
+    @property
+    def numel(self) -> int:
+        """How many values it has."""
+        return torch.Size(self.shape).numel()
+
+    def check(self, name: str) -> None:
+        """Check that its pieces have as many values as its shape.
+
+        Raises:
+            HexadError: they do not, naming the file.
+        """
+        found = sum(piece.numel() for piece in self.pieces)
+        if found != self.numel:
+            raise HexadError(
+                f"{self.file}: {name} has {found} values, expected {self.numel} ({self.shape}); files of "
+                "several checkpoints are mixed, or one is incomplete"
+            )
+
+    def read(self, name: str) -> torch.Tensor:
+        """All its values, of its shape.
+
+        Raises:
+            HexadError: the module has another weight than its master.
+        """
+        whole = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces or (torch.empty(0),))
+        values = whole.view(self.shape)
+        if self.rounded is not None:
+            cast = values.to(self.rounded.dtype)
+            if not ((cast == self.rounded) | (cast.isnan() & self.rounded.isnan())).all():
+                raise HexadError(
+                    f"{self.file}: the master weights of {name} are not those of the module in "
+                    "*model_states.pt; files of several checkpoints are mixed"
+                )
+        return values
+
+
+@dataclass
+class SavedState:
+    """The content of a checkpoint.
+
+    Attributes:
+        directory: of the tag.
+        weights: by the module's names: master weights of what is trained, frozen parameters, buffers; each
+            tensor once.
+        moments: of :data:`MOMENTS` -> the trained parameters' -> values; empty where there are none.
+        aliases: further names of tied parameters -> the name among ``weights``.
+        dtype: of the model's parameters.
+        progress: ``step``, ``updates`` and ``samples``; ``loss_scale`` as :class:`hexad.optim` keeps it.
+        groups: settings of the optimizer's parameter groups.
+    """
+
+    directory: Path
+    weights: dict[str, SavedTensor]
+    moments: dict[str, dict[str, SavedTensor]]
+    aliases: dict[str, str]
+    dtype: torch.dtype
+    progress: dict[str, Any]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Check sizes, before anything is read.
+
+        Raises:
+            HexadError: naming the file and tensor that is incomplete.
+        """
+        for kind, tensors in {"weight": self.weights, **self.moments}.items():
+            for name, tensor in tensors.items():
+                tensor.check(name if kind == "weight" else f"{kind} of {name}")
+
+
+def entry(content: Any, path: Path, key: str, kind: type | tuple[type, ...]) -> Any:
+    """What a file's dictionary has under a key.
+
+    Raises:
+        HexadError: it has none, or something of another kind.
+    """
+    found = content.get(key) if isinstance(content, Mapping) else None
+    if not isinstance(found, kind):
+        raise HexadError(f"{path}: {key} is missing or of another kind; this is no checkpoint of DeepSpeed")
+    return found
+
+
+def shapes(entries: Iterable[Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters of each group, in the order of their values."""
+    try:
+        return [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in entries]
+    except (AttributeError, TypeError, ValueError):
+        raise HexadError(f"{path}: param_shapes gives no names and shapes") from None
+
+
+def adam_step(states: Iterable[Any], groups: Iterable[Any]) -> set[int]:
+    """The numbers of updates that the states of parameters have, or else their groups."""
+    for holders in (states, groups):
+        found = {_number(each["step"]) for each in holders if isinstance(each, Mapping) and "step" in each}
+        if found:
+            return found
+    return set()
+
+
+def progress(model: Mapping[str, Any], path: Path, updates: set[int], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What Hexad's engine resumes from.
+
+    Args:
+        model: the content of a ``*model_states.pt``.
+        path: of it.
+        updates: from :func:`adam_step`, of all files.
+        optimizer: DeepSpeed's state of it.
+
+    Raises:
+        HexadError: the files are of different steps.
+    """
+    step, skipped, samples = (
+        _number(entry(model, path, key, (int, torch.Tensor)))
+        for key in ("global_steps", "skipped_steps", "global_samples")
+    )
+    if len(updates) > 1 or max(updates, default=0) > step - skipped:
+        raise HexadError(
+            f"{path}: found step {step} ({skipped} skipped), and optimizer states after "
+            f"{' and '.join(map(str, sorted(updates)))} updates; files of several checkpoints are mixed"
+        )
+    found = {"step": step, "updates": updates.pop() if updates else step - skipped, "samples": samples}
+    return found | _loss_scale(optimizer)
+
+
+def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The dynamic scale of fp16, as :class:`hexad.optim.loss_scale.LossScaler` keeps it; empty without one."""
+    scaler = optimizer.get("loss_scaler")
+    held = scaler.held if isinstance(scaler, Inert) else optimizer
+    names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
+    if not optimizer.get("dynamic_loss_scale") or any(name not in held for name in names):
+        return {}
+    scale, done, last, window = (float(held[name]) for name in names)
+    patience = int(held.get("cur_hysteresis", 1))
+    return {"loss_scale": {"scale": scale, "clean": int(done - last - 1) % int(window), "patience": patience}}
+
+
+def _number(value: Any) -> int:
+    """A count that is stored as a number or a tensor of one."""
+    return int(value.item() if isinstance(value, torch.Tensor) else value)

@@ -24,7 +24,7 @@ from hexad.config.model import ModelSettings
 from hexad.parallel.rectangle import Rectangle
 
 from .chunks import Chunk
-from .published import PublishedTensor, base_prefix, is_buffer, published_tensors
+from .published import HEAD, PublishedTensor, located, published_tensors
 from .tensor_file import SAFETENSORS, dtype_name
 
 SLICE_BYTES = 64 * 2**20
@@ -32,8 +32,6 @@ SLICE_BYTES = 64 * 2**20
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
-
 _WEIGHTS = {name: dtype for dtype, name in SAFETENSORS.items() if dtype.is_floating_point}
 """Formats of weights, by their names in safetensors."""
 
@@ -74,7 +72,7 @@ class HuggingFaceModel:
         self._open = ExitStack()
         try:
             self._slices = self._opened()
-            self._names = self._located(model)
+            self._names = located(self.tensors, self._slices, model, directory)
             self.dtypes = {ours: self._checked(ours, place) for ours, place in self.tensors.items()}
             self._tied = model.tied_embeddings and HEAD in self._slices
             if self._tied:
@@ -152,29 +150,6 @@ class HuggingFaceModel:
             if name not in slices:
                 raise HexadError(f"{self.directory / file}: {name} is missing, but {INDEX_FILE} names it")
         return slices
-
-    def _located(self, model: ModelSettings) -> dict[str, str]:
-        """Our name -> theirs, with or without the prefix of a model that was saved with its head.
-
-        Raises:
-            HexadError: one is missing, or there is one that the model does not have.
-        """
-        base = base_prefix(model)
-        names, used = {}, {HEAD} if model.tied_embeddings else set()
-        for ours, place in self.tensors.items():
-            short = place.name.removeprefix(base)
-            name = place.name if place.name in self._slices else short
-            if name not in self._slices:
-                raise HexadError(f"{self.directory}: tensor {place.name} (model.{ours}) is missing")
-            names[ours] = name
-            used.add(name)
-        for name in self._slices:
-            if name not in used and not is_buffer(model, name):
-                raise HexadError(
-                    f"{self.directory}: found tensor {name}, which a {model.family} model with the settings "
-                    "of config.json does not have"
-                )
-        return names
 
     def _checked(self, ours: str, place: PublishedTensor) -> torch.dtype:
         """The format of a tensor, whose shape and format are those of weights."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,43 +59,74 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
     Raises:
         HexadError: the model is not supported, or incomplete; or ``to`` is not empty or cannot be written.
     """
-    if STEP_NAME.fullmatch(to.name):
-        raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
+    check_target(to)
     path, raw = source / CONFIG_FILE, read_config(source)
     settings = model_settings(raw, path)
     with appearing(to, "--to") as partial:
         plain = build_config({"model": settings, "data": {"sequence": settings["max_positions"]}})
         check(plain)
         with HuggingFaceModel(source, plain.model) as model:
-            config, others = _with_files(plain, model, partial, to.resolve())
+            config, others = with_tokenizer(_with_precision(plain, model), source, partial, to.resolve())
             index = _written(model, partial)
-        origin = {
-            "world": 1,
-            "layout": {},
-            "reason": f"imported from {source.resolve()}",
-            "saved_at": time.time(),
-            "hexad": version("hexad"),
-            "torch": str(torch.__version__),
-        }
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
-        write_manifest(partial, index, expected, config, progress, origin, others)
+        write_manifest(partial, index, expected, config, progress, origin_of_import(source), others)
     parameters = sum(math.prod(place.shape) for place in model.tensors.values())
     return Imported(config, parameters, has_tokenizer(source))
 
 
-def _with_files(
-    config: Config, model: HuggingFaceModel, partial: Path, final: Path
-) -> tuple[Config, dict[str, FileRecord]]:
-    """The configuration with the weights' precision and the tokenizer, whose files are copied."""
+def check_target(to: Path) -> None:
+    """Refuse names that only checkpoints of runs have.
+
+    Raises:
+        HexadError: ``to`` has one.
+    """
+    if STEP_NAME.fullmatch(to.name):
+        raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
+
+
+def origin_of_import(source: Path) -> dict[str, Any]:
+    """What the manifest of a checkpoint that was imported says of where it comes from."""
+    return {
+        "world": 1,
+        "layout": {},
+        "reason": f"imported from {source.resolve()}",
+        "saved_at": time.time(),
+        "hexad": version("hexad"),
+        "torch": str(torch.__version__),
+    }
+
+
+def with_precision(config: Config, dtype: torch.dtype) -> Config:
+    """The configuration with the weights' format as ``precision.dtype``."""
+    precision = config.precision.model_copy(update={"dtype": _PRECISIONS[dtype]})
+    return config.model_copy(update={"precision": precision})
+
+
+def _with_precision(config: Config, model: HuggingFaceModel) -> Config:
+    """The configuration with the format of most of a model's values."""
     sizes: Counter[torch.dtype] = Counter()
     for name, dtype in model.dtypes.items():
         sizes[dtype] += math.prod(model.tensors[name].shape)
-    most = _PRECISIONS[sizes.most_common(1)[0][0]]
-    precision = config.precision.model_copy(update={"dtype": most})
-    config = config.model_copy(update={"precision": precision})
+    return with_precision(config, sizes.most_common(1)[0][0])
+
+
+def with_tokenizer(
+    config: Config, directory: Path, partial: Path, final: Path
+) -> tuple[Config, dict[str, FileRecord]]:
+    """The configuration with the tokenizer of a Hugging Face directory, whose files are copied.
+
+    Args:
+        config: of the checkpoint.
+        directory: with ``config.json``, and a tokenizer if there is one.
+        partial: the checkpoint's directory while it is written.
+        final: its path afterwards.
+
+    Returns:
+        The configuration, and the records of the copied files by name.
+    """
     # config.json has the ids of the tokens that begin and end a text.
-    copy_files([*tokenizer_files(model.directory), model.directory / CONFIG_FILE], partial / FOLDER)
+    copy_files([*tokenizer_files(directory), directory / CONFIG_FILE], partial / FOLDER)
     sync_directory(partial / FOLDER)
     data = config.data.model_copy(update={"tokenizer": str(final / FOLDER)})
     records = {f"{FOLDER}/{file.name}": whole_file(file) for file in sorted((partial / FOLDER).iterdir())}

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from hexad.config import HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.families import Family, family
 from hexad.model.inventory import ModelInventory
 from hexad.parallel.inventory import Weight
 from hexad.parallel.rectangle import Rectangle
+
+HEAD = "lm_head.weight"
+"""The published name of the weight that ``tie_word_embeddings`` makes the embedding's."""
 
 
 @dataclass(frozen=True)
@@ -82,3 +87,35 @@ def is_buffer(model: ModelSettings, name: str) -> bool:
     """Whether a tensor of a published file holds no weights: what follows from the settings."""
     kind = family(model.family)
     return re.fullmatch(kind.buffers, name.removeprefix(kind.base)) is not None
+
+
+def located(
+    tensors: Mapping[str, PublishedTensor], present: Collection[str], model: ModelSettings, where: Path
+) -> dict[str, str]:
+    """Our name -> theirs, with or without the prefix of a model that was saved with its head.
+
+    Args:
+        tensors: from :func:`published_tensors`.
+        present: the names of their tensors.
+        model: resolved settings.
+        where: they are, for messages.
+
+    Raises:
+        HexadError: one is missing, or there is one that the model does not have.
+    """
+    base = base_prefix(model)
+    names, used = {}, {HEAD} if model.tied_embeddings else set()
+    for ours, place in tensors.items():
+        short = place.name.removeprefix(base)
+        name = place.name if place.name in present else short
+        if name not in present:
+            raise HexadError(f"{where}: tensor {place.name} (model.{ours}) is missing")
+        names[ours] = name
+        used.add(name)
+    for name in present:
+        if name not in used and not is_buffer(model, name):
+            raise HexadError(
+                f"{where}: found tensor {name}, which a {model.family} model with the settings of "
+                "config.json does not have"
+            )
+    return names

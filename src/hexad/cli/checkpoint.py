@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from hexad.checkpoint.manifest import Manifest
     from hexad.config import Config
 
+DEEPSPEED = "ds:"
+"""What the name of a DeepSpeed checkpoint begins with."""
+_NO_TOKENIZER = "note: no tokenizer found beside the weights; put one into {}"
+
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """Inspect and verify checkpoints; import and export Hugging Face models."""
+    """Inspect and verify checkpoints; import Hugging Face models and DeepSpeed checkpoints, export models."""
 
 
 @checkpoint.command("inspect")
@@ -108,16 +112,34 @@ def verify(directory: str, as_json: bool) -> int:
 
 
 @checkpoint.command("import")
-@click.option("--from", "source", metavar="HF_DIR", required=True, help="A Hugging Face model's directory.")
+@click.option(
+    "--from",
+    "source",
+    metavar="HF_DIR|ds:DIR",
+    required=True,
+    help="A Hugging Face model's directory, or ds: and a DeepSpeed checkpoint's (or one tag's).",
+)
 @click.option("--to", "target", metavar="DIR", required=True, help="The checkpoint to write.")
+@click.option(
+    "--model",
+    metavar="HF_DIR",
+    help="Of ds: the Hugging Face model that was trained (config.json, tokenizer); without it names stay the "
+    "module's.",
+)
+@click.option("--weights-only", is_flag=True, help="Of ds: leave out optimizer state and progress.")
 @json_option
-def import_command(source: str, target: str, as_json: bool) -> None:
-    """Convert a Hugging Face model to a checkpoint (weights only, step 0)."""
+def import_command(source: str, target: str, model: str | None, weights_only: bool, as_json: bool) -> None:
+    """Convert a Hugging Face model (weights only, step 0) or a DeepSpeed checkpoint (weights, optimizer state
+    and progress) to a checkpoint."""
+    if source.startswith(DEEPSPEED):
+        _import_deepspeed(source.removeprefix(DEEPSPEED), target, model, weights_only, as_json)
+        return
+    for option, given in {"--model": model, "--weights-only": weights_only}.items():
+        if given:
+            raise HexadError(f"{option}: found it with --from {source}; it belongs to --from {DEEPSPEED}DIR")
     from hexad.checkpoint.hugging_face_import import import_model
-    from hexad.resolve import resolve
-    from hexad.topology.layout import Layout
 
-    imported = import_model(Path(source), Path(target), lambda config: resolve(config, Layout(world=1)))
+    imported = import_model(Path(source), Path(target), _resolves)
     config, where = imported.config, Path(target).resolve()
     if as_json:
         print_json(
@@ -135,7 +157,35 @@ def import_command(source: str, target: str, as_json: bool) -> None:
         f"tokenizer {config.data.tokenizer}"
     )
     if not imported.tokenizer:
-        click.echo(f"note: no tokenizer found beside the weights; put one into {config.data.tokenizer}")
+        click.echo(_NO_TOKENIZER.format(config.data.tokenizer))
+
+
+def _import_deepspeed(source: str, target: str, model: str | None, weights_only: bool, as_json: bool) -> None:
+    from hexad.compat.deepspeed.import_checkpoint import import_checkpoint
+
+    given = None if model is None else Path(model)
+    imported = import_checkpoint(Path(source), Path(target), _resolves, given, weights_only)
+    config, where = imported.config, Path(target).resolve()
+    family = "module" if config is None else config.model.family
+    if as_json:
+        document = {"path": str(where), **asdict(replace(imported, config=None)), "family": family}
+        print_json({name: value for name, value in document.items() if name != "config"})
+        return
+    state = "with optimizer state" if imported.optimizer else "weights only"
+    click.echo(
+        f"{where}: {family}, {imported.parameters:,} values, {state}, step {imported.step}, "
+        f"{imported.samples:,} samples"
+    )
+    if config is not None and not imported.tokenizer:
+        click.echo(_NO_TOKENIZER.format(config.data.tokenizer))
+
+
+def _resolves(config: Config) -> None:
+    """Refuse a configuration that this version cannot run."""
+    from hexad.resolve import resolve
+    from hexad.topology.layout import Layout
+
+    resolve(config, Layout(world=1))
 
 
 @checkpoint.command("export")

@@ -1,8 +1,8 @@
 """Reading files that ``torch.save`` wrote without running code that they name.
 
-A pickle names functions and classes, and calls them. torch's weights-only reader knows tensors and Python's own
-containers. A few classes that DeepSpeed and its users save beside them are read as :class:`Inert`; a file that
-names any other is refused.
+A pickle names functions and classes, and calls them. torch's weights-only reader knows tensors and Python's
+own containers. A few classes that DeepSpeed and its users save beside them are read as :class:`Inert`; a file
+that names any other is refused.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def load_inert(path: Path) -> Any:
             damaged = archive.testzip()
         if damaged is not None:
             raise HexadError(f"{path}: damaged: the checksum of {damaged} does not match its content")
-        with warnings.catch_warnings(), torch.serialization.safe_globals([(Inert, name) for name in _CLASSES]):
+        with (
+            warnings.catch_warnings(),
+            torch.serialization.safe_globals([(Inert, name) for name in _CLASSES]),
+        ):
             warnings.simplefilter("ignore")  # of deprecated storage classes
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except HexadError:
@@ -85,7 +88,9 @@ def load_inert(path: Path) -> Any:
 def _reason(error: Exception) -> str:
     """Why a file is refused, in one line."""
     text = " ".join(str(error).split())
-    named = re.search(r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|Can only [a-z ]+ but got) (\S+)", text)
+    named = re.search(
+        r"(?:Unsupported global: GLOBAL|unsupported GLOBAL|Can only [a-z ]+ but got) (\S+)", text
+    )
     if named:
         return (
             f"found {named[1]} in its pickle, which is not loaded, as it could run code; save the checkpoint "

@@ -114,8 +114,9 @@ class SavedState:
         moments: of :data:`MOMENTS` -> the trained parameters' -> values; empty where there are none.
         aliases: further names of tied parameters -> the name among ``weights``.
         dtype: of the model's parameters.
-        progress: ``step``, ``updates`` and ``samples``; ``loss_scale`` as :class:`hexad.optim` keeps it.
+        progress: ``step``, ``updates`` and ``samples``; ``loss_scale`` of fp16.
         groups: settings of the optimizer's parameter groups.
+        lacking: why there are no moments, where that is known.
     """
 
     directory: Path
@@ -125,6 +126,7 @@ class SavedState:
     dtype: torch.dtype
     progress: dict[str, Any]
     groups: list[dict[str, Any]] = field(default_factory=list)
+    lacking: str = ""
 
     def check(self) -> None:
         """Check sizes, before anything is read.
@@ -166,7 +168,9 @@ def adam_step(states: Iterable[Any], groups: Iterable[Any]) -> set[int]:
     return set()
 
 
-def progress(model: Mapping[str, Any], path: Path, updates: set[int], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def progress(
+    model: Mapping[str, Any], path: Path, updates: set[int], optimizer: Mapping[str, Any]
+) -> dict[str, Any]:
     """What Hexad's engine resumes from.
 
     Args:
@@ -182,7 +186,8 @@ def progress(model: Mapping[str, Any], path: Path, updates: set[int], optimizer:
         _number(entry(model, path, key, (int, torch.Tensor)))
         for key in ("global_steps", "skipped_steps", "global_samples")
     )
-    if len(updates) > 1 or max(updates, default=0) > step - skipped:
+    # Without ZeRO, DeepSpeed makes a first update with zero gradients, to allocate the state.
+    if len(updates) > 1 or max(updates, default=0) > step - skipped + 1:
         raise HexadError(
             f"{path}: found step {step} ({skipped} skipped), and optimizer states after "
             f"{' and '.join(map(str, sorted(updates)))} updates; files of several checkpoints are mixed"
@@ -192,7 +197,7 @@ def progress(model: Mapping[str, Any], path: Path, updates: set[int], optimizer:
 
 
 def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The dynamic scale of fp16, as :class:`hexad.optim.loss_scale.LossScaler` keeps it; empty without one."""
+    """The dynamic scale of fp16, as Hexad's ``LossScaler`` keeps it; empty without one."""
     scaler = optimizer.get("loss_scaler")
     held = scaler.held if isinstance(scaler, Inert) else optimizer
     names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")

@@ -1,8 +1,8 @@
 """Reading DeepSpeed's own checkpoints: ZeRO stages 1 to 3 and the bf16 optimizer.
 
-In stages 1 and 2 a parameter group is one vector, of which each rank holds a part. In stage 3 each parameter is
-split over the ranks, and a rank's parts of a group are one vector. ``param_shapes`` gives names and shapes in the
-order of the values; padding follows each parameter (where it is aligned) and the vector.
+In stages 1 and 2 a parameter group is one vector, of which each rank holds a part. In stage 3 each parameter
+is split over the ranks, and a rank's parts of a group are one vector. ``param_shapes`` gives names and shapes
+in the order of the values; padding follows each parameter (where it is aligned) and the vector.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _MODEL = re.compile(r"(zero)_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _COMPLETE_MODEL = re.compile(r"()mp_rank_(\d+)()(?:_\d+)?_model_states\.pt")
 _PARALLEL = re.compile(r"layer_.*_model_states\.pt|expp_rank_.*_optim_states\.pt")
 
+_MIXED = "files of several checkpoints are mixed"
+
 Shard = Mapping[str, Any]
 """The content of a rank's file."""
 
@@ -47,7 +49,7 @@ def read_zero(directory: Path) -> SavedState:
     if sharded and len(files) != len(shards):
         raise HexadError(
             f"{directory}: found {len(files)} files of model states and {len(shards)} of optimizer states; "
-            "files are missing, or those of several checkpoints are mixed"
+            f"files are missing, or {_MIXED}"
         )
     if sharded:
         return _Stage3(directory, files, models, shard_files, shards).state()
@@ -64,13 +66,14 @@ def model_files(directory: Path) -> tuple[list[Path], bool]:
     """
     sharded, complete = _by_rank(directory, _MODEL), _by_rank(directory, _COMPLETE_MODEL)
     if sharded and complete:
-        raise HexadError(f"{sharded[0]}: found beside {complete[0].name}; files of several checkpoints are mixed")
+        raise HexadError(
+            f"{sharded[0]}: found beside {complete[0].name}; files of several checkpoints are mixed"
+        )
     if len(complete) > 1:
         raise _model_parallel(complete[1])
     if not sharded and not complete:
-        raise HexadError(
-            f"{directory}: found neither mp_rank_00_model_states.pt nor zero_pp_rank_0_mp_rank_00_model_states.pt"
-        )
+        expected = "mp_rank_00_model_states.pt, or with ZeRO 3 zero_pp_rank_0_mp_rank_00_model_states.pt"
+        raise HexadError(f"{directory}: no DeepSpeed checkpoint; expected {expected}")
     return sharded or complete, bool(sharded)
 
 
@@ -112,29 +115,32 @@ class _Zero:
             if found != len(self.shard_files):
                 raise HexadError(
                     f"{path}: found partition_count {found}, but {len(self.shard_files)} files of optimizer "
-                    "states; files are missing, or those of several checkpoints are mixed"
+                    f"states; files are missing, or {_MIXED}"
                 )
         for path, model in zip(self.files, self.models):
             for key in ("global_steps", "global_samples", "skipped_steps", "param_shapes"):
                 if model.get(key) != self.model.get(key):
-                    raise HexadError(
-                        f"{path}: {key} is not that of {self.file.name}; files of several checkpoints are mixed"
-                    )
+                    raise HexadError(f"{path}: {key} is not that of {self.file.name}; {_MIXED}")
 
     def state(self) -> SavedState:
         """All of it."""
         masters = self.partitions()
         weights = self.tensors(masters, rounded=True)
-        held = [self.adam(rank) for rank in range(len(self.optimizers))]
+        ranks = range(len(self.optimizers))
+        held = [self.adam(rank) for rank in ranks]
         moments = {}
         for kind in MOMENTS:
-            parts = [[state.get(kind) for state in states] for states in held]
-            if all(isinstance(part, torch.Tensor) for states in parts for part in states):
+            if all(isinstance(state.get(kind), torch.Tensor) for states in held for state in states):
+                parts = [[state[kind] for state in states] for states in held]
                 moments[kind] = self.tensors(parts, rounded=False)
         settings: list[Any] = self.base(0).get("param_groups", [])
         updates = adam_step(
             (state for states in held for state in states),
-            (group for rank in range(len(self.optimizers)) for group in self.base(rank).get("param_groups", [])),
+            (
+                group
+                for rank in range(len(self.optimizers))
+                for group in self.base(rank).get("param_groups", [])
+            ),
         )
         dtypes = [each.dtype for name, each in self.module.items() if name in weights]
         return SavedState(
@@ -178,7 +184,9 @@ class _Zero:
         found = []
         for path, optimizer in zip(self.shard_files, self.optimizers):
             tensors = list(entry(optimizer, path, key, (list, tuple)))
-            if len(tensors) != len(self.groups) or not all(isinstance(each, torch.Tensor) for each in tensors):
+            if len(tensors) != len(self.groups) or not all(
+                isinstance(each, torch.Tensor) for each in tensors
+            ):
                 raise HexadError(
                     f"{path}: {key} holds {len(tensors)} tensors, but param_shapes in {self.file.name} has "
                     f"{len(self.groups)} groups"
@@ -211,8 +219,8 @@ class _Stage12(_Zero):
             align = 2 * len(self.shard_files)  # what follows the last parameter
             if -(-begin // align) != -(-len(flat) // align):
                 raise HexadError(
-                    f"{self.shard_files[0]}: group {number} has {len(flat)} values on all ranks, expected {begin} "
-                    f"and padding to a multiple of {align}; files of several checkpoints are mixed"
+                    f"{self.shard_files[0]}: group {number} has {len(flat)} values on all ranks, expected "
+                    f"{begin} and padding to a multiple of {align}; {_MIXED}"
                 )
         return found
 
@@ -246,8 +254,8 @@ class _Stage3(_Zero):
             for path, part in zip(self.shard_files, parts):
                 if part[number].numel() != begin:
                     raise HexadError(
-                        f"{path}: group {number} has {part[number].numel()} values, expected {begin}; files of "
-                        "several checkpoints are mixed, or values were offloaded to NVMe"
+                        f"{path}: group {number} has {part[number].numel()} values, expected {begin}; "
+                        f"{_MIXED}, or values were offloaded to NVMe"
                     )
         return found
 
@@ -310,8 +318,7 @@ def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
         kinds.add(named[1])
         if len(kinds) > 1:
             raise HexadError(
-                f"{path}: found beside files that begin with {min(kinds - {named[1]})}; files of several "
-                "checkpoints are mixed"
+                f"{path}: found beside files that begin with {min(kinds - {named[1]})}; {_MIXED}"
             )
         found[int(named[2])] = path
     missing = set(range(len(found))) - set(found)
@@ -323,6 +330,6 @@ def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 def _model_parallel(path: Path) -> HexadError:
     return HexadError(
-        f"{path}: a part of a tensor- or pipeline-parallel model or of experts, which is not read; convert the "
-        "checkpoint with deepspeed.checkpoint.ds_to_universal first"
+        f"{path}: a part of a tensor- or pipeline-parallel model or of experts, which is not read; convert "
+        "the checkpoint with deepspeed.checkpoint.ds_to_universal first"
     )

@@ -1,0 +1,283 @@
+"""A checkpoint of DeepSpeed as one of ours: weights, Adam's moments and progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.checkpoint.hugging_face_files import appearing, has_tokenizer
+from hexad.checkpoint.hugging_face_import import (
+    check_target,
+    origin_of_import,
+    with_precision,
+    with_tokenizer,
+)
+from hexad.checkpoint.index import Index
+from hexad.checkpoint.manifest import FileRecord
+from hexad.checkpoint.manifest_writer import ManifestJob, write_manifest
+from hexad.checkpoint.published import HEAD, located, published_tensors
+from hexad.checkpoint.tensor_file import SAFETENSORS, dtype_name
+from hexad.checkpoint.writer import Part, TensorFile
+from hexad.config import Config, HexadError
+from hexad.config.model import ModelSettings
+from hexad.model.configuration import build_config
+from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
+from hexad.model.trained import Trained
+from hexad.parallel.rectangle import Rectangle
+
+from .saved_state import SavedState, SavedTensor
+from .universal import FOLDER, read_universal
+from .zero_files import read_zero
+
+_LATEST = ("latest", "latest_universal")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The result of an import.
+
+    Attributes:
+        config: of the checkpoint; None for the state of a plain module.
+        step, samples: done, according to DeepSpeed; 0 with weights only.
+        parameters: values of weights and buffers.
+        optimizer: whether Adam's moments came with them.
+        tokenizer: whether one came with the model.
+    """
+
+    config: Config | None
+    step: int
+    samples: int
+    parameters: int
+    optimizer: bool
+    tokenizer: bool
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor to write: its name, shape and format, and what reads it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+def tag_directory(source: Path) -> Path:
+    """The directory with a checkpoint's files: the one that ``latest`` in ``source`` names, or ``source``.
+
+    Raises:
+        HexadError: it does not exist, or ``latest`` is no name.
+    """
+    if not source.is_dir():
+        raise HexadError(f"{source}: no such directory; expected a DeepSpeed checkpoint")
+    named = next((source / name for name in _LATEST if (source / name).is_file()), None)
+    if named is None:
+        return source
+    try:
+        tag = named.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise HexadError(f"{named}: cannot be read: {error}") from None
+    if not tag or Path(tag).name != tag or not (source / tag).is_dir():
+        raise HexadError(
+            f"{named}: found {tag!r}, which is no directory in {source}; name the tag's directory"
+        )
+    return source / tag
+
+
+def read_state(source: Path) -> SavedState:
+    """The state in a checkpoint's directory, or one of its tags; sizes are checked, values read when needed.
+
+    Raises:
+        HexadError: a file is missing, damaged, of another checkpoint, or could run code; or the state is of a
+            kind that is not read.
+    """
+    directory = tag_directory(source)
+    state = read_universal(directory) if (directory / FOLDER).is_dir() else read_zero(directory)
+    state.check()
+    return state
+
+
+def import_checkpoint(
+    source: Path,
+    to: Path,
+    check: Callable[[Config], object],
+    model: Path | None = None,
+    weights_only: bool = False,
+) -> Imported:
+    """Write a checkpoint with the state that DeepSpeed saved. Of the tensors, one is in memory at a time.
+
+    Args:
+        source: DeepSpeed's directory, or that of a tag.
+        to: the checkpoint's directory; it is renamed into place when all is on disk.
+        check: refuses a configuration that this version cannot run.
+        model: the Hugging Face directory (or ``config.json``) of the model that was trained, which Hexad then
+            trains as its own; None: the names stay those of the module, for an engine over the same module.
+        weights_only: leave out optimizer state and progress.
+
+    Raises:
+        HexadError: as for :func:`read_state`; there are no Adam moments; the model is not supported, or not
+            that of the state; or ``to`` is not empty or cannot be written.
+    """
+    check_target(to)
+    state = read_state(source)
+    if weights_only:
+        state.moments, state.progress = {}, {"step": 0, "updates": 0, "samples": 0}
+    elif not state.moments:
+        problem = state.lacking or "holds no exp_avg and exp_avg_sq of all parameters"
+        raise HexadError(f"{state.directory}: {problem}; --weights-only imports the weights alone")
+    if model is None:
+        entries = list(_of_module(state))
+        with appearing(to, "--to") as partial:
+            index, expected = _written(entries, partial), {each.name: each.shape for each in entries}
+            ManifestJob(
+                partial, index, expected, b"{}\n", {}, state.progress, origin_of_import(source), {}
+            ).run()
+        return _imported(state, entries, None, False)
+    folder = model if model.is_dir() else model.parent
+    settings = model_settings(read_config(folder), folder / CONFIG_FILE)
+    config = with_precision(_config(settings, state), state.dtype)
+    entries, trained = _of_model(state, config.model)
+    config = _freezing(config, trained)
+    check(config)
+    with appearing(to, "--to") as partial:
+        config, others = with_tokenizer(config, folder, partial, to.resolve())
+        _finish(entries, partial, config, state, source, others)
+    return _imported(state, entries, config, has_tokenizer(folder))
+
+
+def _finish(
+    entries: list[_Entry],
+    partial: Path,
+    config: Config,
+    state: SavedState,
+    source: Path,
+    others: Mapping[str, FileRecord],
+) -> None:
+    """The files of a model's checkpoint."""
+    index, expected = _written(entries, partial), {each.name: each.shape for each in entries}
+    write_manifest(partial, index, expected, config, state.progress, origin_of_import(source), others)
+
+
+def _imported(state: SavedState, entries: list[_Entry], config: Config | None, tokenizer: bool) -> Imported:
+    weights = (each for each in entries if each.name.startswith("model."))
+    step, samples = state.progress["step"], state.progress["samples"]
+    count = sum(math.prod(each.shape) for each in weights)
+    return Imported(config, step, samples, count, bool(state.moments), tokenizer)
+
+
+def _kinds(state: SavedState) -> dict[str, dict[str, SavedTensor]]:
+    """What our names begin with -> the tensors."""
+    return {"model": state.weights, **{f"optimizer.{kind}": each for kind, each in state.moments.items()}}
+
+
+def _of_module(state: SavedState) -> Iterator[_Entry]:
+    """The tensors under the module's names, as an engine keeps those of plain modules: single values as
+    vectors of one, complex ones as pairs, and none that are empty."""
+    for kind, tensors in _kinds(state).items():
+        for name, saved in tensors.items():
+            if not saved.numel:
+                continue
+            dtype, shape = saved.dtype, saved.shape or (1,)
+            if dtype.is_complex:
+                dtype, shape = dtype.to_real(), (*shape, 2)
+            if dtype not in SAFETENSORS:
+                known = ", ".join(dtype_name(each) for each in SAFETENSORS)
+                raise HexadError(f"{saved.file}: {name} is {dtype_name(dtype)}; supported: {known}")
+
+            def read(name: str = name, saved: SavedTensor = saved) -> torch.Tensor:
+                values = saved.read(name)
+                return torch.view_as_real(values) if values.is_complex() else values
+
+            yield _Entry(f"{kind}.{name}", shape, dtype, read)
+
+
+def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[_Entry], list[str] | None]:
+    """The tensors under the names of the model that the settings describe, and which of its weights have
+    moments; None: all.
+
+    Raises:
+        HexadError: a tensor is missing, unexpected or of another shape.
+    """
+    tensors = published_tensors(model)
+    names = located(tensors, state.weights, model, state.directory)
+    if model.tied_embeddings and HEAD in state.weights:
+        raise HexadError(
+            f"{state.directory}: found {HEAD} with values of its own, but config.json says "
+            "tie_word_embeddings; set it to false there"
+        )
+    kinds = _kinds(state)
+
+    @lru_cache(maxsize=1)  # of theirs, several of ours may be parts
+    def whole(kind: str, name: str) -> torch.Tensor:
+        return kinds[kind][name].read(name)
+
+    entries, trained = [], []
+    for kind, held in kinds.items():
+        for ours, place in tensors.items():
+            saved = held.get(names[ours])
+            if saved is None:
+                continue
+            if saved.shape != place.stored_shape:
+                raise HexadError(
+                    f"{saved.file}: {names[ours]} has shape {saved.shape}, the model has {place.stored_shape}"
+                )
+            if kind != "model":
+                trained.append(ours)
+
+            def read(kind: str = kind, ours: str = ours) -> torch.Tensor:
+                return tensors[ours].read({tensors[ours].name: whole(kind, names[ours])})
+
+            entries.append(_Entry(f"{kind}.{ours}", place.shape, saved.dtype, read))
+    complete = not state.moments or set(trained) == set(tensors)
+    return entries, None if complete else sorted(set(trained))
+
+
+def _config(settings: Mapping[str, Any], state: SavedState) -> Config:
+    """The settings of a model, and those of the optimizer that the state knows."""
+    tree: dict[str, Any] = {"model": settings, "data": {"sequence": settings["max_positions"]}}
+    groups = [group for group in state.groups if {"betas", "eps", "weight_decay"} <= group.keys()]
+    if groups and state.moments:
+        tree["optimizer"] = {
+            "betas": list(groups[0]["betas"]),
+            "eps": groups[0]["eps"],
+            "weight_decay": max(group["weight_decay"] for group in groups),
+        }
+    return build_config(tree)
+
+
+def _freezing(config: Config, trained: list[str] | None) -> Config:
+    """The configuration that trains only the weights with moments.
+
+    Raises:
+        HexadError: ``model.train`` cannot express that.
+    """
+    if trained is None:
+        return config
+    tree = config.model_dump(mode="json", by_alias=True)
+    tree["model"]["train"] = trained
+    found = build_config(tree)
+    selected = [name for name in published_tensors(found.model) if not Trained.of(found.model).frozen(name)]
+    if sorted(selected) != trained:
+        other = next(iter(set(selected) ^ set(trained)))
+        raise HexadError(
+            f"model.train: {other} cannot be told from the weights that were frozen in DeepSpeed"
+        )
+    return found
+
+
+def _written(entries: Iterable[_Entry], directory: Path) -> Index:
+    """All tensors in one file."""
+    entries = list(entries)
+    file = TensorFile.alone(
+        Part(Rectangle.whole(each.name, each.shape), dtype_name(each.dtype)) for each in entries
+    )
+    with file.open(directory) as writer:
+        for each in entries:
+            writer.write(each.read())
+        return file.index(writer.close())

@@ -1,0 +1,248 @@
+"""Checkpoints that DeepSpeed itself writes, with what its own functions say they hold.
+
+DeepSpeed leaves state in a process, so two ranks of their own write all of them, once per test session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+RANKS, STEPS, AFTER = 2, 3, 3
+LR, BETAS, EPS = 1e-2, (0.9, 0.95), 1e-8
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+CASES = {
+    "none_bf16": {"stage": 0, "dtype": "bf16"},
+    "none_fp32": {"stage": 0, "dtype": "fp32", "model": "gpt2"},
+    "none_ambiguous": {"stage": 0, "dtype": "fp32"},  # a frozen bias looks like trained ones
+    "zero1_bf16": {"stage": 1, "dtype": "bf16"},
+    "zero1_accumulated": {"stage": 1, "dtype": "bf16", "accumulate": "fp32"},  # DeepSpeed's BF16_Optimizer
+    "zero2_fp16": {"stage": 2, "dtype": "fp16"},
+    "zero2_fp32": {"stage": 2, "dtype": "fp32"},
+    "zero3_bf16": {"stage": 3, "dtype": "bf16"},
+    "zero3_fp32": {"stage": 3, "dtype": "fp32", "sub_group": 100},
+    "gpt2": {"stage": 2, "dtype": "fp32", "model": "gpt2"},
+    "llama": {"stage": 3, "dtype": "fp32", "model": "llama"},
+}
+UNIVERSAL = ("zero1_bf16", "zero3_bf16", "gpt2")
+"""Those that are converted to the universal format, too."""
+
+
+class Odd(nn.Module):
+    """Odd and prime sizes, a tied and a frozen layer, buffers, and a parameter of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 7)
+        self.up = nn.Linear(7, 11)
+        self.fixed = nn.Linear(11, 11).requires_grad_(False)
+        self.norm = nn.LayerNorm(11)
+        self.norm.register_buffer("seen", torch.tensor(0))
+        self.norm.register_buffer("mean", torch.zeros(11))
+        self.norm.register_buffer("scratch", torch.zeros(5), persistent=False)
+        self.down = nn.Linear(11, 7)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.norm(F.gelu(self.up(self.embedding(tokens))))
+        self.norm.seen += 1
+        self.norm.mean.lerp_(hidden.detach().float().mean((0, 1)), 0.1)
+        hidden = self.down(hidden + self.fixed(hidden)) * self.scale
+        return self.head(hidden)
+
+
+def batch(step: int) -> Tensor:
+    """Of all ranks: a row for each, and a token more than the inputs."""
+    return torch.randint(0, 13, (RANKS, 6), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The mean over tokens."""
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def published_model(kind: str) -> Any:
+    """A small model of transformers."""
+    import transformers
+
+    torch.manual_seed(5)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=13, n_positions=8, n_embd=12, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        vocab_size=13, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, max_position_embeddings=8, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@cache
+def _written() -> tempfile.TemporaryDirectory[str]:
+    pytest.importorskip("deepspeed")
+    directory = tempfile.TemporaryDirectory(prefix="hexad-deepspeed-")
+    common = {"WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", __name__, directory.name],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    outputs = [each.communicate(timeout=300)[0] for each in ranks]
+    for each, output in zip(ranks, outputs):
+        assert each.returncode == 0, output[-4000:]
+    return directory
+
+
+def saved(name: str) -> Path:
+    """What is written, once per session: ``<case>`` (DeepSpeed's directory), ``<case>-universal``,
+    ``<case>.pt`` (the expected values), and ``<model>-config`` with a published model's ``config.json``."""
+    return Path(_written().name) / name
+
+
+def _initialize(case: dict[str, Any], module: nn.Module) -> Any:
+    import deepspeed
+
+    kind, stage = case["dtype"], {"stage": case["stage"]}
+    if case["stage"] == 3:
+        stage |= {"sub_group_size": case.get("sub_group", 10**9), "stage3_param_persistence_threshold": 0}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": stage,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LR, "betas": BETAS, "eps": EPS, "torch_adam": True},
+        },
+        "steps_per_print": 10**9,
+    }
+    if kind != "fp32":
+        config[kind] = {"enabled": True} | ({"initial_scale_power": 6} if kind == "fp16" else {})
+    if "accumulate" in case:
+        config["data_types"] = {"grad_accum_dtype": case["accumulate"]}
+    trained = [each for each in module.parameters() if each.requires_grad]
+    groups = [
+        {"params": [each for each in trained if (each.dim() > 1) == decay], "weight_decay": 0.1 * decay}
+        for decay in (True, False)
+    ]
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config)
+    return engine
+
+
+def _expected(engine: Any, stage: int) -> dict[str, dict[str, Tensor]]:
+    """The state by DeepSpeed's functions for it, or by the references that its optimizer holds."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # It links the state once the first group has been updated, when other groups have none yet.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("model", *MOMENTS)}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if stage:
+            found["model"][name] = safe_get_full_fp32_param(parameter).clone()
+            for kind in MOMENTS:
+                found[kind][name] = safe_get_full_optimizer_state(parameter, kind).clone()
+            continue
+        master, inner = parameter, engine.optimizer
+        if hasattr(inner, "fp32_groups"):
+            pairs = zip(chain(*inner.fp16_groups), chain(*inner.fp32_groups))
+            master = next(full for half, full in pairs if half is parameter)
+            inner = inner.optimizer
+        found["model"][name] = master.detach().clone()
+        for kind in MOMENTS:
+            found[kind][name] = inner.state[master][kind].clone()
+    state = engine.module.state_dict()
+    found["buffers"] = {name: state[name].clone() for name in ("norm.seen", "norm.mean") if name in state}
+    return found
+
+
+def _train(directory: Path, name: str, case: dict[str, Any], rank: int) -> None:
+    torch.manual_seed(1)
+    kind = case.get("model")
+    module = Odd() if kind is None else published_model(kind)
+    if kind is not None and not rank:
+        module.config.save_pretrained(directory / f"{kind}-config")  # config.json
+    engine, losses = _initialize(case, module), []
+    for step in range(STEPS + AFTER):
+        if step == STEPS:
+            expected = _expected(engine, case["stage"])
+            engine.save_checkpoint(str(directory / name))
+        if step == STEPS + 1 and name == "zero1_bf16":  # to be mixed in
+            engine.save_checkpoint(str(directory / f"{name}-later"))
+        tokens = batch(step)[rank : rank + 1]
+        out = engine(tokens[:, :-1])
+        loss = loss_of(out if kind is None else out.logits, tokens)
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach()
+        torch.distributed.all_reduce(mean)
+        losses.append(float(mean) / RANKS)
+    expected["losses"] = losses[STEPS:]
+    expected["after"] = _expected(engine, case["stage"])["model"]
+    engine.destroy()
+    if rank:
+        return
+    torch.save(expected, directory / f"{name}.pt")
+    if name in UNIVERSAL:
+        from deepspeed.checkpoint.ds_to_universal import main as convert
+
+        convert(
+            Namespace(
+                input_folder=str(directory / name / f"global_step{STEPS}"),
+                output_folder=str(directory / f"{name}-universal" / f"global_step{STEPS}_universal"),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=True,
+            )
+        )
+
+
+def _main(directory: Path) -> None:
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=RANKS
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        import deepspeed.comm.torch
+        from deepspeed.utils import logger
+
+        logger.setLevel(logging.ERROR)
+        deepspeed.comm.torch.build_shm_op = lambda: None  # nothing is compiled
+        for name, case in CASES.items():
+            _train(directory, name, case, rank)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 RANKS, STEPS, AFTER = 2, 3, 3
+VOCAB = 307
+"""Of published models: as many ids as the byte tokenizer has, and more."""
 LR, BETAS, EPS = 1e-2, (0.9, 0.95), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -38,6 +40,7 @@ CASES = {
     "zero3_bf16": {"stage": 3, "dtype": "bf16"},
     "zero3_fp32": {"stage": 3, "dtype": "fp32", "sub_group": 100},
     "gpt2": {"stage": 2, "dtype": "fp32", "model": "gpt2"},
+    "gpt2_inner": {"stage": 3, "dtype": "fp32", "model": "gpt2", "frozen": "inner.transformer.wpe.weight"},
     "llama": {"stage": 3, "dtype": "fp32", "model": "llama"},
 }
 UNIVERSAL = ("zero1_bf16", "zero3_bf16", "gpt2")
@@ -69,6 +72,17 @@ class Odd(nn.Module):
         return self.head(hidden)
 
 
+class Wrapped(nn.Module):
+    """A model as a part of a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.inner(tokens)
+
+
 def batch(step: int) -> Tensor:
     """Of all ranks: a row for each, and a token more than the inputs."""
     return torch.randint(0, 13, (RANKS, 6), generator=torch.Generator().manual_seed(step))
@@ -86,12 +100,12 @@ def published_model(kind: str) -> Any:
     torch.manual_seed(5)
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=13, n_positions=8, n_embd=12, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0,
+            vocab_size=VOCAB, n_positions=8, n_embd=12, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         )  # fmt: skip
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
-        vocab_size=13, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
+        vocab_size=VOCAB, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
         num_key_value_heads=1, max_position_embeddings=8, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -189,6 +203,10 @@ def _train(directory: Path, name: str, case: dict[str, Any], rank: int) -> None:
     module = Odd() if kind is None else published_model(kind)
     if kind is not None and not rank:
         module.config.save_pretrained(directory / f"{kind}-config")  # config.json
+    if name.endswith("_inner"):
+        module = Wrapped(module)
+    if "frozen" in case:
+        module.get_parameter(case["frozen"]).requires_grad_(False)
     engine, losses = _initialize(case, module), []
     for step in range(STEPS + AFTER):
         if step == STEPS:

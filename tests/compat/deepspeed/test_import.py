@@ -10,11 +10,13 @@ import torch
 
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.hugging_face_export import saved_config
+from hexad.checkpoint.published import published_tensors
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.verification import verify_files
 from hexad.compat.deepspeed.import_checkpoint import Imported, import_checkpoint
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
+from hexad.model.trained import Trained
 from hexad.resolve import resolve
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
@@ -34,6 +36,7 @@ from .saved_checkpoints import (
     Odd,
     batch,
     loss_of,
+    published_model,
     saved,
 )
 
@@ -60,6 +63,10 @@ def check_values(checkpoint: Path, name: str) -> None:
             frozen = Odd().fixed  # never changed, but rounded
             wanted["model.fixed.weight"] = frozen.weight.detach().to(DTYPES[case["dtype"]])
             wanted["model.fixed.bias"] = frozen.bias.detach().to(DTYPES[case["dtype"]])
+        if "frozen" in case:
+            short = case["frozen"].removeprefix("inner.")
+            initial = published_model(case["model"]).get_parameter(short)
+            wanted[f"model.{case['frozen']}"] = initial.detach()
         assert set(found.manifest.tensors) == set(wanted)
         for name, value in wanted.items():
             read = found.read(name)
@@ -190,7 +197,13 @@ def continued_model(load: Path, directory: Path, zero: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("name", "kind", "zero"),
-    [("gpt2", "gpt2", 1), ("gpt2-universal", "gpt2", 3), ("none_fp32", "gpt2", 0), ("llama", "llama", 3)],
+    [
+        ("gpt2", "gpt2", 1),
+        ("gpt2-universal", "gpt2", 3),
+        ("none_fp32", "gpt2", 0),
+        ("gpt2_inner", "gpt2", 2),
+        ("llama", "llama", 3),
+    ],
 )
 def test_a_model_trains_on(
     name: str,
@@ -204,6 +217,12 @@ def test_a_model_trains_on(
     assert result.config is not None
     assert result.config.model.family == kind
     assert result.config.optimizer.betas == BETAS
+    if name == "gpt2_inner":
+        trained = Trained.of(result.config.model)
+        weights = published_tensors(result.config.model)
+        assert [each for each in weights if trained.frozen(each)] == ["positions.weight"]
+    else:
+        assert result.config.model.train == "all"
     losses = pool.run(RANKS, continued_model, load, tmp_path / "run", zero)[0]
     expected = torch.load(saved(f"{name.removesuffix('-universal')}.pt"))
     assert losses == pytest.approx(expected["losses"], rel=1e-5)

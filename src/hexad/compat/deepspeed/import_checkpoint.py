@@ -205,6 +205,7 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[_Entry], li
         HexadError: a tensor is missing, unexpected or of another shape.
     """
     tensors = published_tensors(model)
+    _unwrap(state, tensors["embedding.weight"].name)
     names = located(tensors, state.weights, model, state.directory)
     if model.tied_embeddings and HEAD in state.weights:
         raise HexadError(
@@ -236,6 +237,18 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[_Entry], li
             entries.append(_Entry(f"{kind}.{ours}", place.shape, saved.dtype, read))
     complete = not state.moments or set(trained) == set(tensors)
     return entries, None if complete else sorted(set(trained))
+
+
+def _unwrap(state: SavedState, embedding: str) -> None:
+    """Remove what names begin with where the model is a part of the module.
+
+    ``embedding``: a published name.
+    """
+    prefix = next((name.removesuffix(embedding) for name in state.weights if name.endswith(embedding)), "")
+    for tensors in (state.weights, *state.moments.values()):
+        short = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        tensors.clear()
+        tensors.update(short)
 
 
 def _config(settings: Mapping[str, Any], state: SavedState) -> Config:

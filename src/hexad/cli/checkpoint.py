@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from hexad.checkpoint.manifest import Manifest
     from hexad.config import Config
 
-DEEPSPEED = "ds:"
-"""What the name of a DeepSpeed checkpoint begins with."""
+_SYSTEMS = ("ds", "megatron")
+"""What the names of other systems' checkpoints begin with."""
 _NO_TOKENIZER = "note: no tokenizer found beside the weights; put one into {}"
 
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """Inspect and verify checkpoints; import Hugging Face models and DeepSpeed checkpoints, export models."""
+    """Inspect and verify checkpoints; import models and others' checkpoints, export models."""
 
 
 @checkpoint.command("inspect")
@@ -115,31 +115,32 @@ def verify(directory: str, as_json: bool) -> int:
 @click.option(
     "--from",
     "source",
-    metavar="HF_DIR|ds:DIR",
+    metavar="HF_DIR|ds:DIR|megatron:DIR",
     required=True,
-    help="A Hugging Face model's directory, or ds: and a DeepSpeed checkpoint's (or one tag's).",
+    help="A Hugging Face model's directory, or that of a DeepSpeed or Megatron-Core (torch_dist) checkpoint.",
 )
 @click.option("--to", "target", metavar="DIR", required=True, help="The checkpoint to write.")
 @click.option(
     "--model",
-    metavar="HF_DIR",
-    help="Of ds: the Hugging Face model that was trained (config.json, tokenizer); without it names stay the "
-    "module's.",
+    metavar="HF_DIR|run.yaml",
+    help="What a checkpoint's model is. ds: a Hugging Face directory, or none: names stay the module's. "
+    "megatron: either.",
 )
-@click.option("--weights-only", is_flag=True, help="Of ds: leave out optimizer state and progress.")
+@click.option("--weights-only", is_flag=True, help="Leave out a checkpoint's optimizer state and progress.")
 @json_option
 def import_command(source: str, target: str, model: str | None, weights_only: bool, as_json: bool) -> None:
-    """Convert a Hugging Face model (weights only, step 0) or a DeepSpeed checkpoint (weights, optimizer state
-    and progress) to a checkpoint."""
-    if source.startswith(DEEPSPEED):
-        _import_deepspeed(source.removeprefix(DEEPSPEED), target, model, weights_only, as_json)
+    """Convert a Hugging Face model (weights only, step 0), or a checkpoint of DeepSpeed or Megatron-Core
+    (weights, optimizer state and progress), to a checkpoint."""
+    kind, _, directory = source.rpartition(":")
+    if kind in _SYSTEMS:
+        _import_checkpoint(kind, Path(directory), Path(target), model, weights_only, as_json)
         return
     for option, given in {"--model": model, "--weights-only": weights_only}.items():
         if given:
-            raise HexadError(f"{option}: found it with --from {source}; it belongs to --from {DEEPSPEED}DIR")
+            raise HexadError(f"{option}: found it with --from {source}; it belongs to --from ds:DIR")
     from hexad.checkpoint.hugging_face_import import import_model
 
-    imported = import_model(Path(source), Path(target), _resolves)
+    imported = import_model(Path(source), Path(target), _resolved)
     config, where = imported.config, Path(target).resolve()
     if as_json:
         print_json(
@@ -160,32 +161,43 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
         click.echo(_NO_TOKENIZER.format(config.data.tokenizer))
 
 
-def _import_deepspeed(source: str, target: str, model: str | None, weights_only: bool, as_json: bool) -> None:
-    from hexad.compat.deepspeed.import_checkpoint import import_checkpoint
+def _import_checkpoint(
+    kind: str, source: Path, target: Path, model: str | None, weights_only: bool, as_json: bool
+) -> None:
+    """Import a checkpoint of another system."""
+    from hexad.compat.deepspeed import import_checkpoint as deepspeed
+    from hexad.compat.megatron import import_checkpoint as megatron
 
+    imported: deepspeed.Imported | megatron.Imported
     given = None if model is None else Path(model)
-    imported = import_checkpoint(Path(source), Path(target), _resolves, given, weights_only)
-    config, where = imported.config, Path(target).resolve()
+    if kind == "ds":
+        imported = deepspeed.import_checkpoint(source, target, _resolved, given, weights_only)
+    elif given is None:
+        raise HexadError("--model: missing; name the run.yaml or Hugging Face directory of Megatron's model")
+    else:
+        imported = megatron.import_checkpoint(source, target, _resolved, given, weights_only)
+    config, where = imported.config, target.resolve()
     family = "module" if config is None else config.model.family
     if as_json:
-        document = {"path": str(where), **asdict(replace(imported, config=None)), "family": family}
-        print_json({name: value for name, value in document.items() if name != "config"})
+        names = ("step", "samples", "parameters", "optimizer")
+        found = {name: getattr(imported, name) for name in names}
+        print_json({"path": str(where), "family": family, **found})
         return
     state = "with optimizer state" if imported.optimizer else "weights only"
     click.echo(
         f"{where}: {family}, {imported.parameters:,} values, {state}, step {imported.step}, "
         f"{imported.samples:,} samples"
     )
-    if config is not None and not imported.tokenizer:
+    if config is not None and not imported.tokenizer and config.data.tokenizer != "byte":
         click.echo(_NO_TOKENIZER.format(config.data.tokenizer))
 
 
-def _resolves(config: Config) -> None:
-    """Refuse a configuration that this version cannot run."""
+def _resolved(config: Config) -> Config:
+    """A configuration with a number for every ``auto``; one that this version cannot run is refused."""
     from hexad.resolve import resolve
     from hexad.topology.layout import Layout
 
-    resolve(config, Layout(world=1))
+    return resolve(config, Layout(world=1)).config
 
 
 @checkpoint.command("export")

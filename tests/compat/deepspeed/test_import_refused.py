@@ -14,7 +14,8 @@ import torch
 
 from hexad.checkpoint.reader import Checkpoint
 from hexad.compat.deepspeed.import_checkpoint import read_state
-from hexad.compat.deepspeed.inert import Inert, load_inert
+from hexad.compat.deepspeed.saved_state import load_file
+from hexad.compat.inert import Inert
 from hexad.config import HexadError
 
 from ...train.command import call
@@ -37,7 +38,7 @@ def copied(name: str, to: Path) -> Path:
 
 def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Save the content of a file with a change."""
-    content = load_inert(path)
+    content = load_file(path)
     # What is read as inert would not be written as what it was.
     content.get("optimizer_state_dict", {}).pop("loss_scaler", None)
     content.get("optimizer_state_dict", {}).pop("zero_stage", None)
@@ -85,7 +86,7 @@ def test_known_classes_are_inert(tmp_path: Path) -> None:
     import numpy as np
 
     torch.save({"args": Namespace(lr=1.0), "state": np.random.get_state()}, tmp_path / "extra.pt")
-    found = load_inert(tmp_path / "extra.pt")
+    found = load_file(tmp_path / "extra.pt")
     assert isinstance(found["args"], Inert)
     assert found["args"].held == {"lr": 1.0}
     assert isinstance(found["state"][1], Inert)

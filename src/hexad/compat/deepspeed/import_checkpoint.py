@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,25 +11,16 @@ from typing import Any
 
 import torch
 
+from hexad.checkpoint.foreign import ForeignTensor, write_foreign
 from hexad.checkpoint.hugging_face_files import appearing, has_tokenizer
-from hexad.checkpoint.hugging_face_import import (
-    check_target,
-    origin_of_import,
-    with_precision,
-    with_tokenizer,
-)
-from hexad.checkpoint.index import Index
-from hexad.checkpoint.manifest import FileRecord
-from hexad.checkpoint.manifest_writer import ManifestJob, write_manifest
+from hexad.checkpoint.hugging_face_import import check_target, with_precision, with_tokenizer
 from hexad.checkpoint.published import HEAD, located, published_tensors
 from hexad.checkpoint.tensor_file import SAFETENSORS, dtype_name
-from hexad.checkpoint.writer import Part, TensorFile
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.trained import Trained
-from hexad.parallel.rectangle import Rectangle
 
 from .saved_state import SavedState, SavedTensor
 from .universal import FOLDER, read_universal
@@ -56,16 +47,6 @@ class Imported:
     parameters: int
     optimizer: bool
     tokenizer: bool
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor to write: its name, shape and format, and what reads it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
 
 
 def tag_directory(source: Path) -> Path:
@@ -134,10 +115,7 @@ def import_checkpoint(
     if model is None:
         entries = list(_of_module(state))
         with appearing(to, "--to") as partial:
-            index, expected = _written(entries, partial), {each.name: each.shape for each in entries}
-            ManifestJob(
-                partial, index, expected, b"{}\n", {}, state.progress, origin_of_import(source), {}
-            ).run()
+            write_foreign(entries, partial, source, state.progress)
         return _imported(state, entries, None, False)
     folder = model if model.is_dir() else model.parent
     settings = model_settings(read_config(folder), folder / CONFIG_FILE)
@@ -147,24 +125,13 @@ def import_checkpoint(
     check(config)
     with appearing(to, "--to") as partial:
         config, others = with_tokenizer(config, folder, partial, to.resolve())
-        _finish(entries, partial, config, state, source, others)
+        write_foreign(entries, partial, source, state.progress, config, others)
     return _imported(state, entries, config, has_tokenizer(folder))
 
 
-def _finish(
-    entries: list[_Entry],
-    partial: Path,
-    config: Config,
-    state: SavedState,
-    source: Path,
-    others: Mapping[str, FileRecord],
-) -> None:
-    """The files of a model's checkpoint."""
-    index, expected = _written(entries, partial), {each.name: each.shape for each in entries}
-    write_manifest(partial, index, expected, config, state.progress, origin_of_import(source), others)
-
-
-def _imported(state: SavedState, entries: list[_Entry], config: Config | None, tokenizer: bool) -> Imported:
+def _imported(
+    state: SavedState, entries: list[ForeignTensor], config: Config | None, tokenizer: bool
+) -> Imported:
     weights = (each for each in entries if each.name.startswith("model."))
     step, samples = state.progress["step"], state.progress["samples"]
     count = sum(math.prod(each.shape) for each in weights)
@@ -176,7 +143,7 @@ def _kinds(state: SavedState) -> dict[str, dict[str, SavedTensor]]:
     return {"model": state.weights, **{f"optimizer.{kind}": each for kind, each in state.moments.items()}}
 
 
-def _of_module(state: SavedState) -> Iterator[_Entry]:
+def _of_module(state: SavedState) -> Iterator[ForeignTensor]:
     """The tensors under the module's names, as an engine keeps those of plain modules: single values as
     vectors of one, complex ones as pairs, and none that are empty."""
     for kind, tensors in _kinds(state).items():
@@ -194,10 +161,10 @@ def _of_module(state: SavedState) -> Iterator[_Entry]:
                 values = saved.read(name)
                 return torch.view_as_real(values) if values.is_complex() else values
 
-            yield _Entry(f"{kind}.{name}", shape, dtype, read)
+            yield ForeignTensor(f"{kind}.{name}", shape, dtype, read)
 
 
-def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[_Entry], list[str] | None]:
+def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTensor], list[str] | None]:
     """The tensors under the names of the model that the settings describe, and which of its weights have
     moments; None: all.
 
@@ -234,7 +201,7 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[_Entry], li
             def read(kind: str = kind, ours: str = ours) -> torch.Tensor:
                 return tensors[ours].read({tensors[ours].name: whole(kind, names[ours])})
 
-            entries.append(_Entry(f"{kind}.{ours}", place.shape, saved.dtype, read))
+            entries.append(ForeignTensor(f"{kind}.{ours}", place.shape, saved.dtype, read))
     complete = not state.moments or set(trained) == set(tensors)
     return entries, None if complete else sorted(set(trained))
 
@@ -282,15 +249,3 @@ def _freezing(config: Config, trained: list[str] | None) -> Config:
             f"model.train: {other} cannot be told from the weights that were frozen in DeepSpeed"
         )
     return found
-
-
-def _written(entries: Iterable[_Entry], directory: Path) -> Index:
-    """All tensors in one file."""
-    entries = list(entries)
-    file = TensorFile.alone(
-        Part(Rectangle.whole(each.name, each.shape), dtype_name(each.dtype)) for each in entries
-    )
-    with file.open(directory) as writer:
-        for each in entries:
-            writer.write(each.read())
-        return file.index(writer.close())

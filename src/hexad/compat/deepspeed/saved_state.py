@@ -13,7 +13,16 @@ import torch
 
 from hexad.config import HexadError
 
-from .inert import Inert
+from ..inert import Inert, load_inert
+
+_CLASSES = (
+    "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""DeepSpeed's own, in its checkpoints."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, under the names that its state has everywhere."""
@@ -137,6 +146,15 @@ class SavedState:
         for kind, tensors in {"weight": self.weights, **self.moments}.items():
             for name, tensor in tensors.items():
                 tensor.check(name if kind == "weight" else f"{kind} of {name}")
+
+
+def load_file(path: Path) -> Any:
+    """The content of one of DeepSpeed's files, tensors mapped to it.
+
+    Raises:
+        HexadError: it is missing, damaged, or could run code.
+    """
+    return load_inert(path, _CLASSES)
 
 
 def entry(content: Any, path: Path, key: str, kind: type | tuple[type, ...]) -> Any:

@@ -10,8 +10,7 @@ import torch
 
 from hexad.config import HexadError
 
-from .inert import load_inert
-from .saved_state import MOMENTS, SavedState, SavedTensor, adam_step, entry, progress, shapes
+from .saved_state import MOMENTS, SavedState, SavedTensor, adam_step, entry, load_file, progress, shapes
 from .zero_files import model_files, untrained_complete, untrained_sharded
 
 FOLDER = "zero"
@@ -25,7 +24,7 @@ def read_universal(directory: Path) -> SavedState:
         HexadError: a file is missing or damaged, or the model's states are those of a model-parallel run.
     """
     files, sharded = model_files(directory)
-    models = [load_inert(path) for path in (files if sharded else files[:1])]
+    models = [load_file(path) for path in (files if sharded else files[:1])]
     module: Mapping[str, torch.Tensor] = entry(models[0], files[0], "module", Mapping)
     wanted: dict[str, tuple[int, ...]] = {}
     for group in shapes(entry(models[0], files[0], "param_shapes", list), files[0]):
@@ -45,7 +44,7 @@ def read_universal(directory: Path) -> SavedState:
         others = untrained_sharded(models, files)
     else:
         others = untrained_complete(module, files[0], wanted.keys() | aliases.keys())
-    optimizer = entry({_OPTIMIZER: load_inert(folder / _OPTIMIZER)}, folder / _OPTIMIZER, _OPTIMIZER, Mapping)
+    optimizer = entry({_OPTIMIZER: load_file(folder / _OPTIMIZER)}, folder / _OPTIMIZER, _OPTIMIZER, Mapping)
     groups = [group for group in optimizer.get("param_groups", []) if isinstance(group, Mapping)]
     dtypes = [module[name].dtype for name in wanted if name in module]
     return SavedState(
@@ -67,7 +66,7 @@ def _tensor(
     path = folder / name / f"{kind}.pt"
     if not path.resolve().is_relative_to(folder.resolve()):
         raise HexadError(f"{path}: found the name {name!r}, expected one of a file in {folder}")
-    found: Any = load_inert(path)
+    found: Any = load_file(path)
     if isinstance(found, Mapping):
         found = found.get("param")
     if not isinstance(found, torch.Tensor):
@@ -80,7 +79,7 @@ def _updates(
 ) -> set[int]:
     """The numbers of updates: of each parameter, or else of the first rank's optimizer."""
     steps = [path for name in names if (path := folder / name / "step.pt").is_file()]
-    states: list[Any] = [{"step": load_inert(path)} for path in steps]
+    states: list[Any] = [{"step": load_file(path)} for path in steps]
     if not states:
         base = optimizer.get("optimizer_state_dict")
         held = base.get("state", {}) if isinstance(base, Mapping) else {}

@@ -17,8 +17,7 @@ import torch
 
 from hexad.config import HexadError
 
-from .inert import load_inert
-from .saved_state import MOMENTS, Flat, SavedState, SavedTensor, adam_step, entry, progress, shapes
+from .saved_state import MOMENTS, Flat, SavedState, SavedTensor, adam_step, entry, load_file, progress, shapes
 from .unsharded import read_unsharded
 
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -44,8 +43,8 @@ def read_zero(directory: Path) -> SavedState:
             raise _model_parallel(path)
     shard_files = _by_rank(directory, _OPTIMIZER)
     files, sharded = model_files(directory)
-    models = [load_inert(path) for path in files]
-    shards = [load_inert(path) for path in shard_files]
+    models = [load_file(path) for path in files]
+    shards = [load_file(path) for path in shard_files]
     if sharded and len(files) != len(shards):
         raise HexadError(
             f"{directory}: found {len(files)} files of model states and {len(shards)} of optimizer states; "

@@ -1,0 +1,143 @@
+"""Reading the pickles of other systems' checkpoints without running code that they name.
+
+A pickle names functions and classes, and calls them. Here tensors, numbers, texts and Python's own containers
+are read, and objects of some named classes as :class:`Inert`. A file that names anything else is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.config import HexadError
+
+
+class Inert:
+    """Stands for an object of another class: what the file holds of it, and no behaviour.
+
+    Attributes:
+        given: the arguments it was to be made with.
+        state: of the object: a dictionary of attributes, unless its class has a form of its own.
+    """
+
+    given: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *given: Any) -> Inert:
+        """Keep the arguments of a class, or of a function, that is not called."""
+        made = super().__new__(cls)
+        made.given, made.state = given, {}
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """Its attributes; empty where the state is of another form."""
+        return self.state if isinstance(self.state, dict) else {}
+
+
+_OF_SCRIPTS = (
+    "argparse.Namespace",
+    "numpy._core.multiarray._reconstruct",
+    "numpy._core.multiarray.scalar",
+    "numpy.core.multiarray._reconstruct",
+    "numpy.core.multiarray.scalar",
+    "numpy.dtype",
+    "numpy.ndarray",
+)
+"""What scripts add to a checkpoint: their options, and the states of NumPy's random numbers."""
+
+
+def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None) -> Any:
+    """What ``torch.save`` wrote: tensors on the CPU, in Python's containers.
+
+    Args:
+        path: of the file, which is mapped: tensors are read when they are used.
+        classes: names that are read as :class:`Inert`, neither imported nor called, beside those of scripts.
+        content: a part of the file to read instead of all of it.
+
+    Raises:
+        HexadError: it is missing, damaged, or names another class or function.
+    """
+    given: Path | io.BytesIO = path if content is None else io.BytesIO(content)
+    known: list[Any] = [(Inert, name) for name in (*_OF_SCRIPTS, *classes)]
+    try:
+        with zipfile.ZipFile(given) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise HexadError(f"{path}: damaged: the checksum of {damaged} does not match its content")
+        if isinstance(given, io.BytesIO):
+            given.seek(0)
+        with warnings.catch_warnings(), torch.serialization.safe_globals(known):
+            warnings.simplefilter("ignore")  # of deprecated storage classes
+            return torch.load(given, map_location="cpu", weights_only=True, mmap=content is None)
+    except HexadError:
+        raise
+    except FileNotFoundError:
+        raise HexadError(f"{path}: missing") from None
+    except zipfile.BadZipFile:
+        raise HexadError(f"{path}: truncated, or not written by torch.save of torch 1.6 or later") from None
+    except Exception as error:  # of whatever kind a damaged pickle leads to
+        raise HexadError(f"{path}: {_reason(error)}") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but Python's values, formats and shapes of tensors, and :class:`Inert`."""
+
+    def __init__(self, path: Path, content: bytes, classes: Iterable[str]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._path, self._classes = path, frozenset(classes)
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in self._classes:
+            return Inert
+        if full == "collections.OrderedDict":
+            return OrderedDict
+        if full == "torch.Size":
+            return torch.Size
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise HexadError(f"{self._path}: {_refused(full)}")
+
+
+def unpickle_inert(path: Path, classes: Iterable[str]) -> Any:
+    """The content of a plain pickle, objects of ``classes`` as :class:`Inert`.
+
+    Raises:
+        HexadError: as for :func:`load_inert`.
+    """
+    try:
+        return _Unpickler(path, path.read_bytes(), classes).load()
+    except HexadError:
+        raise
+    except FileNotFoundError:
+        raise HexadError(f"{path}: missing") from None
+    except Exception as error:  # of whatever kind a damaged pickle leads to
+        raise HexadError(f"{path}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Why a file is refused, in one line."""
+    text = " ".join(str(error).split())
+    named = re.search(r"(?:[Uu]nsupported (?:global: )?GLOBAL|but got|function) (\S+)", text)
+    if named and isinstance(error, pickle.UnpicklingError):
+        return _refused(named[1])
+    return f"cannot be read: {text.split('. ')[0] or type(error).__name__}"
+
+
+def _refused(name: str) -> str:
+    return (
+        f"found {name} in its pickle, which is not loaded, as it could run code; save it without that object"
+    )

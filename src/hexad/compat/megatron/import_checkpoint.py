@@ -1,0 +1,259 @@
+"""A ``torch_dist`` checkpoint of Megatron-Core's GPT model as one of ours: weights, moments, progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.checkpoint.foreign import ForeignTensor, write_foreign
+from hexad.checkpoint.hugging_face_files import appearing, has_tokenizer
+from hexad.checkpoint.hugging_face_import import check_target, with_precision, with_tokenizer
+from hexad.config import Config, HexadError
+from hexad.config.model import ModelSettings
+from hexad.model.configuration import build_config, load_config
+from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
+from hexad.model.inventory import ModelInventory
+
+from ..inert import Inert
+from .torch_dist import DistTensor, TorchDistCheckpoint
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE = "optimizer.state"
+_MASTERS = (f"{_STATE}.fp32_param.", f"{_STATE}.param.", "")
+"""What the keys of weights begin with, the most precise first: masters of the mixed-precision optimizers, of
+the distributed one, and the model's own."""
+
+_OUTSIDE = {
+    "embedding.weight": "embedding.word_embeddings.weight",
+    "positions.weight": "embedding.position_embeddings.weight",
+    "norm": "decoder.final_layernorm",
+    "head.weight": "output_layer.weight",
+}
+_IN_LAYERS = {
+    # Layer norms are parts of the products that follow them, also where they are modules of their own.
+    "attention_norm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    "attention_norm.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
+    "ffn_norm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+    "ffn_norm.bias": ("mlp.linear_fc1.layer_norm_bias", "pre_mlp_layernorm.bias"),
+    "attention.q_norm.weight": ("self_attention.q_layernorm.weight",),
+    "attention.k_norm.weight": ("self_attention.k_layernorm.weight",),
+}
+_PRODUCTS = {
+    "attention.q": "self_attention.linear_qkv",
+    "attention.k": "self_attention.linear_qkv",
+    "attention.v": "self_attention.linear_qkv",
+    "attention.out": "self_attention.linear_proj",
+    "ffn.gate": "mlp.linear_fc1",
+    "ffn.up": "mlp.linear_fc1",
+    "ffn.down": "mlp.linear_fc2",
+}
+_UNLIKE = {"apply_layernorm_1p": False, "rotary_interleaved": False, "multi_latent_attention": False}
+"""Megatron's options whose other values would change the numbers."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The result of an import.
+
+    Attributes:
+        config: of the checkpoint, resolved.
+        step, samples: done, according to Megatron; 0 with weights only.
+        parameters: in all.
+        optimizer: whether Adam's moments came with them.
+        tokenizer: whether one came with the model's settings.
+    """
+
+    config: Config
+    step: int
+    samples: int
+    parameters: int
+    optimizer: bool
+    tokenizer: bool
+
+
+def import_checkpoint(
+    source: Path,
+    to: Path,
+    check: Callable[[Config], Config],
+    model: Path,
+    weights_only: bool = False,
+) -> Imported:
+    """Write a checkpoint with the state of a GPT model that Megatron-Core saved, in any of its layouts, one
+    tensor at a time.
+
+    Args:
+        source: the directory of an iteration, or the one with ``latest_checkpointed_iteration.txt``.
+        to: the checkpoint's directory; it is renamed into place when all is on disk.
+        check: resolves a configuration, or refuses it.
+        model: what the model is: a ``run.yaml``, or a Hugging Face directory (or its ``config.json``).
+        weights_only: leave out optimizer state and progress.
+
+    Raises:
+        HexadError: a file is missing, damaged or could run code; the checkpoint is of another model, or has
+            no Adam moments; or ``to`` is not empty or cannot be written.
+    """
+    check_target(to)
+    given = TorchDistCheckpoint(source)
+    args = given.common.get("args")
+    options: Mapping[str, Any] = args.held if isinstance(args, Inert) else {}
+    for name, wanted in _UNLIKE.items():
+        if options.get(name, wanted) != wanted:
+            raise HexadError(f"{given.directory}: args.{name}: found {options[name]}; supported: {wanted}")
+    folder = None if model.suffix in (".yaml", ".yml") else model if model.is_dir() else model.parent
+    if folder is None:
+        config = check(load_config(model))
+    else:
+        settings = model_settings(read_config(folder), folder / CONFIG_FILE)
+        config = check(build_config({"model": settings, "data": {"sequence": settings["max_positions"]}}))
+        own = given.tensors.get(_OUTSIDE["embedding.weight"])
+        config = config if own is None else with_precision(config, own.dtype)
+    kinds = ("",) if weights_only else ("", *MOMENTS)
+    tensors = [each for kind in kinds for each in _tensors(given, config.model, kind)]
+    progress = {"step": 0, "updates": 0, "samples": 0} if weights_only else _progress(given, options)
+    with appearing(to, "--to") as directory:
+        others = None
+        if folder is not None:
+            config, others = with_tokenizer(config, folder, directory, to.resolve())
+        write_foreign(tensors, directory, source, progress, config, others)
+    count = sum(math.prod(each.shape) for each in tensors) // len(kinds)
+    found = folder is not None and has_tokenizer(folder)
+    return Imported(config, progress["step"], progress["samples"], count, not weights_only, found)
+
+
+def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Iterator[ForeignTensor]:
+    """The model's weights (``kind`` empty), or a moment of them.
+
+    Raises:
+        HexadError: one is missing, of another shape, or not of this model.
+    """
+    prefixes = (f"{_STATE}.{kind}.",) if kind else _MASTERS
+    used = set()
+
+    @lru_cache(maxsize=1)  # several of ours may be parts of it
+    def whole(key: str, layer: int | None) -> torch.Tensor:
+        tensor = given.tensors[key]
+        if layer is None:
+            return given.read(tensor, (0,) * len(tensor.shape), tensor.shape)
+        rest = tensor.shape[1:]
+        return given.read(tensor, (layer, *(0 for _ in rest)), (1, *rest))[0]
+
+    for name, weight in ModelInventory(model).weights().items():
+        tensor, layer = _found(given, name, prefixes, kind)
+        used.add(tensor.key.removeprefix(next(p for p in prefixes if tensor.key.startswith(p))))
+        shape = tensor.shape if layer is None else tensor.shape[1:]
+        rows, vocabulary = _rows(name, weight.shape[0], model), name in ("embedding.weight", "head.weight")
+        if shape[1:] != weight.shape[1:] or (shape[0] < rows if vocabulary else shape[0] != rows):
+            raise HexadError(
+                f"{given.directory}: {tensor.key} has shape {shape}, expected {(rows, *weight.shape[1:])}"
+            )
+
+        def read(name: str, key: str, layer: int | None, wanted: tuple[int, ...]) -> torch.Tensor:
+            return _part(name, whole(key, layer), model).reshape(wanted)
+
+        ours = f"optimizer.{kind}.{name}" if kind else f"model.{name}"
+        yield ForeignTensor(
+            ours, weight.shape, tensor.dtype, partial(read, name, tensor.key, layer, weight.shape)
+        )
+    for key in given.tensors:
+        if not key.startswith("optimizer.") and key not in used and "rng_state" not in key and not kind:
+            raise HexadError(
+                f"{given.directory}: found tensor {key}, which a {model.family} model with these settings "
+                "does not have"
+            )
+
+
+def _found(
+    given: TorchDistCheckpoint, name: str, prefixes: tuple[str, ...], kind: str
+) -> tuple[DistTensor, int | None]:
+    """Megatron's tensor that has ours, and the layer where it has those of all.
+
+    Raises:
+        HexadError: there is none.
+    """
+    if name.startswith("layers."):
+        _, number, short = name.split(".", 2)
+        module, _, last = short.rpartition(".")
+        places = _IN_LAYERS.get(short) or (f"{_PRODUCTS.get(module, module)}.{last}",)
+        keys: list[tuple[str, int | None]] = [(f"decoder.layers.{place}", int(number)) for place in places]
+        keys += [(f"decoder.layers.{number}.{place}", None) for place in places]
+    else:
+        module, _, last = name.rpartition(".")
+        keys = [(_OUTSIDE.get(name) or f"{_OUTSIDE.get(module, module)}.{last}", None)]
+    for prefix in prefixes:
+        for key, layer in keys:
+            tensor = given.tensors.get(prefix + key)
+            if tensor is not None and (layer is None or layer < tensor.shape[0]):
+                return tensor, layer
+    fix = "; --weights-only imports the weights alone" if kind else ""
+    raise HexadError(f"{given.directory}: tensor {prefixes[-1]}{keys[0][0]} ({name}) is missing{fix}")
+
+
+def _rows(name: str, own: int, model: ModelSettings) -> int:
+    """Rows of Megatron's tensor, of which ours are ``own``."""
+    module = name.split(".", 2)[-1].rpartition(".")[0]
+    if module in ("attention.q", "attention.k", "attention.v"):
+        return (int(model.heads) + 2 * int(model.kv_heads)) * int(model.head_dim)
+    if module in ("ffn.gate", "ffn.up"):
+        return own * (2 if _gated(model) else 1)
+    return own
+
+
+def _part(name: str, theirs: torch.Tensor, model: ModelSettings) -> torch.Tensor:
+    """Our rows of Megatron's tensor: queries, keys and values are together by group of heads; the vocabulary
+    may be padded."""
+    module = name.split(".", 2)[-1].rpartition(".")[0]
+    if module in ("attention.q", "attention.k", "attention.v"):
+        groups, each = int(model.kv_heads), int(model.heads) // int(model.kv_heads)
+        by_group = theirs.unflatten(0, (groups, each + 2, int(model.head_dim)))
+        place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}
+        return by_group[:, place[module[-1]]]
+    if module in ("ffn.gate", "ffn.up") and _gated(model):
+        return theirs.chunk(2)[module == "ffn.up"]
+    return theirs[: int(model.vocab)] if name in ("embedding.weight", "head.weight") else theirs
+
+
+def _gated(model: ModelSettings) -> bool:
+    return any(".ffn.gate." in name for name in ModelInventory(model).weights())
+
+
+def _progress(given: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What Hexad's engine resumes from.
+
+    Raises:
+        HexadError: there is no iteration, or parameters have different numbers of updates.
+    """
+    step = given.common.get("iteration")
+    if not isinstance(step, int):
+        raise HexadError(f"{given.directory}: common.pt has no iteration; import it with --weights-only")
+    optimizer = given.common.get("optimizer", {})
+    updates = set(_steps(optimizer))
+    if len(updates) > 1:
+        raise HexadError(
+            f"{given.directory}: common.pt: found different numbers of updates {sorted(updates)}"
+        )
+    found = {"step": step, "updates": updates.pop() if updates else step}
+    found["samples"] = int(options.get("consumed_train_samples") or 0)
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
+    names = {"scale": "scale", "growth_tracker": "clean", "hysteresis_tracker": "patience"}
+    if isinstance(scaler, Mapping) and scaler.keys() >= names.keys():
+        return {**found, "loss_scale": {ours: float(scaler[theirs]) for theirs, ours in names.items()}}
+    return found
+
+
+def _steps(state: Any) -> Iterator[int]:
+    """The numbers of updates anywhere in an optimizer's settings."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            if key in ("step", "common_step") and isinstance(value, (int, float, torch.Tensor)):
+                yield int(value)
+            else:
+                yield from _steps(value)
+    elif isinstance(state, (list, tuple)):
+        for each in state:
+            yield from _steps(each)

@@ -12,7 +12,8 @@ import re
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,6 @@ def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None)
         HexadError: it is missing, damaged, or names another class or function.
     """
     given: Path | io.BytesIO = path if content is None else io.BytesIO(content)
-    known: list[Any] = [(Inert, name) for name in (*_OF_SCRIPTS, *classes)]
     try:
         with zipfile.ZipFile(given) as archive:
             damaged = archive.testzip()
@@ -79,7 +79,7 @@ def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None)
             raise HexadError(f"{path}: damaged: the checksum of {damaged} does not match its content")
         if isinstance(given, io.BytesIO):
             given.seek(0)
-        with warnings.catch_warnings(), torch.serialization.safe_globals(known):
+        with warnings.catch_warnings(), _inert_only((*_OF_SCRIPTS, *classes)):
             warnings.simplefilter("ignore")  # of deprecated storage classes
             return torch.load(given, map_location="cpu", weights_only=True, mmap=content is None)
     except HexadError:
@@ -90,6 +90,20 @@ def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None)
         raise HexadError(f"{path}: truncated, or not written by torch.save of torch 1.6 or later") from None
     except Exception as error:  # of whatever kind a damaged pickle leads to
         raise HexadError(f"{path}: {_reason(error)}") from None
+
+
+@contextmanager
+def _inert_only(names: Iterable[str]) -> Iterator[None]:
+    """Let torch's weights-only reader read these names as :class:`Inert`, and no class that packages have
+    declared safe in this process: it would make objects of these."""
+    declared = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        torch.serialization.add_safe_globals([(Inert, name) for name in names])
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(declared)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -22,6 +20,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ..forked import run_forked, written_by
 
 RANKS, STEPS, AFTER = 2, 3, 3
 VOCAB = 307
@@ -114,22 +114,7 @@ def published_model(kind: str) -> Any:
 @cache
 def _written() -> tempfile.TemporaryDirectory[str]:
     pytest.importorskip("deepspeed")
-    directory = tempfile.TemporaryDirectory(prefix="hexad-deepspeed-")
-    common = {"WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, directory.name],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    outputs = [each.communicate(timeout=300)[0] for each in ranks]
-    for each, output in zip(ranks, outputs):
-        assert each.returncode == 0, output[-4000:]
-    return directory
+    return written_by(__name__)
 
 
 def saved(name: str) -> Path:
@@ -245,21 +230,19 @@ def _train(directory: Path, name: str, case: dict[str, Any], rank: int) -> None:
 
 
 def _main(directory: Path) -> None:
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=RANKS
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        import deepspeed.comm.torch
-        from deepspeed.utils import logger
+    import deepspeed.comm.torch
+    import transformers  # noqa: F401 (imported once)
+    from deepspeed.utils import logger
 
-        logger.setLevel(logging.ERROR)
-        deepspeed.comm.torch.build_shm_op = lambda: None  # nothing is compiled
-        for name, case in CASES.items():
-            _train(directory, name, case, rank)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    logger.setLevel(logging.ERROR)
+    deepspeed.comm.torch.build_shm_op = lambda: None  # nothing is compiled
+
+    def write(rank: int) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            for name, case in CASES.items():
+                _train(directory, name, case, rank)
+
+    run_forked(RANKS, directory, write)
 
 
 if __name__ == "__main__":

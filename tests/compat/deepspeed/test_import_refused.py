@@ -86,7 +86,9 @@ def test_known_classes_are_inert(tmp_path: Path) -> None:
     import numpy as np
 
     torch.save({"args": Namespace(lr=1.0), "state": np.random.get_state()}, tmp_path / "extra.pt")
-    found = load_file(tmp_path / "extra.pt")
+    with torch.serialization.safe_globals([Namespace]):  # as packages do that the process imports
+        found = load_file(tmp_path / "extra.pt")
+        assert Namespace in torch.serialization.get_safe_globals()
     assert isinstance(found["args"], Inert)
     assert found["args"].held == {"lr": 1.0}
     assert isinstance(found["state"][1], Inert)

@@ -145,6 +145,10 @@ def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Ite
 
     for name, weight in ModelInventory(model).weights().items():
         tensor, layer = _found(given, name, prefixes, kind)
+        if layer is not None and tensor.shape[0] != model.layers:
+            raise HexadError(
+                f"{given.directory}: {tensor.key} has {tensor.shape[0]} layers, the model has {model.layers}"
+            )
         used.add(tensor.key.removeprefix(next(p for p in prefixes if tensor.key.startswith(p))))
         shape = tensor.shape if layer is None else tensor.shape[1:]
         rows, vocabulary = _rows(name, weight.shape[0], model), name in ("embedding.weight", "head.weight")

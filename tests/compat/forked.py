@@ -1,0 +1,66 @@
+"""Ranks of other systems, in processes of their own that have imported everything once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+
+def written_by(module: str, timeout: float = 300.0) -> tempfile.TemporaryDirectory[str]:
+    """A directory that ``python -m module DIRECTORY`` has written to."""
+    directory = tempfile.TemporaryDirectory(prefix="hexad-compat-")
+    done = subprocess.run(
+        [sys.executable, "-m", module, directory.name],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return directory
+
+
+def run_forked(ranks: int, directory: Path, function: Callable[[int], None]) -> None:
+    """Call ``function`` with every rank of a gloo world, each in a fork of this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        status = 1
+        try:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=ranks
+            )
+            function(rank)
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    failed = False
+    for _ in children:
+        _, status = os.wait()
+        if status and not failed:
+            failed = True
+            for child in children:  # the others wait for the one that failed
+                try:
+                    os.kill(child, 9)
+                except ProcessLookupError:
+                    continue
+    sys.exit(int(failed))

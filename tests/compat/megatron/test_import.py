@@ -144,6 +144,13 @@ def test_code_is_not_run(function: Callable[..., Any], tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_states_of_buckets(tmp_path: Path) -> None:
+    shutil.copytree(saved("gpt2"), tmp_path / "given")
+    path = tmp_path / "given" / ITERATION / "common.pt"
+    torch.save({"iteration": STEPS, "optimizer": {"param_state_sharding_type": "dp_reshardable"}}, path)
+    refused(tmp_path / "given", tmp_path, run_file("gpt2", tmp_path), "dp_reshardable", "--weights-only")
+
+
 def test_damage(tmp_path: Path) -> None:
     shutil.copytree(saved("gpt2"), tmp_path / "given")
     folder, model = tmp_path / "given" / ITERATION, run_file("gpt2", tmp_path)
@@ -181,7 +188,21 @@ def test_commands(tmp_path: Path) -> None:
     assert result.status == 0, result.err
     document = json.loads(result.out)
     assert (document["family"], document["step"], document["optimizer"]) == ("llama", STEPS, True)
-    again = call(
-        "checkpoint", "import", "--from", source, "--to", f"{to}-2", "--model", model, "--weights-only"
-    )
+    published = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": SEQUENCE,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    others = ("--model", str(tmp_path / "config.json"), "--weights-only")
+    again = call("checkpoint", "import", "--from", source, "--to", f"{to}-2", *others)
+    assert again.status == 0, again.err
     assert "weights only, step 0" in again.out
+    with Checkpoint(Path(to)) as one, Checkpoint(Path(f"{to}-2")) as two:
+        for name in two.manifest.tensors:
+            assert torch.equal(one.read(name), two.read(name))

@@ -113,6 +113,8 @@ def import_checkpoint(
         config = check(build_config({"model": settings, "data": {"sequence": settings["max_positions"]}}))
         own = given.tensors.get(_OUTSIDE["embedding.weight"])
         config = config if own is None else with_precision(config, own.dtype)
+    if not weights_only:
+        _check_sharding(given)
     kinds = ("",) if weights_only else ("", *MOMENTS)
     tensors = [each for kind in kinds for each in _tensors(given, config.model, kind)]
     progress = {"step": 0, "updates": 0, "samples": 0} if weights_only else _progress(given, options)
@@ -124,6 +126,21 @@ def import_checkpoint(
     count = sum(math.prod(each.shape) for each in tensors) // len(kinds)
     found = folder is not None and has_tokenizer(folder)
     return Imported(config, progress["step"], progress["samples"], count, not weights_only, found)
+
+
+def _check_sharding(given: TorchDistCheckpoint) -> None:
+    """Refuse states of the distributed optimizer that are not under the names of parameters.
+
+    Raises:
+        HexadError: they are those of buckets, or of flattened parts.
+    """
+    optimizer = given.common.get("optimizer")
+    found = optimizer.get("param_state_sharding_type") if isinstance(optimizer, Mapping) else None
+    if found not in (None, "fully_reshardable"):
+        raise HexadError(
+            f"{given.directory}: found optimizer states as {found}; save with "
+            "--dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only"
+        )
 
 
 def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Iterator[ForeignTensor]:

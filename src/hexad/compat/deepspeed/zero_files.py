@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,7 @@ def model_files(directory: Path) -> tuple[list[Path], bool]:
     """
     sharded, complete = _by_rank(directory, _MODEL), _by_rank(directory, _COMPLETE_MODEL)
     if sharded and complete:
-        raise HexadError(
-            f"{sharded[0]}: found beside {complete[0].name}; files of several checkpoints are mixed"
-        )
+        raise HexadError(f"{sharded[0]}: found beside {complete[0].name}; {_MIXED}")
     if len(complete) > 1:
         raise _model_parallel(complete[1])
     if not sharded and not complete:
@@ -132,15 +131,8 @@ class _Zero:
             if all(isinstance(state.get(kind), torch.Tensor) for states in held for state in states):
                 parts = [[state[kind] for state in states] for states in held]
                 moments[kind] = self.tensors(parts, rounded=False)
-        settings: list[Any] = self.base(0).get("param_groups", [])
-        updates = adam_step(
-            (state for states in held for state in states),
-            (
-                group
-                for rank in range(len(self.optimizers))
-                for group in self.base(rank).get("param_groups", [])
-            ),
-        )
+        settings: list[list[Any]] = [self.base(rank).get("param_groups", []) for rank in ranks]
+        updates = adam_step(chain(*held), chain(*settings))
         dtypes = [each.dtype for name, each in self.module.items() if name in weights]
         return SavedState(
             self.directory,
@@ -149,7 +141,7 @@ class _Zero:
             self.aliases,
             max(set(dtypes), key=dtypes.count, default=torch.float32),
             progress(self.model, self.file, updates, self.optimizers[0]),
-            [dict(each) for each in settings if isinstance(each, Mapping)],
+            [dict(each) for each in settings[0] if isinstance(each, Mapping)],
         )
 
     def partitions(self) -> list[list[torch.Tensor]]:
@@ -183,9 +175,8 @@ class _Zero:
         found = []
         for path, optimizer in zip(self.shard_files, self.optimizers):
             tensors = list(entry(optimizer, path, key, (list, tuple)))
-            if len(tensors) != len(self.groups) or not all(
-                isinstance(each, torch.Tensor) for each in tensors
-            ):
+            kinds = {isinstance(each, torch.Tensor) for each in tensors}
+            if len(tensors) != len(self.groups) or kinds != {True}:
                 raise HexadError(
                     f"{path}: {key} holds {len(tensors)} tensors, but param_shapes in {self.file.name} has "
                     f"{len(self.groups)} groups"

@@ -68,6 +68,7 @@ class Weight:
             backward does not need its values.
         frozen: it is not trained: no gradient, no optimizer state, no values in a wider format.
         adapter: it is part of a low-rank adapter, small enough to stay on every rank in ZeRO 3.
+        group: of the optimizer's settings, where the optimizer has several.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Weight:
     apart: bool = False
     frozen: bool = False
     adapter: bool = False
+    group: int = 0
 
     def local_shape(self, positions: Positions) -> tuple[int, ...]:
         """The shape of a rank's shard, padding included.
@@ -129,6 +131,7 @@ class Traits:
             gradients of both must be summed.
         copy: the second of such a pair, which the gradient norm leaves out.
         frozen: they are not trained.
+        group: see :class:`Weight`.
     """
 
     divided: frozenset[str]
@@ -138,9 +141,10 @@ class Traits:
     tied: bool = False
     copy: bool = False
     frozen: bool = False
+    group: int = 0
 
 
-_COMMON = ("divided", "partial", "grid", "decay", "unit", "apart", "frozen", "adapter")
+_COMMON = ("divided", "partial", "grid", "decay", "unit", "apart", "frozen", "adapter", "group")
 """What the weights of one :class:`Parameter` have in common."""
 
 
@@ -151,7 +155,7 @@ class Parameter:
     Attributes:
         name: of the attribute, from the stage's root: ``layers.3.attention.qkv.weight``.
         weights: with the same ``divided``, ``partial``, ``grid``, ``decay``, ``unit``, ``apart``, ``frozen``,
-            ``adapter``.
+            ``adapter``, ``group``.
         tied, copy: see :class:`Traits`.
 
     Raises:
@@ -217,6 +221,7 @@ class Parameter:
             self.tied,
             self.copy,
             first.frozen,
+            first.group,
         )
 
 

@@ -60,6 +60,8 @@ class Engine(State):
         boundary: makes an empty tensor of what crosses a microbatch's stage boundaries; needed where the
             pipeline has several ranks.
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
+        optimizer: of ``torch.optim``, whose groups list the parameters that are trained, and keep their
+            settings; AdamW with ``config.optimizer`` by default.
         initialise: draw the initial values of declared parameters; False where :meth:`restored` or
             :meth:`load_weights` follows, or :meth:`hexad.train.saves.Saves.begin`.
 
@@ -87,6 +89,7 @@ class Engine(State):
         boundary: Callable[[Any], torch.Tensor] | None = None,
         initialise: bool = True,
         training: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.mesh, self.training = mesh, training
         self.language: LanguageModel | None = None
@@ -101,7 +104,13 @@ class Engine(State):
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
             self._compute, self._boundary = compute, boundary
         super().__init__(
-            self.stages, self.plan, self.config, self.mesh, training, described=self.language is not None
+            self.stages,
+            self.plan,
+            self.config,
+            self.mesh,
+            training,
+            described=self.language is not None,
+            optimizer=optimizer,
         )
         self.step = self.updates = self.samples = 0
         if initialise:
@@ -147,15 +156,17 @@ class Engine(State):
 
     # The parts of a step
 
-    def begin(self, microbatches: int) -> None:
+    def begin(self, microbatches: int | None) -> None:
         """Start accumulating the gradients of this many microbatches: of :meth:`accumulate`, or of backward
         passes of the caller's own, each of a loss already divided by what it is averaged over in the whole
-        global batch, and multiplied by ``engine.scaler.scale`` (1 except in fp16)."""
-        if microbatches < 1:
+        global batch, and multiplied by ``engine.scaler.scale`` (1 except in fp16).
+        With None their number is open: gradients are then reduced by :meth:`reduce` only, not meanwhile, and
+        kept until then at any ``parallel.zero``."""
+        if microbatches is not None and microbatches < 1:
             raise HexadError(f"begin: found {microbatches} microbatches, expected at least 1")
         if self._full:
             self.gatherer.settle()
-        self._begun = microbatches
+        self._begun = microbatches or 0
         self.gradients.begin(microbatches)
 
     def accumulate(
@@ -195,11 +206,11 @@ class Engine(State):
         self.gradients.finish()
         self.gatherer.release_frozen()
 
-    def update(self, lr: float, veto: Pending | None = None, divisor: float = 1.0) -> float:
+    def update(self, lr: float | None, veto: Pending | None = None, divisor: float = 1.0) -> float:
         """Clip and update; returns the gradient norm before clipping.
 
         Args:
-            lr: learning rate.
+            lr: learning rate; None with an optimizer of ``torch.optim``, which has its own.
             veto: anything but 0 forbids the update; the same on all ranks.
             divisor: what the losses have not been divided by yet.
 
@@ -208,9 +219,9 @@ class Engine(State):
         return self._update(lr, veto, divisor)[0]
 
     def _update(
-        self, lr: float, veto: Pending | None, divisor: float, *further: torch.Tensor
+        self, lr: float | None, veto: Pending | None, divisor: float, *further: torch.Tensor
     ) -> tuple[float, bool, list[float]]:
-        """As :meth:`update`; see :meth:`BucketAdamW.step` for what is returned."""
+        """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
         scale = self.scaler.scale * divisor
         norm, updated, numbers = self.optimizer.step(lr, scale, self.gatherer.publish, veto, further)
         self.scaler.update(not math.isfinite(norm))
@@ -320,6 +331,7 @@ class Engine(State):
             "samples": self.samples,
             "loss_scale": self.scaler.state(),
             "faults": self.guard.state(),
+            **({"optimizer": numbers} if (numbers := self.optimizer.rule.numbers()) else {}),
         }
 
     def restored(self, progress: Mapping[str, Any]) -> None:
@@ -328,7 +340,7 @@ class Engine(State):
         self.updates = progress.get("updates", self.step)
         self.scaler.restore(progress.get("loss_scale", {}))
         self.guard.restore(progress.get("faults", {}))
-        self.optimizer.set_updates(self.updates)
+        self.optimizer.rule.restored(self.updates, progress.get("optimizer", {}))
         self.publish()
 
     def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -86,6 +86,7 @@ class Modules:
         placement: Sequence[int],
         mesh: Mesh,
         training: bool = True,
+        groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> Modules:
         """Find them; all ranks of the mesh call this together.
 
@@ -97,6 +98,7 @@ class Modules:
             placement: the pipeline rank of every stage.
             mesh: of the run.
             training: refuse stages in which nothing is trained.
+            groups: of a ``torch.optim`` optimizer, of which a parameter's bucket keeps the number.
 
         Raises:
             HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
@@ -106,6 +108,8 @@ class Modules:
         untrained = _untrained(stages, {each.parameter for _, each in found if not each.plain})
         held = [(stage, each) for stage, each in found if each.parameter.requires_grad or not each.plain]
         agreed(lambda: _check(stages, placement, mesh.pipeline, found), mesh.world)
+        if groups is not None:
+            held = agreed(lambda: _grouped(held, groups), mesh.world)
         grids = {each.declaration.weights[0].grid for _, each in held}
         tied = any(each.declaration.tied for _, each in held)
         trains = any(each.parameter.requires_grad for _, each in held)
@@ -222,6 +226,27 @@ def _check(
             raise HexadError(
                 f"{name}: found {parameter.dtype}; train its real and imaginary part as two parameters"
             )
+
+
+def _grouped(
+    held: Sequence[tuple[int, Declared]], groups: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, Declared]]:
+    """With the number of the optimizer's group that has each trained parameter."""
+    numbers = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+    found = []
+    for stage, each in held:
+        declaration = each.declaration
+        if not declaration.frozen:
+            if each.parameter not in numbers:
+                raise HexadError(
+                    f"optimizer: found no group with {declaration.name}, which requires a gradient; add it, "
+                    "or set requires_grad to False"
+                )
+            group = numbers[each.parameter]
+            weights = tuple(replace(weight, group=group) for weight in declaration.weights)
+            each = replace(each, declaration=replace(declaration, weights=weights))
+        found.append((stage, each))
+    return found
 
 
 def _entries(

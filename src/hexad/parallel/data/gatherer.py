@@ -61,6 +61,17 @@ class ParameterGatherer:
         if bucket.plan.resident and shards.size > 1:
             self._gathering[number] = all_gather_async(bucket.source, shards, out=bucket.whole)
 
+    def complete(self, bucket: Bucket) -> None:
+        """Have a bucket's complete values here, until :meth:`leave`; all ranks that hold shards together."""
+        number = self._buckets.index(bucket)
+        self.fetch(number)
+        self._arrive(number)
+
+    def leave(self, bucket: Bucket) -> None:
+        """End :meth:`complete`."""
+        if not bucket.plan.resident:
+            self.release(self._buckets.index(bucket))
+
     def settle(self) -> None:
         """Wait for everything that is being gathered."""
         for number in list(self._gathering):

@@ -120,8 +120,9 @@ class Gradients:
 
     # For the step
 
-    def begin(self, microbatches: int) -> None:
-        """Start a step in which every parameter is contributed to by this many microbatches.
+    def begin(self, microbatches: int | None) -> None:
+        """Start a step in which every parameter is contributed to by this many microbatches, or (None) by any
+        number, whose gradients are kept and reduced at the end.
 
         What an interrupted step has left behind is thrown away.
         """

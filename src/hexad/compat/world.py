@@ -19,8 +19,8 @@ from hexad.topology.mesh import Mesh
 from hexad.train.environment import environment
 from hexad.train.launch import pick_device
 
-_meshes: dict[tuple[int, tuple[tuple[str, int], ...]], Mesh] = {}
-"""By the default process group's identity and degrees."""
+_meshes: dict[tuple[tuple[str, int], ...], tuple[dist.ProcessGroup | None, Mesh]] = {}
+"""By degrees: the default process group that it was made of, and the mesh."""
 
 
 def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.device:
@@ -61,10 +61,10 @@ def world_size() -> int:
 
 def mesh_of(layout: Layout, device: torch.device, timeout: float = 1800.0) -> Mesh:
     """The mesh of a layout; all ranks together, when it is first asked for."""
-    identity = id(dist.group.WORLD) if dist.is_initialized() else 0
-    key = identity, tuple(sorted(layout.degrees.items()))
+    group = dist.group.WORLD if dist.is_initialized() else None
+    for stale in [key for key, (made_of, _) in _meshes.items() if made_of is not group]:
+        del _meshes[stale]  # of a world that is gone
+    key = tuple(sorted(layout.degrees.items()))
     if key not in _meshes:
-        for stale in [each for each in _meshes if each[0] != identity]:
-            del _meshes[stale]  # of a world that is gone
-        _meshes[key] = Mesh.create(layout, device, timeout, Trace())
-    return _meshes[key]
+        _meshes[key] = group, Mesh.create(layout, device, timeout, Trace())
+    return _meshes[key][1]

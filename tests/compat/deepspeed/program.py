@@ -1,7 +1,7 @@
 """One training script, run with the ``deepspeed`` package or with its face: only the import differs.
 
-``python -m tests.compat.deepspeed.program PACKAGE RANK WORLD STORE CASES OUTPUT``: runs all cases, and writes what
-each computed. The real package keeps global state, so that it runs in processes of its own.
+``python -m tests.compat.deepspeed.program PACKAGE RANK WORLD STORE CASES OUTPUT``: runs all cases, and
+writes what each computed. The real package keeps global state, so that it runs in processes of its own.
 """
 
 from __future__ import annotations

@@ -98,6 +98,80 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+@dataclass(frozen=True)
+class Trainer:
+    """What transformers' Trainer fills in for ``auto``: its arguments, by their names there and with their
+    defaults, and the model's width."""
+
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float = 1.0
+    learning_rate: float = 5e-5
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int = 1000
+    fp16: bool = False
+    bf16: bool = False
+    hidden_size: int = 1024
+
+    def values(self, data_ranks: int) -> dict[str, Any]:
+        """Dotted key -> what ``auto`` means there."""
+        micro, steps, width = (
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            self.hidden_size,
+        )
+        return {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+            "train_batch_size": micro * steps * data_ranks,
+            "gradient_clipping": self.max_grad_norm,
+            "optimizer.params.lr": self.learning_rate,
+            "optimizer.params.betas": [self.adam_beta1, self.adam_beta2],
+            "optimizer.params.eps": self.adam_epsilon,
+            "optimizer.params.weight_decay": self.weight_decay,
+            "optimizer.params.torch_adam": True,
+            "scheduler.params.warmup_min_lr": 0.0,
+            "scheduler.params.warmup_max_lr": self.learning_rate,
+            "scheduler.params.warmup_num_steps": max(1, self.warmup_steps),
+            "scheduler.params.total_num_steps": self.total_steps,
+            "fp16.enabled": self.fp16,
+            "bf16.enabled": self.bf16,
+            "bfloat16.enabled": self.bf16,
+            "zero_optimization.reduce_bucket_size": width**2,
+            "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width**2),
+            "zero_optimization.stage3_param_persistence_threshold": 10 * width,
+        }
+
+
+def with_autos_filled(
+    tree: Mapping[str, Any], trainer: Trainer, data_ranks: int
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys with ``auto`` replaced as transformers' Trainer does, and a line for each that was.
+
+    What the Trainer does not fill in stays ``auto``.
+    """
+    values, filled = trainer.values(data_ranks), []
+
+    def fill(branch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in branch.items():
+            full = prefix + key
+            if isinstance(value, Mapping):
+                found[key] = fill(value, full + ".")
+            elif value == "auto" and full in values:
+                found[key] = values[full]
+                filled.append(f"{full}: auto, which the Trainer sets; here {values[full]}")
+            else:
+                found[key] = value
+        return found
+
+    return fill(tree, ""), filled
+
+
 def read_config(
     source: str | Path | Mapping[str, Any], data_ranks: int, strict: bool = True
 ) -> DeepSpeedConfig:

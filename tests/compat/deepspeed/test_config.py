@@ -213,7 +213,7 @@ def test_the_command_prints_a_run_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(PUBLISHED["transformers, stage 3"]))
     arguments = ["config", "from-deepspeed", str(path), "train_micro_batch_size_per_gpu=4", "--world", "2"]
-    result = call(*arguments, "train_batch_size=16")
+    result = call(*arguments, "gradient_accumulation_steps=2")
     assert result.status == 0, result.error
     assert "# optimizer.params.lr: auto, which the Trainer sets; here 5e-05" in result.out
     run = tmp_path / "run.yaml"

@@ -16,9 +16,9 @@ _PUBLIC = {
     "DeepSpeedConfig": "config",
     "DeepSpeedEngine": "engine",
     "RepeatingLoader": "data",
-    "add_config_arguments": "initialize",
-    "init_distributed": "initialize",
-    "initialize": "initialize",
+    "add_config_arguments": "entry",
+    "init_distributed": "entry",
+    "initialize": "entry",
 }
 _MODULES = ("checkpointing", "comm", "lr_schedules", "ops", "zero")
 
@@ -33,9 +33,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"hexad.compat.deepspeed has no {name!r}; it has {', '.join(sorted([*_PUBLIC, *_MODULES]))}"
         )
-    found = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-    globals()[name] = found  # where a function and its module have one name, the function
-    return found
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
 
 
 _ELSEWHERE = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .initialize import init_distributed
+from .entry import init_distributed
 
 __all__ = ["init_distributed", "is_available", "is_initialized"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hexad.comm import broadcast
 from hexad.config import HexadError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hexad.parallel.data.buckets import Bucket
     from hexad.train.engine import Engine
 
-_engines: WeakKeyDictionary[torch.Tensor, Engine] = WeakKeyDictionary()
+_engines: Any = WeakTensorKeyDictionary()
 """The engine of every parameter that one holds."""
 
 

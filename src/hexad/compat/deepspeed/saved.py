@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .engine import DeepSpeedEngine
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class TagDirectory(CheckpointDirectory):
@@ -134,9 +134,7 @@ def load(
     if path is None:
         return None, {}
     manifest = from_first(lambda: read_manifest(path), axis)
-    chunks = [each for each in _chunks(engine, manifest, optimizer) if each.name in manifest.tensors]
-    _check_complete(path, engine, {each.name for each in chunks})
-    load_chunks(path, chunks, axis)
+    load_chunks(path, _chunks(engine, manifest, optimizer and not manifest.weights_only), axis)
     progress = manifest.progress
     if optimizer and not manifest.weights_only:
         engine.restored(progress)
@@ -145,6 +143,8 @@ def load(
     kept = progress.get("deepspeed", {})
     for name in _COUNTERS if optimizer else ():
         setattr(face, name, kept.get("counters", {}).get(name, progress["step"]))
+    if optimizer:  # of another accumulation, perhaps: a checkpoint is at the boundary of one
+        face.micro_steps = face.global_steps * face.gradient_accumulation_steps()
     if schedule and face.lr_scheduler is not None and kept.get("scheduler") is not None:
         face.lr_scheduler.load_state_dict(decoded(kept["scheduler"]))
     state = kept.get("client_state")
@@ -183,17 +183,11 @@ def _chunks(engine: Engine, manifest: Manifest, optimizer: bool) -> list[Chunk]:
             name.removesuffix(f".{each}") for name in names for each in held if name.endswith(f".{each}")
         }
         engine.optimizer.rule.prepare(sorted(kinds))
-    return [each for each in engine.chunks() if optimizer or each.name.startswith("model.")]
-
-
-def _check_complete(path: Path, engine: Engine, found: set[str]) -> None:
-    missing = [
-        each.declaration.name
-        for _, each in engine.modules.held
-        if f"model.{each.declaration.name}" not in found
-    ]
-    if missing:
-        raise HexadError(f"{path}: has no values of {missing[0]}; it is of another module")
+    frozen = {f"model.{each.name}" for each in engine.modules.untrained} - manifest.tensors.keys()
+    chunks = (
+        each for each in engine.chunks() if each.name not in frozen
+    )  # left out, if the script wanted it
+    return [each for each in chunks if optimizer or each.name.startswith("model.")]
 
 
 def encoded(state: Any, what: str) -> dict[str, Any]:

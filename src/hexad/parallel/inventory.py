@@ -127,9 +127,9 @@ class Traits:
         partial: axes of a degree above 1 over which their gradients must be summed.
         grid: see :class:`Weight`.
         decay: whether weight decay applies.
-        tied: another pipeline rank holds the same values for another use (a tied embedding), so that the
-            gradients of both must be summed.
-        copy: the second of such a pair, which the gradient norm leaves out.
+        tied: other pipeline ranks hold the same values for another use (a tied embedding), so that the
+            gradients of all must be summed: a name that these have in common; empty if none do.
+        copy: not the first of these, so that the gradient norm leaves it out.
         frozen: they are not trained.
         group: see :class:`Weight`.
     """
@@ -138,7 +138,7 @@ class Traits:
     partial: frozenset[str]
     grid: Grid
     decay: bool
-    tied: bool = False
+    tied: str = ""
     copy: bool = False
     frozen: bool = False
     group: int = 0
@@ -164,7 +164,7 @@ class Parameter:
 
     name: str
     weights: tuple[Weight, ...]
-    tied: bool = False
+    tied: str = ""
     copy: bool = False
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ from hexad.topology.mesh import Mesh
 from .faults import Fault, FaultGuard, StepResult
 from .heap import give_back
 from .language import Counts, LanguageModel, Task, compute, training_shard
-from .modules import checked
+from .modules import Ties, checked
 from .precision import with_common_dtype
 from .state import State
 
@@ -62,6 +62,9 @@ class Engine(State):
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         optimizer: of ``torch.optim``, whose groups list the parameters that are trained, and keep their
             settings; AdamW with ``config.optimizer`` by default.
+        boundaries: in place of ``boundary``, where stages have different results: makes an empty tensor like
+            that of a microbatch's stage, given its number.
+        ties: plain parameters that several stages have alike, see :data:`hexad.train.modules.Ties`.
         initialise: draw the initial values of declared parameters; False where :meth:`restored` or
             :meth:`load_weights` follows, or :meth:`hexad.train.saves.Saves.begin`.
 
@@ -90,6 +93,8 @@ class Engine(State):
         initialise: bool = True,
         training: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
+        boundaries: Callable[[Any, int], torch.Tensor] | None = None,
+        ties: Ties | None = None,
     ) -> None:
         self.mesh, self.training = mesh, training
         self.language: LanguageModel | None = None
@@ -98,11 +103,13 @@ class Engine(State):
         if isinstance(stages, Resolved):
             self._build(stages)
         else:
-            self.config = config = checked(config, mesh, boundary is not None)
+            self.config = config = checked(config, mesh, boundary is not None or boundaries is not None)
             self.plan = plan or plan_of_modules(config, mesh.layout)
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
-            self._compute, self._boundary = compute, boundary
+            self._compute, self._boundary = compute, boundaries
+            if boundary is not None:
+                self._boundary = lambda microbatch, _: boundary(microbatch)
         super().__init__(
             self.stages,
             self.plan,
@@ -111,6 +118,7 @@ class Engine(State):
             training,
             described=self.language is not None,
             optimizer=optimizer,
+            ties=ties,
         )
         self.step = self.updates = self.samples = 0
         if initialise:
@@ -132,7 +140,8 @@ class Engine(State):
         self.config, self.plan = resolved.config, resolved.plan
         self.mesh = factored_mesh(self.config.model, self.config.parallel, self.mesh)
         self.language = LanguageModel(self.config, self.mesh)
-        self._compute, self._boundary = compute, self.language.boundary
+        between = self.language.boundary
+        self._compute, self._boundary = compute, lambda task, _: between(task)
         stages = build_stages(
             self.config.model,
             training_shard(self.config, self.mesh),
@@ -199,6 +208,13 @@ class Engine(State):
         if record:
             self._recorded = (executor.began, executor.times)
         return total
+
+    def total_loss(self, microbatches: Sequence[Any]) -> torch.Tensor | None:
+        """The sum of this data rank's losses, without gradients: float64 on the rank of the last stage, None
+        on others. All pipeline ranks pass the same microbatches; in ZeRO 3 all ranks as many."""
+        if self._full:
+            self.gatherer.settle()
+        return self._executor(len(microbatches), training=False).run(list(microbatches))
 
     def reduce(self) -> None:
         """Wait until gradients are summed over data and context ranks, and sum those that are partial."""
@@ -302,10 +318,7 @@ class Engine(State):
         language = self._language()
         parts, counting = language.count(microbatches)
         language.counted(counting, equal=self.config.parallel.zero == 3)
-        executor = self._executor(len(microbatches), training=False)
-        if self._full:
-            self.gatherer.settle()
-        total = executor.run([Task(part.to(self.mesh.device)) for part in parts])
+        total = self.total_loss([Task(part.to(self.mesh.device)) for part in parts])
         targets = sum(part.targets() for part in parts)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if total is not None:

@@ -23,9 +23,9 @@ from hexad.parallel.data.pool import BufferPool
 from hexad.parallel.data.replicas import Replicas
 from hexad.parallel.data.state_sharding import StateSharding
 from hexad.resolve import PipelinePlan
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
-from .modules import Modules
+from .modules import Modules, Ties
 
 
 def formats(precision: PrecisionSettings) -> Formats:
@@ -48,6 +48,7 @@ class State:
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         described: the stages are the model that ``config`` describes, not modules of one's own.
         optimizer: of ``torch.optim``, with the parameters that are trained; None for AdamW by ``config``.
+        ties: see :data:`~hexad.train.modules.Ties`.
 
     Attributes:
         stages, config, mesh: as given.
@@ -68,20 +69,25 @@ class State:
         training: bool,
         described: bool,
         optimizer: Any = None,
+        ties: Ties | None = None,
     ) -> None:
         self.stages, self.config, self.mesh = stages, config, mesh
         self._described = described
         parallel, owners = config.parallel, plan.schedule.placement
         groups = None if optimizer is None else optimizer.param_groups
-        self.modules = Modules.agreed(stages, owners, mesh, training, groups)
+        self.modules = Modules.agreed(stages, owners, mesh, training, groups, ties or {})
         # In an order that is the same on all ranks: each makes the same process groups.
         self.sharding = {
             grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
             for grid in self.modules.grids
         }
-        tied = mesh.pair(mesh.pipeline, owners[0], owners[-1]) if self.modules.tied else Axis("pipeline")
+        tied = {
+            name: mesh.some(mesh.pipeline, *(owners[stage] for stage in stages))
+            for name, stages in self.modules.ties.items()
+        }
         kinds, limit = formats(config.precision), float(parallel.bucket_mb) * 2**20
         self.modules.broadcast_untrained(kinds.parameters)
+        self.modules.broadcast_ties(tied)
         self.buckets = make_buckets(self.modules.held, limit, kinds, parallel.zero, self.sharding)
         self.trained = [bucket for bucket in self.buckets if not bucket.plan.frozen]
         for bucket in self.buckets:

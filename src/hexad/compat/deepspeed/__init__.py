@@ -15,12 +15,16 @@ __version__ = "0.19.8"
 _PUBLIC = {
     "DeepSpeedConfig": "config",
     "DeepSpeedEngine": "engine",
+    "LayerSpec": "pipe",
+    "PipelineEngine": "pipe_engine",
+    "PipelineModule": "pipe",
     "RepeatingLoader": "data",
+    "TiedLayerSpec": "pipe",
     "add_config_arguments": "entry",
     "init_distributed": "entry",
     "initialize": "entry",
 }
-_MODULES = ("checkpointing", "comm", "lr_schedules", "ops", "zero")
+_MODULES = ("checkpointing", "comm", "lr_schedules", "ops", "pipe", "utils", "zero")
 
 __all__ = [*_PUBLIC, *_MODULES, "install"]
 
@@ -43,7 +47,11 @@ _ELSEWHERE = {
     "deepspeed.checkpointing": "checkpointing",
     "deepspeed.ops": "ops",
     "deepspeed.ops.adam": "ops",
+    "deepspeed.pipe": "pipe",
     "deepspeed.runtime": "",
+    "deepspeed.runtime.pipe": "pipe",
+    "deepspeed.runtime.pipe.module": "pipe",
+    "deepspeed.runtime.pipe.engine": "pipe_engine",
     "deepspeed.runtime.zero": "zero",
     "deepspeed.runtime.lr_schedules": "lr_schedules",
     "deepspeed.runtime.activation_checkpointing": "",

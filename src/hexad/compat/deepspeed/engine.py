@@ -70,10 +70,8 @@ class DeepSpeedEngine(nn.Module):
         self._module = module
         self._cast_buffers()
         basic = self._optimizer(optimizer, parameters)
-        settings = engine_config(config, device.type == "cuda")
-        mesh = world.mesh_of(Layout(world=world.world_size()), device)
-        placeholder = basic or torch.optim.SGD(_trained(module), lr=0.0)
-        self._engine = Engine(module, mesh, settings, optimizer=placeholder, initialise=False)
+        # Without an optimizer: one that keeps nothing.
+        self._engine = self._make(basic or torch.optim.SGD(_trained(module), lr=0.0))
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
         gathered.register(self._engine)
@@ -91,6 +89,11 @@ class DeepSpeedEngine(nn.Module):
         self._report()
 
     # What it is made of
+
+    def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
+        settings = engine_config(self._config, self.device.type == "cuda")
+        mesh = world.mesh_of(Layout(world=world.world_size()), self.device)
+        return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
 
     def _cast_buffers(self) -> None:
         wanted = self._config.keys.data_types.buffer_dtype

@@ -17,6 +17,8 @@ from hexad.config import HexadError
 from .. import world
 from .config import read_config
 from .engine import DeepSpeedEngine
+from .pipe import PipelineModule
+from .pipe_engine import PipelineEngine
 
 log = logging.getLogger("hexad")
 
@@ -75,7 +77,9 @@ def initialize(
         )
     device = world.join()
     _check_model_parallel(mpu, mesh_param)
-    checked = read_config(given[0], world.world_size(), strict)
+    pipeline = isinstance(model, PipelineModule)
+    data_ranks = model.mesh.data.size if isinstance(model, PipelineModule) else world.world_size()
+    checked = read_config(given[0], data_ranks, strict)
     keys = checked.keys
     for name, degree in (
         ("tensor_parallel.autotp_size", keys.tensor_parallel.autotp_size),
@@ -86,7 +90,8 @@ def initialize(
                 f"{name}: found {degree}, but a module of one's own is not divided; use 1, or one of Hexad's "
                 "models (hexad config from-deepspeed)"
             )
-    engine = DeepSpeedEngine(
+    kind = PipelineEngine if pipeline else DeepSpeedEngine
+    engine = kind(
         model, checked, device, optimizer, model_parameters, lr_scheduler, training_data, collate_fn
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

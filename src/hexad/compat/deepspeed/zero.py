@@ -12,7 +12,12 @@ import torch
 from .config import read_json
 from .gathered import gathered_parameters as GatheredParameters
 
-__all__ = ["GatheredParameters", "Init"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Have a parameter of another module there while ``module`` runs, with ZeRO 3; before ``initialize``."""
+    module.external_parameters = [*getattr(module, "external_parameters", ()), parameter]  # type: ignore[assignment]
 
 
 @contextmanager

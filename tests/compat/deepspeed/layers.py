@@ -49,11 +49,11 @@ def loss_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def specs(deepspeed: Any, blocks: int = 4) -> list[Any]:
     """Uneven blocks between an embedding and its second use."""
     return [
-        deepspeed.TiedLayerSpec("embedding", Embedding),
+        deepspeed.TiedLayerSpec("embedding", Embedding, tied_weight_attr="table.weight"),
         *(deepspeed.LayerSpec(Block, 20 + 3 * number) for number in range(blocks)),
         first,
         deepspeed.LayerSpec(nn.LayerNorm, WIDTH),
-        deepspeed.TiedLayerSpec("embedding", Embedding, forward_fn=logits),
+        deepspeed.TiedLayerSpec("embedding", Embedding, forward_fn=logits, tied_weight_attr="table.weight"),
     ]
 
 

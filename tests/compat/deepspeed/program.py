@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .layers import batch_of as pipe_batch_of
+from .layers import loss_of, specs
+
 
 @dataclass(frozen=True)
 class Case:
     """A module, a configuration, and how the script steps.
 
     Attributes:
-        model: ``mlp`` or ``gpt2``.
+        model: ``mlp``, ``gpt2``, or ``pipe``: a pipeline of two stages.
         keys: of the configuration, beside batch sizes.
         accumulation: backward passes per step.
         steps: how many.
@@ -95,8 +98,30 @@ def batch_of(name: str, rank: int, number: int) -> tuple[Any, ...]:
     return (torch.randint(53, (3, 11), generator=generator),)
 
 
+def run_pipeline(deepspeed: Any, case: Case, rank: int) -> dict[str, Any]:
+    """The script of a pipeline, which makes complete steps."""
+    module = deepspeed.PipelineModule(
+        specs(deepspeed.pipe), num_stages=2, loss_fn=loss_of, seed_layers=True, seed_fn=torch.manual_seed
+    )
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": case.accumulation}
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=module.parameters(), config={**config, **case.keys}
+    )
+    batches = iter([pipe_batch_of(number) for number in range(case.steps * case.accumulation)])
+    found: dict[str, Any] = {"loss": [], "norm": [], "lr": [], "scale": []}
+    for _ in range(case.steps):
+        found["loss"].append(float(engine.train_batch(batches)))
+    return found | {
+        "steps": engine.global_steps,
+        "skipped": engine.skipped_steps,
+        "samples": engine.global_samples,
+    }
+
+
 def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
     """The script."""
+    if case.model == "pipe":
+        return run_pipeline(deepspeed, case, rank)
     module = model_of(case.model)
     config = {
         "train_micro_batch_size_per_gpu": 3,

@@ -24,14 +24,14 @@ _PUBLIC = {
     "init_distributed": "entry",
     "initialize": "entry",
 }
-_MODULES = ("checkpointing", "comm", "lr_schedules", "ops", "pipe", "utils", "zero")
+_MODULES = ("accelerator", "checkpointing", "comm", "lr_schedules", "ops", "pipe", "utils", "zero")
 
 __all__ = [*_PUBLIC, *_MODULES, "install"]
 
 
 def __getattr__(name: str) -> Any:
     """Resolved on first use: configurations are read without torch."""
-    if name in _MODULES:
+    if name in _MODULES:  # not found before it is asked for, as it imports torch
         return import_module(f"{__name__}.{name}")
     if name not in _PUBLIC:
         raise AttributeError(
@@ -40,39 +40,13 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
 
 
-_ELSEWHERE = {
-    "deepspeed": "",
-    "deepspeed.comm": "comm",
-    "deepspeed.zero": "zero",
-    "deepspeed.checkpointing": "checkpointing",
-    "deepspeed.ops": "ops",
-    "deepspeed.ops.adam": "ops",
-    "deepspeed.pipe": "pipe",
-    "deepspeed.runtime": "",
-    "deepspeed.runtime.pipe": "pipe",
-    "deepspeed.runtime.pipe.module": "pipe",
-    "deepspeed.runtime.pipe.engine": "pipe_engine",
-    "deepspeed.runtime.zero": "zero",
-    "deepspeed.runtime.lr_schedules": "lr_schedules",
-    "deepspeed.runtime.activation_checkpointing": "",
-    "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpointing",
-    "deepspeed.runtime.dataloader": "data",
-    "deepspeed.runtime.engine": "engine",
-    "deepspeed.utils": "utils",
-}
-"""Where DeepSpeed has the modules that scripts import from."""
-
-
 def install() -> None:
-    """Let ``import deepspeed`` find this, from here on in this process.
+    """Let ``import deepspeed`` find this, from here on in this process. Call it before importing transformers
+    or accelerate, which look for the package when they are imported.
 
     Raises:
-        HexadError: another one has been imported.
+        HexadError: the deepspeed package has been imported.
     """
-    from hexad.config import HexadError
+    from .installed import install as install_face
 
-    here = sys.modules[__name__]
-    if sys.modules.get("deepspeed", here) is not here:
-        raise HexadError("install: the deepspeed package has been imported already; call install() before")
-    for name, module in _ELSEWHERE.items():
-        sys.modules[name] = import_module(f"{__name__}.{module}") if module else here
+    install_face(sys.modules[__name__])

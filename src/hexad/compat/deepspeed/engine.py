@@ -202,7 +202,9 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError(f"backward: found {found}, expected a scalar loss with a graph")
         managed = self._config.keys.managed_gradient_accumulation
         if self._passes == 0:
-            counted = managed and not self._no_sync and self._boundary is None
+            # With a boundary by hand (accelerate) the number is the most; with 1 there is no telling.
+            known = self._boundary is not False or self.gradient_accumulation_steps() > 1
+            counted = managed and not self._no_sync and known
             self._engine.begin(self.gradient_accumulation_steps() if counted else None)
         self._passes = (self._passes or 0) + 1
         if managed and scale_wrt_gas:
@@ -386,6 +388,14 @@ class DeepSpeedEngine(nn.Module):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
         """The module's ``state_dict`` with complete values, on every rank; all ranks together."""
         return gathered.state_dict(self._engine, self._module, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """As :meth:`module_state_dict`; accelerate asks for it by this name."""
+        return self.module_state_dict(exclude_frozen_parameters)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether complete weights can be had: always."""
+        return True
 
     # What scripts ask
 

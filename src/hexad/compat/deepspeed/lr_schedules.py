@@ -342,3 +342,6 @@ SCHEDULES: dict[str, type[Schedule]] = {
     each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 """By the name in ``scheduler.type``; any other is one of ``torch.optim.lr_scheduler``."""
+
+VALID_LR_SCHEDULES = list(SCHEDULES)
+"""Their names."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
-__all__ = ["log_dist", "logger"]
+__all__ = ["clone_tensors_for_torch_save", "log_dist", "logger", "set_z3_leaf_modules"]
 
 logger = logging.getLogger("hexad")
 
@@ -17,3 +20,20 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Copies of tensors in containers: a view of a large bucket would be saved with all of it."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, Mapping):
+        return type(item)((key, clone_tensors_for_torch_save(each, device)) for key, each in item.items())  # type: ignore[call-arg]
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+    return item
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_modules: Sequence[Any]) -> list[nn.Module]:
+    """Accepted without effect: modules are gathered as they are called. Returns those that match."""
+    kinds = tuple(each for each in leaf_modules if isinstance(each, type))
+    return [module for module in model.modules() if isinstance(module, kinds)]

@@ -20,6 +20,14 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
     module.external_parameters = [*getattr(module, "external_parameters", ()), parameter]  # type: ignore[assignment]
 
 
+_orig_torch_arange = torch.arange
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, *_: Any, **__: Any) -> Any:
+    """``fn``: constructors of tensors are not replaced here. transformers looks for this name."""
+    return fn
+
+
 @contextmanager
 def Init(
     module: Any = None,

@@ -125,13 +125,12 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
     """
     import yaml
 
-    from hexad.compat.deepspeed.config import Trainer, read_config, read_json, with_autos_filled
+    from hexad.compat.deepspeed.config import Trainer, read_config, read_json, set_key, with_autos_filled
     from hexad.compat.deepspeed.translate import run_settings
-    from hexad.config import apply_override
 
     tree = read_json(path)
     for override in overrides:
-        apply_override(tree, override)
+        set_key(tree, override)
     tree, filled = with_autos_filled(tree, Trainer(), world)
     translation = run_settings(read_config(tree, world, strict=not lenient))
     load_config(translation.tree)

@@ -17,7 +17,8 @@ def main() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     generator = torch.Generator().manual_seed(1)
-    samples = [torch.randint(61, (16,), generator=generator) for _ in range(64)]
+    starts = torch.randint(61, (64,), generator=generator).tolist()
+    samples = [(torch.arange(16) + start) % 61 for start in starts]
     data = [{"input_ids": each, "labels": each} for each in samples]
 
     def trained(steps: int, resume: bool) -> list[dict[str, float]]:

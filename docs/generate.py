@@ -19,6 +19,7 @@ from hexad.model.presets import preset_table
 from hexad.resolve.checks import SUPPORTED
 
 from .api_page import API, api_page
+from .deepspeed_page import DEEPSPEED_KEYS, deepspeed_keys_page
 
 PAGE = Path(__file__).parent / "configuration.md"
 PRESETS = Path(__file__).parent / "presets.md"
@@ -85,7 +86,7 @@ def presets_page() -> str:
     return _PRESETS_HEAD + "".join(rows)
 
 
-PAGES = {PAGE: page, PRESETS: presets_page, API: api_page}
+PAGES = {PAGE: page, PRESETS: presets_page, API: api_page, DEEPSPEED_KEYS: deepspeed_keys_page}
 """What is generated, and by what."""
 
 

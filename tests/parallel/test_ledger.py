@@ -267,7 +267,7 @@ def _state(config: Config, world: int) -> dict[str, int]:
         "parameters": [bucket.whole for bucket in engine.buckets],
         "gradients": [part for bucket in engine.trained for part in (bucket.gradients, bucket.gradient)],
         "master": [bucket.master for bucket in engine.trained],
-        "optimizer": [each for bucket in engine.trained for _, each in engine.optimizer.state(bucket)],
+        "optimizer": [each for bucket in engine.trained for _, each in engine.optimizer.rule.state(bucket)],
     }
     seen: set[int] = set()
     found = dict.fromkeys(kinds, 0)

@@ -13,7 +13,7 @@ import torch
 from hexad import comm
 from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import Transformer
-from hexad.optim.adamw import BucketAdamW
+from hexad.optim.optimizer import BucketOptimizer
 from hexad.parallel.data import buckets, gradients, rounds
 from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.inventory import Parameter
@@ -51,15 +51,15 @@ def _reduce_before_complete(mesh: Mesh) -> Patches:
 
 
 def _double_count_norm(mesh: Mesh) -> Patches:
-    def norm(self: BucketAdamW) -> torch.Tensor:
+    def norm(self: BucketOptimizer) -> torch.Tensor:
         squares = sum(torch.linalg.vector_norm(bucket.gradient).square() for bucket in self.buckets)
         return comm.all_reduce(torch.as_tensor(squares).clone(), mesh.tensor).sqrt()
 
-    return [mock.patch.object(BucketAdamW, "gradient_norm", norm)]
+    return [mock.patch.object(BucketOptimizer, "gradient_norm", norm)]
 
 
 def _local_norm(mesh: Mesh) -> Patches:
-    return [mock.patch("hexad.optim.adamw.all_reduce", same)]
+    return [mock.patch("hexad.optim.optimizer.all_reduce", same)]
 
 
 def _local_mean_loss(mesh: Mesh) -> Patches:
@@ -178,12 +178,12 @@ def _wrong_scale(mesh: Mesh) -> Patches:
 
 
 def _stale_weights(mesh: Mesh) -> Patches:
-    original = BucketAdamW.step
+    original = BucketOptimizer.step
 
-    def step(self: BucketAdamW, lr: float, *rest: Any) -> float:
+    def step(self: BucketOptimizer, lr: float, *rest: Any) -> float:
         return original(self, 0.0 if mesh.pipeline.rank == 1 else lr, *rest)
 
-    return [mock.patch.object(BucketAdamW, "step", step)]
+    return [mock.patch.object(BucketOptimizer, "step", step)]
 
 
 def _drop_boundary_gradient(mesh: Mesh) -> Patches:
@@ -230,7 +230,7 @@ def _stage_norm(mesh: Mesh) -> Patches:
     def reduce(tensor: torch.Tensor, axis: Any) -> torch.Tensor:
         return tensor if axis.name == "pipeline" else comm.all_reduce(tensor, axis)
 
-    return [mock.patch("hexad.optim.adamw.all_reduce", reduce)]
+    return [mock.patch("hexad.optim.optimizer.all_reduce", reduce)]
 
 
 def _local_layer_names(mesh: Mesh) -> Patches:

@@ -50,7 +50,7 @@ def _norm_of_share(mesh: Mesh) -> Patches:
     def reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         return tensor if axis.name == "data" else comm.all_reduce(tensor, axis)
 
-    return [mock.patch("hexad.optim.adamw.all_reduce", reduce)]
+    return [mock.patch("hexad.optim.optimizer.all_reduce", reduce)]
 
 
 def _drawn_by(**wrong: Any) -> Any:

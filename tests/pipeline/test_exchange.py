@@ -135,8 +135,8 @@ def run(schedule: Schedule, training: bool) -> tuple[float, list[float]]:
 
             own = {number: stage(number) for number, at in enumerate(schedule.placement) if at == rank}
             axis = Axis("pipeline", tuple(range(schedule.pipeline)), rank)
-            none = Gradients([], {}, {}, axis, BufferPool(CPU), torch.float64)
-            ours = Executor(schedule, own, axis, lambda _: torch.empty(()), none, CPU)
+            none = Gradients([], {}, {}, {}, BufferPool(CPU), torch.float64)
+            ours = Executor(schedule, own, axis, lambda *_: torch.empty(()), none, CPU)
             try:
                 total = ours.run(range(schedule.microbatches), 1.0 if training else None)
             finally:

@@ -129,11 +129,11 @@ def executor_of(
 
         return compute
 
-    def buffer(microbatch: Microbatch) -> torch.Tensor:
+    def buffer(microbatch: Microbatch, _: int) -> torch.Tensor:
         return torch.empty(microbatch.tokens.numel(), _HIDDEN, dtype=torch.float64)
 
     runners = {number: wrap(runner(stage)) for number, stage in stages.items()}
-    sums = sums or Gradients([], {}, {}, axis, BufferPool(CPU), torch.float64)
+    sums = sums or Gradients([], {}, {}, {}, BufferPool(CPU), torch.float64)
     return Executor(schedule, runners, axis, buffer, sums, CPU)
 
 
@@ -200,7 +200,7 @@ def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, 
     for bucket in buckets:
         bucket.allocate(formats, False)
         bucket.initialise(3)
-    sums = WatchedGradients(buckets, sharding, {}, alone, BufferPool(CPU), torch.float64)
+    sums = WatchedGradients(buckets, sharding, {}, {}, BufferPool(CPU), torch.float64)
     axis = Axis("pipeline", tuple(range(world)), rank, dist.group.WORLD)
     graphs: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0

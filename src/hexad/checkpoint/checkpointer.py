@@ -49,14 +49,15 @@ class Checkpointer:
     Args:
         config: resolved configuration, stored with every checkpoint.
         mesh: all its ranks take part in every call.
+        directory: where checkpoints are; by default the run's.
 
     Background saves agree over a channel of their own, so that they cannot mix with what training agrees on.
     """
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh, directory: CheckpointDirectory | None = None) -> None:
         self.config = config
         self.mesh = mesh
-        self.directory = CheckpointDirectory(config.run.dir)
+        self.directory = directory or CheckpointDirectory(config.run.dir)
         # The watch reports what training waits for; background saves must not appear there.
         trace = Trace() if config.checkpoint.asynchronous else mesh.trace
         timeout = timedelta(seconds=max(config.run.timeout, _LONGEST_SAVE))

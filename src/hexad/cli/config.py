@@ -111,6 +111,38 @@ def presets_command(as_json: bool) -> None:
     Console(highlight=False, width=max(90, get_terminal_size().columns)).print(table)
 
 
+@config.command("from-deepspeed")
+@click.argument("path", metavar="ds_config.json")
+@overrides_argument
+@click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Data ranks.")
+@click.option("--lenient", is_flag=True, help="Warn about unknown keys instead of refusing them.")
+@json_option
+def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: bool, as_json: bool) -> None:
+    """Print the run.yaml that trains as a DeepSpeed configuration says.
+
+    KEY=VALUE sets keys of DeepSpeed. For "auto" stands what transformers' Trainer fills in by default. What
+    is different in Hexad is listed in comments.
+    """
+    import yaml
+
+    from hexad.compat.deepspeed.config import Trainer, read_config, read_json, set_key, with_autos_filled
+    from hexad.compat.deepspeed.translate import run_settings
+
+    tree = read_json(path)
+    for override in overrides:
+        set_key(tree, override)
+    tree, filled = with_autos_filled(tree, Trainer(), world)
+    translation = run_settings(read_config(tree, world, strict=not lenient))
+    load_config(translation.tree)
+    notes = [*filled, *translation.notes]
+    if as_json:
+        print_json({"config": translation.tree, "notes": notes})
+        return
+    click.echo(f"# From {path}, for {world} data rank(s). Add model, data and run.steps.")
+    click.echo("".join(f"# {note}\n" for note in notes), nl=False)
+    click.echo(yaml.safe_dump(translation.tree, sort_keys=False, width=110), nl=False)
+
+
 @config.command("init")
 @click.argument("path", metavar="[run.yaml]", default="run.yaml")
 @overrides_argument

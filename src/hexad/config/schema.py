@@ -216,6 +216,9 @@ class PrecisionSettings(Settings):
     loss_scale_hysteresis: Positive = 2
     """Overflows after which the dynamic loss scale is halved, and again at each further one before it has
     grown again."""
+    loss_scale_consecutive: bool = False
+    """Whether ``loss_scale_hysteresis`` counts consecutive overflows only: a step without one forgives those
+    before it."""
     loss_scale_min: PositiveFloat = 1.0
     """Smallest dynamic loss scale; an overflow there stops the run."""
 

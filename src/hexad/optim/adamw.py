@@ -1,129 +1,47 @@
-"""AdamW on buckets, with the global gradient norm and clipping."""
+"""AdamW on buckets."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from hexad.comm import Pending, all_reduce, broadcast
 from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data.buckets import Bucket
-from hexad.parallel.data.state_sharding import Shardings
-from hexad.parallel.inventory import Grid
-from hexad.parallel.pinned import pinned
-from hexad.topology.mesh import Axis
 
 from .adamw_inventory import MOMENTS
+from .optimizer import Publish, Rule
 
 
-class BucketAdamW:
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) over this rank's shard of every bucket, in PyTorch's
-    fused kernel. It is called directly: ``torch.optim`` imports the compiler, which takes longer than torch.
-
-    Master values and state are where the buckets' master is: on the device, or in the host's memory.
+class AdamW(Rule):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101) in PyTorch's fused kernel. It is called directly:
+    ``torch.optim`` imports the compiler, which takes longer than torch.
 
     Args:
         buckets: those whose traits say so get weight decay.
         settings: ``optimizer`` settings.
-        sharding: which ranks hold other shards of a bucket, or copies of it.
-        pipeline: the axis whose ranks hold other stages.
-        norm: an empty tensor of the gradient norm's format, on the device.
-        axes: of a step, over all of which the norm is one number.
+        device: of the update, where there is no bucket.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        settings: OptimizerSettings,
-        sharding: Shardings,
-        pipeline: Axis,
-        norm: torch.Tensor,
-        axes: Sequence[Axis],
-    ) -> None:
-        self.buckets = buckets
-        self._norm, self._wide = norm, norm.dtype
-        self.settings = settings
-        self.sharding = sharding
-        self.pipeline = pipeline
-        self._axes = axes
+    def __init__(self, buckets: Sequence[Bucket], settings: OptimizerSettings, device: torch.device) -> None:
+        self.buckets, self.settings = buckets, settings
         self._moments = [[torch.zeros_like(bucket.master) for _ in MOMENTS] for bucket in buckets]
-        device = buckets[0].master.device if buckets else norm.device
+        device = buckets[0].master.device if buckets else device
         self._updates = torch.zeros((), dtype=torch.float32, device=device)  # made so far
-        self._arriving: list[torch.Tensor] = []  # gradients in the host's memory
 
-    def gradient_norm(self) -> torch.Tensor:
-        """Euclidean norm of the whole model's gradient, as a scalar tensor on the device.
-
-        Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
-        once, and is summed over it too, in parts, so that all ranks see a NaN of any. Groups of ranks may add
-        up in different orders: the first rank's number counts, so that no replica is clipped by another one.
-        """
-        total = self._norm.new_zeros(1)
-        for grid, sharding in self.sharding.items():
-            part = self._norm.new_zeros(1)
-            for copies, squares in sorted(self._squares(grid).items()):
-                part += squares / copies
-            for axis in (sharding.shards, *sharding.model):
-                part = all_reduce(part, axis)
-            total += part
-        norm = all_reduce(total, self.pipeline)[0].sqrt()
-        for axis in self._axes:
-            norm = broadcast(norm, axis)
-        return norm
-
-    def _squares(self, grid: Grid) -> dict[int, torch.Tensor]:
-        """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""
-        found: dict[int, torch.Tensor] = {}
-        for bucket in self.buckets:
-            traits = bucket.traits
-            if traits.grid == grid and not traits.copy:
-                copies = prod(axis.size for axis in self.sharding[grid].copies(traits))
-                norm = torch.linalg.vector_norm(bucket.gradient, dtype=self._wide)
-                found[copies] = found.get(copies, torch.zeros_like(norm)) + norm.square()
-        return found
-
-    @torch.no_grad()
-    def step(
-        self,
-        lr: float,
-        scale: float,
-        publish: Callable[[Bucket], None],
-        veto: Pending | None = None,
-        further: Sequence[torch.Tensor] = (),
-    ) -> tuple[float, bool, list[float]]:
-        """Clip to ``optimizer.clip`` and update at learning rate ``lr``.
-
-        Args:
-            lr: learning rate.
-            scale: what the gradients are multiplied by (loss scaling).
-            publish: called with each bucket after its update, in the order of the forward pass.
-            veto: anything but 0 forbids the update; the same on all ranks.
-            further: scalars on the device.
-
-        Returns:
-            the norm before clipping; whether an update was made: a norm that is not finite, or a veto, leaves
-            everything unchanged; and the further scalars. They are read together: the host waits once.
-        """
-        norm = self.gradient_norm() / scale
-        asked = [norm, *([] if veto is None else [veto.wait()]), *further]
-        found, *others = torch.stack([each.to(torch.float64) for each in asked]).tolist()
-        forbidden = veto is not None and bool(others.pop(0))
-        if forbidden or not math.isfinite(found):
-            return found, False, others
-        clip = self.settings.clip
-        factor = (clip / found if clip and found > clip else 1.0) / scale
+    def update(
+        self, gradients: Iterator[torch.Tensor], lr: float | None, factor: float, publish: Publish
+    ) -> None:
+        """Bucket by bucket, so that a bucket can be gathered while the next is updated."""
+        assert lr is not None, "AdamW has no learning rate of its own"
         divisor = self._divisor(factor)
         self._updates.add_(1)
-        # Bucket by bucket, so that a bucket can be gathered while the next is updated.
-        for bucket, moments, gradient in zip(self.buckets, self._moments, self._on_master()):
+        for bucket, moments, gradient in zip(self.buckets, self._moments, gradients):
             if factor != 1 and divisor is None:
                 gradient.mul_(factor)
             self._update(bucket, moments, gradient, lr, divisor)
             publish(bucket)
-        return found, True, others
 
     def _update(
         self,
@@ -155,36 +73,13 @@ class BucketAdamW:
     def _divisor(self, factor: float) -> torch.Tensor | None:
         """What AdamW's kernel divides gradients by as it reads them (``GradScaler``'s way): a float32. None
         where that is too narrow, and for a factor of 1: the kernel writes the quotients back."""
-        if self._wide == torch.float64 or factor == 1:
+        if factor == 1 or any(bucket.master.dtype == torch.float64 for bucket in self.buckets[:1]):
             return None
         return torch.full((), 1 / factor, dtype=torch.float32, device=self._updates.device)
 
-    def _on_master(self) -> Iterator[torch.Tensor]:
-        """Every bucket's gradient in the master's format, where the master is.
-
-        From a GPU to the host all copies are started at once, and each is waited for when its turn comes:
-        the host updates one bucket while the next are on their way.
-        """
-        host = any(bucket.master.device != bucket.gradient.device for bucket in self.buckets[:1])
-        # Without a copy where nothing changes; in another format one by one.
-        gradients = (bucket.gradient.to(self._wide) for bucket in self.buckets)
-        if not host:
-            yield from gradients
-            return
-        if not self._arriving:
-            self._arriving = [pinned(torch.empty_like(bucket.master)) for bucket in self.buckets]
-        arriving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
-        for gradient, copy in zip(gradients, self._arriving):
-            copy.copy_(gradient, non_blocking=True)
-            arriving.append((copy, torch.cuda.Event()))
-            arriving[-1][1].record()
-        for copy, arrived in arriving:
-            arrived.synchronize()
-            yield copy
-
-    def set_updates(self, count: int) -> None:
-        """Tell Adam's bias correction how many updates have been made (after loading a checkpoint)."""
-        self._updates.fill_(count)
+    def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
+        """Resume Adam's bias correction after this many updates."""
+        self._updates.fill_(updates)
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in a checkpoint, values like the master's) of all that is kept of a bucket's parameters."""

@@ -68,6 +68,7 @@ class Weight:
             backward does not need its values.
         frozen: it is not trained: no gradient, no optimizer state, no values in a wider format.
         adapter: it is part of a low-rank adapter, small enough to stay on every rank in ZeRO 3.
+        group: of the optimizer's settings, where the optimizer has several.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Weight:
     apart: bool = False
     frozen: bool = False
     adapter: bool = False
+    group: int = 0
 
     def local_shape(self, positions: Positions) -> tuple[int, ...]:
         """The shape of a rank's shard, padding included.
@@ -125,22 +127,24 @@ class Traits:
         partial: axes of a degree above 1 over which their gradients must be summed.
         grid: see :class:`Weight`.
         decay: whether weight decay applies.
-        tied: another pipeline rank holds the same values for another use (a tied embedding), so that the
-            gradients of both must be summed.
-        copy: the second of such a pair, which the gradient norm leaves out.
+        tied: other pipeline ranks hold the same values for another use (a tied embedding), so that the
+            gradients of all must be summed: a name that these have in common; empty if none do.
+        copy: not the first of these, so that the gradient norm leaves it out.
         frozen: they are not trained.
+        group: see :class:`Weight`.
     """
 
     divided: frozenset[str]
     partial: frozenset[str]
     grid: Grid
     decay: bool
-    tied: bool = False
+    tied: str = ""
     copy: bool = False
     frozen: bool = False
+    group: int = 0
 
 
-_COMMON = ("divided", "partial", "grid", "decay", "unit", "apart", "frozen", "adapter")
+_COMMON = ("divided", "partial", "grid", "decay", "unit", "apart", "frozen", "adapter", "group")
 """What the weights of one :class:`Parameter` have in common."""
 
 
@@ -151,7 +155,7 @@ class Parameter:
     Attributes:
         name: of the attribute, from the stage's root: ``layers.3.attention.qkv.weight``.
         weights: with the same ``divided``, ``partial``, ``grid``, ``decay``, ``unit``, ``apart``, ``frozen``,
-            ``adapter``.
+            ``adapter``, ``group``.
         tied, copy: see :class:`Traits`.
 
     Raises:
@@ -160,7 +164,7 @@ class Parameter:
 
     name: str
     weights: tuple[Weight, ...]
-    tied: bool = False
+    tied: str = ""
     copy: bool = False
 
     def __post_init__(self) -> None:
@@ -217,6 +221,7 @@ class Parameter:
             self.tied,
             self.copy,
             first.frozen,
+            first.group,
         )
 
 

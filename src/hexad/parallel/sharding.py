@@ -138,16 +138,19 @@ def declared_parameters(*stages: nn.Module) -> list[Declared]:
     complete gradient.
     """
     found: dict[nn.Parameter, Declared] = {}
-    for path, module in chain.from_iterable(stage.named_modules() for stage in stages):
+    last: dict[nn.Parameter, nn.Module] = {}  # the stage where a plain one was found
+    for stage, (path, module) in ((root, each) for root in stages for each in root.named_modules()):
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in found:
-                if not found[parameter].plain:  # autograd adds up what it computes for all uses
+                # Of a plain one autograd adds up what it computes for all uses in a stage.
+                if not found[parameter].plain or last[parameter] is not stage:
                     found[parameter] = replace(found[parameter], uses=found[parameter].uses + 1)
+                last[parameter] = stage
             elif isinstance(module, ShardedModule) and name in module.declarations:
                 found[parameter] = Declared(parameter, module.declarations[name], module.shard.positions)
             else:
                 declaration = _replicated(f"{path}.{name}".removeprefix("."), parameter)
-                found[parameter] = Declared(parameter, declaration, {}, plain=True)
+                found[parameter], last[parameter] = Declared(parameter, declaration, {}, plain=True), stage
     return list(found.values())
 
 

@@ -300,7 +300,7 @@ class _Counted:
         """Start a transfer."""
         return self
 
-    def receive(self, microbatch: int, peer: int, tag: int) -> _Counted:
+    def receive(self, message: Message, peer: int, tag: int) -> _Counted:
         """Start a transfer."""
         return self
 

@@ -118,13 +118,13 @@ class Mesh:
             self.axes[name] = part
         return self.axes[name]
 
-    def pair(self, axis: Axis, one: int, other: int) -> Axis:
-        """Two places of an axis as an axis of their own, whose traffic counts as the whole one's.
+    def some(self, axis: Axis, *places: int) -> Axis:
+        """Some places of an axis as an axis of their own, whose traffic counts as the whole one's.
 
         Every rank of the default process group calls this together; those of other places get an axis of
         size 1.
         """
-        members = tuple(axis.ranks[place] for place in sorted({one, other}))
+        members = tuple(axis.ranks[place] for place in sorted(set(places)))
         if len(members) == 1 or members == axis.ranks:
             return axis if members == axis.ranks else Axis(axis.name, (self.rank,))
         mine = members if self.rank in members else (self.rank,)
@@ -133,7 +133,7 @@ class Mesh:
             list(mine),
             timeout=self.timeout,
             use_local_synchronization=True,
-            group_desc=f"{axis.name} pair",
+            group_desc=f"some of {axis.name}",
             pg_options=_urgent(axis.name, self.device, self.timeout),
         )
         if len(mine) == 1:

@@ -26,7 +26,7 @@ from hexad.topology.mesh import Mesh
 from .faults import Fault, FaultGuard, StepResult
 from .heap import give_back
 from .language import Counts, LanguageModel, Task, compute, training_shard
-from .modules import checked
+from .modules import Ties, checked
 from .precision import with_common_dtype
 from .state import State
 
@@ -60,6 +60,11 @@ class Engine(State):
         boundary: makes an empty tensor of what crosses a microbatch's stage boundaries; needed where the
             pipeline has several ranks.
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
+        optimizer: of ``torch.optim``, whose groups list the parameters that are trained, and keep their
+            settings; AdamW with ``config.optimizer`` by default.
+        boundaries: in place of ``boundary``, where stages have different results: makes an empty tensor like
+            that of a microbatch's stage, given its number.
+        ties: plain parameters that several stages have alike, see :data:`hexad.train.modules.Ties`.
         initialise: draw the initial values of declared parameters; False where :meth:`restored` or
             :meth:`load_weights` follows, or :meth:`hexad.train.saves.Saves.begin`.
 
@@ -87,6 +92,9 @@ class Engine(State):
         boundary: Callable[[Any], torch.Tensor] | None = None,
         initialise: bool = True,
         training: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        boundaries: Callable[[Any, int], torch.Tensor] | None = None,
+        ties: Ties | None = None,
     ) -> None:
         self.mesh, self.training = mesh, training
         self.language: LanguageModel | None = None
@@ -95,13 +103,22 @@ class Engine(State):
         if isinstance(stages, Resolved):
             self._build(stages)
         else:
-            self.config = config = checked(config, mesh, boundary is not None)
+            self.config = config = checked(config, mesh, boundary is not None or boundaries is not None)
             self.plan = plan or plan_of_modules(config, mesh.layout)
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
-            self._compute, self._boundary = compute, boundary
+            self._compute, self._boundary = compute, boundaries
+            if boundary is not None:
+                self._boundary = lambda microbatch, _: boundary(microbatch)
         super().__init__(
-            self.stages, self.plan, self.config, self.mesh, training, described=self.language is not None
+            self.stages,
+            self.plan,
+            self.config,
+            self.mesh,
+            training,
+            described=self.language is not None,
+            optimizer=optimizer,
+            ties=ties,
         )
         self.step = self.updates = self.samples = 0
         if initialise:
@@ -123,7 +140,8 @@ class Engine(State):
         self.config, self.plan = resolved.config, resolved.plan
         self.mesh = factored_mesh(self.config.model, self.config.parallel, self.mesh)
         self.language = LanguageModel(self.config, self.mesh)
-        self._compute, self._boundary = compute, self.language.boundary
+        between = self.language.boundary
+        self._compute, self._boundary = compute, lambda task, _: between(task)
         stages = build_stages(
             self.config.model,
             training_shard(self.config, self.mesh),
@@ -147,15 +165,17 @@ class Engine(State):
 
     # The parts of a step
 
-    def begin(self, microbatches: int) -> None:
+    def begin(self, microbatches: int | None) -> None:
         """Start accumulating the gradients of this many microbatches: of :meth:`accumulate`, or of backward
         passes of the caller's own, each of a loss already divided by what it is averaged over in the whole
-        global batch, and multiplied by ``engine.scaler.scale`` (1 except in fp16)."""
-        if microbatches < 1:
+        global batch, and multiplied by ``engine.scaler.scale`` (1 except in fp16).
+        With None their number is open: gradients are then reduced by :meth:`reduce` only, not meanwhile, and
+        kept until then at any ``parallel.zero``."""
+        if microbatches is not None and microbatches < 1:
             raise HexadError(f"begin: found {microbatches} microbatches, expected at least 1")
         if self._full:
             self.gatherer.settle()
-        self._begun = microbatches
+        self._begun = microbatches or 0
         self.gradients.begin(microbatches)
 
     def accumulate(
@@ -189,17 +209,24 @@ class Engine(State):
             self._recorded = (executor.began, executor.times)
         return total
 
+    def total_loss(self, microbatches: Sequence[Any]) -> torch.Tensor | None:
+        """The sum of this data rank's losses, without gradients: float64 on the rank of the last stage, None
+        on others. All pipeline ranks pass the same microbatches; in ZeRO 3 all ranks as many."""
+        if self._full:
+            self.gatherer.settle()
+        return self._executor(len(microbatches), training=False).run(list(microbatches))
+
     def reduce(self) -> None:
         """Wait until gradients are summed over data and context ranks, and sum those that are partial."""
         self._begun = 0
         self.gradients.finish()
         self.gatherer.release_frozen()
 
-    def update(self, lr: float, veto: Pending | None = None, divisor: float = 1.0) -> float:
+    def update(self, lr: float | None, veto: Pending | None = None, divisor: float = 1.0) -> float:
         """Clip and update; returns the gradient norm before clipping.
 
         Args:
-            lr: learning rate.
+            lr: learning rate; None with an optimizer of ``torch.optim``, which has its own.
             veto: anything but 0 forbids the update; the same on all ranks.
             divisor: what the losses have not been divided by yet.
 
@@ -208,9 +235,9 @@ class Engine(State):
         return self._update(lr, veto, divisor)[0]
 
     def _update(
-        self, lr: float, veto: Pending | None, divisor: float, *further: torch.Tensor
+        self, lr: float | None, veto: Pending | None, divisor: float, *further: torch.Tensor
     ) -> tuple[float, bool, list[float]]:
-        """As :meth:`update`; see :meth:`BucketAdamW.step` for what is returned."""
+        """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
         scale = self.scaler.scale * divisor
         norm, updated, numbers = self.optimizer.step(lr, scale, self.gatherer.publish, veto, further)
         self.scaler.update(not math.isfinite(norm))
@@ -291,10 +318,7 @@ class Engine(State):
         language = self._language()
         parts, counting = language.count(microbatches)
         language.counted(counting, equal=self.config.parallel.zero == 3)
-        executor = self._executor(len(microbatches), training=False)
-        if self._full:
-            self.gatherer.settle()
-        total = executor.run([Task(part.to(self.mesh.device)) for part in parts])
+        total = self.total_loss([Task(part.to(self.mesh.device)) for part in parts])
         targets = sum(part.targets() for part in parts)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if total is not None:
@@ -320,6 +344,7 @@ class Engine(State):
             "samples": self.samples,
             "loss_scale": self.scaler.state(),
             "faults": self.guard.state(),
+            **({"optimizer": numbers} if (numbers := self.optimizer.rule.numbers()) else {}),
         }
 
     def restored(self, progress: Mapping[str, Any]) -> None:
@@ -328,7 +353,7 @@ class Engine(State):
         self.updates = progress.get("updates", self.step)
         self.scaler.restore(progress.get("loss_scale", {}))
         self.guard.restore(progress.get("faults", {}))
-        self.optimizer.set_updates(self.updates)
+        self.optimizer.rule.restored(self.updates, progress.get("optimizer", {}))
         self.publish()
 
     def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:

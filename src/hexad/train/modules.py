@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import zip_longest
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -54,6 +55,10 @@ class Untrained:
         return found
 
 
+Ties = Mapping[nn.Parameter, tuple[str, bool]]
+"""Plain parameters that several stages have alike: the name of what they have in common, and whether this is
+not the first of these stages."""
+
 Entries = list[tuple[str, str]]
 """Name and description of everything that a stage's plain modules hold."""
 
@@ -67,7 +72,7 @@ class Modules:
             of its stage.
         untrained: this rank's plain values that are not updated.
         grids: of all ranks' weights, in order.
-        tied: whether any rank holds a parameter that is tied to one of another stage.
+        ties: name of what stages have in common -> these stages, of all ranks.
         copies: the axes whose ranks hold the same plain values.
         device: of this rank.
     """
@@ -75,7 +80,7 @@ class Modules:
     held: list[tuple[int, Declared]]
     untrained: list[Untrained]
     grids: list[Grid]
-    tied: bool
+    ties: dict[str, list[int]]
     copies: tuple[Axis, ...]
     device: torch.device
 
@@ -86,6 +91,8 @@ class Modules:
         placement: Sequence[int],
         mesh: Mesh,
         training: bool = True,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        ties: Ties = MappingProxyType({}),
     ) -> Modules:
         """Find them; all ranks of the mesh call this together.
 
@@ -97,36 +104,49 @@ class Modules:
             placement: the pipeline rank of every stage.
             mesh: of the run.
             training: refuse stages in which nothing is trained.
+            groups: of a ``torch.optim`` optimizer, of which a parameter's bucket keeps the number.
+            ties: plain parameters of several stages.
 
         Raises:
             HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
                 differ on the ranks of a stage; the same on all ranks.
         """
-        found = stage_parameters(stages)
+        found = [(stage, _tied(each, ties)) for stage, each in stage_parameters(stages)]
         untrained = _untrained(stages, {each.parameter for _, each in found if not each.plain})
         held = [(stage, each) for stage, each in found if each.parameter.requires_grad or not each.plain]
         agreed(lambda: _check(stages, placement, mesh.pipeline, found), mesh.world)
+        if groups is not None:
+            held = agreed(lambda: _grouped(held, groups), mesh.world)
         grids = {each.declaration.weights[0].grid for _, each in held}
-        tied = any(each.declaration.tied for _, each in held)
+        mine = {(each.declaration.tied, stage) for stage, each in held if each.declaration.tied}
         trains = any(each.parameter.requires_grad for _, each in held)
-        grids, tied, trains = merged(
-            (grids, tied, trains), mesh.world, lambda a, b: (a[0] | b[0], a[1] or b[1], a[2] or b[2])
+        grids, mine, trains = merged(
+            (grids, mine, trains), mesh.world, lambda a, b: (a[0] | b[0], a[1] | b[1], a[2] or b[2])
         )
+        stages_of = {name: sorted(n for other, n in mine if other == name) for name, _ in sorted(mine)}
         if training and not trains:
             raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
         if _names_collide(_entries(stages, held, untrained), mesh.world):
             held = [(n, _renamed(each, n) if each.plain else each) for n, each in held]
             untrained = [replace(each, name=f"stages.{each.stage}.{each.name}") for each in untrained]
         copies = (mesh.gradient_axis(), *mesh.model_axes())
-        return cls(held, untrained, sorted(grids), tied, copies, mesh.device)
+        return cls(held, untrained, sorted(grids), stages_of, copies, mesh.device)
 
-    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP."""
+    def broadcast(self, tensors: Iterable[torch.Tensor], *axes: Axis) -> None:
+        """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP; or
+        of other axes."""
+        axes = axes or self.copies
         for tensor in tensors:
             values = tensor.data.to(self.device).contiguous()
-            for axis in self.copies if values.numel() else ():
+            for axis in axes if values.numel() else ():
                 broadcast(values.view(-1).view(torch.uint8), axis)  # as bytes, so in any format
             tensor.data = values
+
+    def broadcast_ties(self, ties: Mapping[str, Axis]) -> None:
+        """Give plain parameters that stages have in common the values of the first of these stages."""
+        for name in sorted(ties):  # in one order on all ranks, whatever that of their stages is
+            held = (each for _, each in self.held if each.plain and each.declaration.tied == name)
+            self.broadcast((each.parameter for each in held), ties[name])
 
     def broadcast_untrained(self, dtype: torch.dtype) -> None:
         """As :meth:`broadcast`; frozen parameters are given the model's ``dtype``, buffers keep theirs."""
@@ -224,13 +244,43 @@ def _check(
             )
 
 
+def _tied(each: Declared, ties: Ties) -> Declared:
+    """With a bucket of what the same stages have in common, if other stages have the parameter too."""
+    if each.parameter not in ties:
+        return each
+    name, copy = ties[each.parameter]
+    weights = tuple(replace(weight, unit=name) for weight in each.declaration.weights)
+    return replace(each, declaration=replace(each.declaration, weights=weights, tied=name, copy=copy))
+
+
+def _grouped(
+    held: Sequence[tuple[int, Declared]], groups: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, Declared]]:
+    """With the number of the optimizer's group that has each trained parameter."""
+    numbers = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+    found = []
+    for stage, each in held:
+        declaration = each.declaration
+        if not declaration.frozen:
+            if each.parameter not in numbers:
+                raise HexadError(
+                    f"optimizer: found no group with {declaration.name}, which requires a gradient; add it, "
+                    "or set requires_grad to False"
+                )
+            group = numbers[each.parameter]
+            weights = tuple(replace(weight, group=group) for weight in declaration.weights)
+            each = replace(each, declaration=replace(declaration, weights=weights))
+        found.append((stage, each))
+    return found
+
+
 def _entries(
     stages: Mapping[int, nn.Module], held: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
 ) -> dict[int, Entries]:
     """Of every stage."""
     found: dict[int, Entries] = {number: [] for number in stages}
     for number, each in held:
-        if each.plain:
+        if each.plain and not each.declaration.copy:
             found[number].append((each.declaration.name, _description(each.parameter)))
     for value in untrained:
         found[value.stage].append((value.name, _description(value.tensor)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,8 @@ from hexad.comm import agreed
 from hexad.config import Config
 from hexad.config.schema import PrecisionSettings
 from hexad.model.transformer import DTYPES
-from hexad.optim.adamw import BucketAdamW
+from hexad.optim.adamw import AdamW
+from hexad.optim.optimizer import BucketOptimizer, Rule
 from hexad.parallel.data.buckets import Bucket, Formats, make_buckets
 from hexad.parallel.data.gatherer import ParameterGatherer
 from hexad.parallel.data.gradients import Gradients
@@ -21,9 +23,9 @@ from hexad.parallel.data.pool import BufferPool
 from hexad.parallel.data.replicas import Replicas
 from hexad.parallel.data.state_sharding import StateSharding
 from hexad.resolve import PipelinePlan
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
-from .modules import Modules
+from .modules import Modules, Ties
 
 
 def formats(precision: PrecisionSettings) -> Formats:
@@ -45,6 +47,8 @@ class State:
         mesh: of the run; of the model's factored axes, where it has them.
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         described: the stages are the model that ``config`` describes, not modules of one's own.
+        optimizer: of ``torch.optim``, with the parameters that are trained; None for AdamW by ``config``.
+        ties: see :data:`~hexad.train.modules.Ties`.
 
     Attributes:
         stages, config, mesh: as given.
@@ -64,19 +68,26 @@ class State:
         mesh: Mesh,
         training: bool,
         described: bool,
+        optimizer: Any = None,
+        ties: Ties | None = None,
     ) -> None:
         self.stages, self.config, self.mesh = stages, config, mesh
         self._described = described
         parallel, owners = config.parallel, plan.schedule.placement
-        self.modules = Modules.agreed(stages, owners, mesh, training)
+        groups = None if optimizer is None else optimizer.param_groups
+        self.modules = Modules.agreed(stages, owners, mesh, training, groups, ties or {})
         # In an order that is the same on all ranks: each makes the same process groups.
         self.sharding = {
             grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
             for grid in self.modules.grids
         }
-        tied = mesh.pair(mesh.pipeline, owners[0], owners[-1]) if self.modules.tied else Axis("pipeline")
+        tied = {
+            name: mesh.some(mesh.pipeline, *(owners[stage] for stage in stages))
+            for name, stages in self.modules.ties.items()
+        }
         kinds, limit = formats(config.precision), float(parallel.bucket_mb) * 2**20
         self.modules.broadcast_untrained(kinds.parameters)
+        self.modules.broadcast_ties(tied)
         self.buckets = make_buckets(self.modules.held, limit, kinds, parallel.zero, self.sharding)
         self.trained = [bucket for bucket in self.buckets if not bucket.plan.frozen]
         for bucket in self.buckets:
@@ -88,15 +99,23 @@ class State:
         self.gatherer = ParameterGatherer(stages, self.buckets, self.sharding, pool, hooks, views)
         norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
         axes = mesh.tensor, mesh.pipeline, mesh.gradient_axis()
-        self.optimizer = BucketAdamW(self.trained, config.optimizer, self.sharding, mesh.pipeline, norm, axes)
+        rule, clip = self._rule(optimizer), config.optimizer.clip
+        self.optimizer = BucketOptimizer(self.trained, rule, clip, self.sharding, mesh.pipeline, norm, axes)
         self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world, mesh.device)
+
+    def _rule(self, optimizer: Any) -> Rule:
+        if optimizer is None:
+            return AdamW(self.trained, self.config.optimizer, self.mesh.device)
+        from hexad.optim.torch_optimizer import TorchOptimizer  # torch.optim imports the compiler
+
+        return TorchOptimizer(optimizer, self.trained)
 
     def initialise(self, frozen: bool = True) -> None:
         """Set parameters and optimizer to what a run begins with; without ``frozen`` only what is trained."""
         for bucket in self.buckets if frozen else self.trained:
             bucket.initialise(self.config.run.seed)
         for bucket in self.trained:
-            for _, values in self.optimizer.state(bucket):
+            for _, values in self.optimizer.rule.state(bucket):
                 values.zero_()  # a damaged checkpoint may have been read in part
 
     def chunks(self) -> list[Chunk]:
@@ -107,7 +126,7 @@ class State:
         found = [] if adapters else self._weights(lambda bucket: bucket.plan.frozen)
         found += self._weights(lambda bucket: not bucket.plan.frozen)
         for bucket in self.trained:
-            for kind, tensor in self.optimizer.state(bucket):
+            for kind, tensor in self.optimizer.rule.state(bucket):
                 found += self._pieces(bucket, kind, tensor)
         return found + self.modules.chunks()
 

@@ -1,1 +1,52 @@
-"""The face of DeepSpeed."""
+"""The face of DeepSpeed: ``from hexad.compat import deepspeed``. ``docs/deepspeed.md`` is its page.
+
+:func:`install` lets ``import deepspeed`` find it, in scripts that are not to be changed at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.19.8"
+"""The release of DeepSpeed whose names, defaults and numbers these are."""
+
+_PUBLIC = {
+    "DeepSpeedConfig": "config",
+    "DeepSpeedEngine": "engine",
+    "LayerSpec": "pipe",
+    "PipelineEngine": "pipe_engine",
+    "PipelineModule": "pipe",
+    "RepeatingLoader": "data",
+    "TiedLayerSpec": "pipe",
+    "add_config_arguments": "entry",
+    "init_distributed": "entry",
+    "initialize": "entry",
+}
+_MODULES = ("accelerator", "checkpointing", "comm", "lr_schedules", "ops", "pipe", "utils", "zero")
+
+__all__ = [*_PUBLIC, *_MODULES, "install"]
+
+
+def __getattr__(name: str) -> Any:
+    """Resolved on first use: configurations are read without torch."""
+    if name in _MODULES:  # not found before it is asked for, as it imports torch
+        return import_module(f"{__name__}.{name}")
+    if name not in _PUBLIC:
+        raise AttributeError(
+            f"hexad.compat.deepspeed has no {name!r}; it has {', '.join(sorted([*_PUBLIC, *_MODULES]))}"
+        )
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def install() -> None:
+    """Let ``import deepspeed`` find this, from here on in this process. Call it before importing transformers
+    or accelerate, which look for the package when they are imported.
+
+    Raises:
+        HexadError: the deepspeed package has been imported.
+    """
+    from .installed import install as install_face
+
+    install_face(sys.modules[__name__])

@@ -61,6 +61,17 @@ class ParameterGatherer:
         if bucket.plan.resident and shards.size > 1:
             self._gathering[number] = all_gather_async(bucket.source, shards, out=bucket.whole)
 
+    def complete(self, bucket: Bucket) -> None:
+        """Have a bucket's complete values here, until :meth:`leave`; all ranks that hold shards together."""
+        number = self._buckets.index(bucket)
+        self.fetch(number)
+        self._arrive(number)
+
+    def leave(self, bucket: Bucket) -> None:
+        """End :meth:`complete`."""
+        if not bucket.plan.resident:
+            self.release(self._buckets.index(bucket))
+
     def settle(self) -> None:
         """Wait for everything that is being gathered."""
         for number in list(self._gathering):
@@ -210,7 +221,7 @@ _CONTAINERS = (*_NEVER_CALLED, nn.Sequential)
 def stage_units(stage: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The parts of a stage whose parameters are needed together, in the order of the forward pass, each with
     its parameters: the elements of its containers (layers), and the modules beside them."""
-    own = list(stage.parameters(recurse=False))
+    own = [*stage.parameters(recurse=False), *external(stage)]
     found: list[tuple[nn.Module, list[nn.Parameter]]] = []
     for child in stage.children():
         if isinstance(child, _CONTAINERS):
@@ -220,7 +231,7 @@ def stage_units(stage: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
         elif any(isinstance(module, _CONTAINERS) for module in child.modules()):
             found += stage_units(child)
         else:
-            found.append((child, list(child.parameters())))
+            found.append((child, _needed(child)))
     return [(stage, own), *found] if own else found
 
 
@@ -229,4 +240,14 @@ def _elements(container: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Paramet
         if isinstance(element, _NEVER_CALLED):
             yield from _elements(element)
         else:
-            yield element, list(element.parameters())
+            yield element, _needed(element)
+
+
+def external(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters of other modules that a module has declared to use, as ``external_parameters``."""
+    return list(getattr(module, "external_parameters", ()))
+
+
+def _needed(module: nn.Module) -> list[nn.Parameter]:
+    used = (parameter for each in module.modules() for parameter in external(each))
+    return list(dict.fromkeys([*module.parameters(), *used]))

@@ -38,7 +38,7 @@ class Gradients:
         buckets: of this rank's pipeline stages.
         sharding: over which data ranks to reduce, and what remains here.
         axes: by name, those over which gradients may be partial.
-        tied: the ranks that hold the two copies of a tied embedding.
+        ties: by name, the ranks that hold copies of the same parameters for several stages.
         pool: buffers for gradients that are not kept.
         reduced: number format in which they are sent and reduced.
     """
@@ -48,11 +48,11 @@ class Gradients:
         buckets: Sequence[Bucket],
         sharding: Shardings,
         axes: Mapping[str, Axis],
-        tied: Axis,
+        ties: Mapping[str, Axis],
         pool: BufferPool,
         reduced: torch.dtype,
     ) -> None:
-        self._buckets, self._sharding, self._axes, self._tied = buckets, sharding, axes, tied
+        self._buckets, self._sharding, self._axes, self._ties = buckets, sharding, axes, ties
         self._pool, self._format = pool, reduced
         plain = any(declared.plain for bucket in buckets for declared in bucket.members)
         # GPUs sum in place, unless a copy in another format is sent.
@@ -120,8 +120,9 @@ class Gradients:
 
     # For the step
 
-    def begin(self, microbatches: int) -> None:
-        """Start a step in which every parameter is contributed to by this many microbatches.
+    def begin(self, microbatches: int | None) -> None:
+        """Start a step in which every parameter is contributed to by this many microbatches, or (None) by any
+        number, whose gradients are kept and reduced at the end.
 
         What an interrupted step has left behind is thrown away.
         """
@@ -140,8 +141,12 @@ class Gradients:
         # Last, so that those who share a parameter end with the same bits, whatever the order in which their
         # data ranks were added up.
         for bucket in self._buckets:
-            for axis in self._partial(bucket):
-                all_reduce(bucket.gradient, axis)
+            for name in sorted(bucket.traits.partial):
+                all_reduce(bucket.gradient, self._axes[name])
+        # In one order on all ranks, whatever that of their stages is.
+        for bucket in sorted(self._buckets, key=lambda each: each.traits.tied):
+            if bucket.traits.tied:
+                all_reduce(bucket.gradient, self._ties[bucket.traits.tied])
 
     def _wait(self) -> None:
         for pending, gradient in self._summing:
@@ -149,11 +154,6 @@ class Gradients:
             if total.data_ptr() != gradient.data_ptr():
                 gradient.copy_(total)
         self._summing.clear()
-
-    def _partial(self, bucket: Bucket) -> list[Axis]:
-        """The axes besides data over which the bucket's gradients must be summed."""
-        axes = [self._axes[name] for name in sorted(bucket.traits.partial)]
-        return [*axes, self._tied] if bucket.traits.tied else axes
 
     def _whole(self, number: int) -> torch.Tensor:
         bucket = self._buckets[number]

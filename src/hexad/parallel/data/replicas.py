@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ class Replicas:
     Args:
         buckets: of the rank.
         sharding: among which ranks the state is sharded.
-        tied: the ranks that hold tied embeddings.
+        ties: by name, the ranks that hold copies of the same parameters for several stages.
         world: all ranks.
         device: of the rank.
     """
@@ -36,11 +36,11 @@ class Replicas:
         self,
         buckets: Sequence[Bucket],
         sharding: Shardings,
-        tied: Axis,
+        ties: Mapping[str, Axis],
         world: Axis,
         device: torch.device,
     ) -> None:
-        self.buckets, self.sharding, self.tied = buckets, sharding, tied
+        self.buckets, self.sharding, self.ties = buckets, sharding, ties
         self.world, self.device = world, device
 
     @torch.no_grad()
@@ -77,12 +77,11 @@ class Replicas:
         groups: dict[tuple[object, ...], tuple[list[Axis], list[Bucket]]] = {}
         for bucket in self.buckets:
             traits, sharding = bucket.traits, self.sharding[bucket.traits.grid]
-            tied = traits.tied or traits.copy
             axes = [sharding.replicas, *([sharding.shards] if bucket.plan.resident else [])]
             axes += sharding.copies(traits)
-            axes += [self.tied] if tied else []
+            axes += [self.ties[traits.tied]] if traits.tied else []
             axes = [axis for axis in axes if axis.size > 1]
-            key = (traits.grid, bucket.plan.resident, *sorted(traits.divided), tied)
+            key = (traits.grid, bucket.plan.resident, *sorted(traits.divided), traits.tied)
             if axes:
                 groups.setdefault(key, (axes, []))[1].append(bucket)
         return [groups[key] for key in sorted(groups, key=repr)]

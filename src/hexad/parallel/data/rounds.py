@@ -15,6 +15,10 @@ _IN_FLIGHT = 2
 """Reductions that may be under way at a time where each holds a buffer until it is over."""
 
 
+_ANY = 1 << 60
+"""More microbatches than there can be."""
+
+
 class Reductions(Protocol):
     """Carries out what :class:`Rounds` decides."""
 
@@ -61,13 +65,15 @@ class Rounds:
         self._due = [[0 for _ in plan.uses] for plan in buckets]
         self._fresh: list[list[bool]] = [[] for _ in buckets]
 
-    def begin(self, microbatches: int) -> None:
+    def begin(self, microbatches: int | None) -> None:
         """Start a step in which every parameter is contributed to by this many microbatches; what an
-        interrupted step has left is retired."""
+        interrupted step has left is retired. None: by any number, so that nothing is reduced before
+        :meth:`finish`, and all gradients are kept until then."""
         self._drain()
+        rounds, microbatches = (1, _ANY) if microbatches is None else (microbatches, microbatches)
         self._turn = len(self._buckets) - 1
         for bucket, plan in enumerate(self._buckets):
-            self._left[bucket] = 1 if plan.keeps_gradients else microbatches
+            self._left[bucket] = 1 if plan.keeps_gradients else rounds
             self._first[bucket] = True
             self._due[bucket] = [microbatches * each for each in plan.uses]
             self._renew(bucket)

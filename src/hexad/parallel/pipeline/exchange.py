@@ -31,8 +31,8 @@ class Transport(Protocol[T]):
         """Start sending to the pipeline rank ``peer``."""
         ...
 
-    def receive(self, microbatch: int, peer: int, tag: int) -> Waiting[T]:
-        """Start receiving a message of a microbatch."""
+    def receive(self, message: Message, peer: int, tag: int) -> Waiting[T]:
+        """Start receiving a message."""
         ...
 
 
@@ -94,7 +94,7 @@ class Exchange(Generic[T]):
             else:
                 if self._next > until and len(self._arriving) >= AHEAD:
                     return
-                arriving = self._transport.receive(message.microbatch, peer, self._tag(message))
+                arriving = self._transport.receive(message, peer, self._tag(message))
                 self._arriving[message] = arriving
             self._next += 1
 

@@ -36,7 +36,7 @@ class Executor(Generic[M]):
         schedule: valid; of forward actions only for evaluation.
         stages: this rank's stages, by number.
         axis: the pipeline axis.
-        buffer: makes an uninitialised tensor of the shape that crosses a microbatch's stage boundaries.
+        buffer: makes an uninitialised tensor like the result of a stage, given microbatch and stage.
         gradients: where the stages' weight gradients may be deferred.
         device: where the stages compute.
 
@@ -52,7 +52,7 @@ class Executor(Generic[M]):
         schedule: Schedule,
         stages: Mapping[int, Stage[M]],
         axis: Axis,
-        buffer: Callable[[M], torch.Tensor] | None,
+        buffer: Callable[[M, int], torch.Tensor] | None,
         gradients: Gradients,
         device: torch.device,
     ) -> None:
@@ -115,16 +115,19 @@ class _PointToPoint(Generic[M]):
     """Sends tensors over the pipeline axis."""
 
     def __init__(
-        self, axis: Axis, buffer: Callable[[M], torch.Tensor] | None, microbatches: Sequence[M]
+        self, axis: Axis, buffer: Callable[[M, int], torch.Tensor] | None, microbatches: Sequence[M]
     ) -> None:
         self._axis, self._buffer, self._microbatches = axis, buffer, microbatches
 
     def send(self, message: torch.Tensor, peer: int, tag: int) -> Pending:
         return send_async(message, self._axis, peer, tag)
 
-    def receive(self, microbatch: int, peer: int, tag: int) -> Pending:
+    def receive(self, message: Message, peer: int, tag: int) -> Pending:
         assert self._buffer is not None, "stages on several ranks need a boundary"
-        return receive_async(self._buffer(self._microbatches[microbatch]), self._axis, peer, tag)
+        # A gradient has the shape of what the stage before has sent.
+        boundary = message.stage if message.kind == "F" else message.stage - 1
+        buffer = self._buffer(self._microbatches[message.microbatch], boundary)
+        return receive_async(buffer, self._axis, peer, tag)
 
 
 class _Graph(NamedTuple):

@@ -9,6 +9,9 @@ from ..inventory import Collective, Execution, Parameter, Product, Weight
 _ROWS_MULTIPLE = 64  # matrix units want a rank's rows of the vocabulary in multiples of this
 _FEWEST_ROWS = {2: 1024, 4: 256, 8: 256}  # of a slice of the loss: fewer make its products inefficient
 
+TIE = "embedding"
+"""What a tied head and the embedding have in common, by name."""
+
 
 def loss_rows(tokens: int, hidden: int, columns: int, width: int) -> int:
     """Tokens in one slice of the loss, so that its logits take no more memory than the hidden states.
@@ -53,7 +56,7 @@ class Embedding:
         """The table."""
         weight = _table("embedding.weight", self.vocab, self.hidden, self.std, "embedding")
         weight = replace(weight, frozen=self.frozen)
-        return (Parameter("embedding.weight", (weight,), tied=self.tied),)
+        return (Parameter("embedding.weight", (weight,), tied=TIE if self.tied else ""),)
 
     def positions(self, run: Execution) -> int:
         """Bytes kept: row numbers, and whether a token's row is on this rank; with one rank nothing new."""
@@ -98,7 +101,7 @@ class Head:
         copy = self.tied == "copy"
         name = "embedding.weight" if copy else "head.weight"
         weight = replace(_table(name, self.vocab, self.hidden, self.std, "head"), frozen=self.frozen)
-        return (Parameter("head.weight", (weight,), tied=copy, copy=copy),)
+        return (Parameter("head.weight", (weight,), tied=TIE if copy else "", copy=copy),)
 
     def products(self, run: Execution) -> list[Product]:
         """The logits and both gradients, all in ``F``; without padding."""

@@ -1,0 +1,49 @@
+"""The table of DeepSpeed's keys, from the classes that read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from hexad.compat.deepspeed.config import nested, spelling
+from hexad.compat.deepspeed.keys import Is, Keys, NoEffect, Refused, Section
+
+DEEPSPEED_KEYS = Path(__file__).parent / "deepspeed-keys.md"
+
+_HEAD = """\
+<!-- Written by 'make docs' from src/hexad/compat/deepspeed/keys.py. Do not edit. -->
+
+# DeepSpeed's keys
+
+Every key of a DeepSpeed configuration, with DeepSpeed's default, and what it does in Hexad
+([DeepSpeed](deepspeed.md) is the user's page). *No effect* is reported once if the key is given with another
+value than its default. *Refused* is an error, unless the key has its default (a section: `enabled: false`).
+Unknown keys are refused, naming the nearest.
+
+| Key | Default | In Hexad |
+|---|---|---|
+"""
+
+
+def deepspeed_keys_page() -> str:
+    """The whole page."""
+    return _HEAD + "".join(_rows(Keys, ""))
+
+
+def _rows(section: type[Section], prefix: str) -> Iterator[str]:
+    for name, info in section.model_fields.items():
+        key, inner = prefix + spelling(name, info), nested(info)
+        meaning = ""
+        for mark in info.metadata:
+            if isinstance(mark, Is):
+                meaning = mark.what[0].upper() + mark.what[1:]
+            elif isinstance(mark, NoEffect):
+                meaning = f"No effect: {mark.why}"
+            elif isinstance(mark, Refused):
+                meaning = f"Refused: {mark.fix}"
+        if inner is None or meaning:
+            default = "" if info.is_required() else f"`{json.dumps(info.default, default=lambda _: {})}`"
+            yield f"| `{key}` | {default} | {meaning.replace('|', chr(92) + '|')} |\n"
+        if inner is not None and name != "offload_param":  # as offload_optimizer
+            yield from _rows(inner, key + ".")

@@ -1,0 +1,56 @@
+"""``deepspeed.checkpointing``: activations that are recomputed, over ``torch.utils.checkpoint``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from .config import read_json
+from .keys import ActivationCheckpointing
+
+_settings: ActivationCheckpointing | None = None
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Set how :func:`checkpoint` keeps inputs: ``checkpoint_in_cpu`` in the host's memory. The other
+    arguments are accepted without effect."""
+    global _settings
+    keys = {} if deepspeed_config is None else read_json(deepspeed_config).get("activation_checkpointing", {})
+    if checkpoint_in_cpu is not None:
+        keys = {**keys, "cpu_checkpointing": checkpoint_in_cpu}
+    _settings = ActivationCheckpointing.model_validate(keys)
+
+
+def is_configured() -> bool:
+    """Whether :func:`configure` was called."""
+    return _settings is not None
+
+
+def reset() -> None:
+    """Nothing is kept from one step to the next."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, whose activations are computed again in the backward pass (Chen et al.,
+    arXiv 1604.06174), with the random numbers of the first time."""
+    if _settings is not None and _settings.cpu_checkpointing:
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return torch_checkpoint(function, *args, use_reentrant=False)
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """As :func:`checkpoint`."""
+    return checkpoint(function, *args)

@@ -1,0 +1,28 @@
+"""``deepspeed.comm``: the names of ``torch.distributed``, over the world that was joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from .entry import init_distributed
+
+__all__ = ["init_distributed", "is_available", "is_initialized"]
+
+
+def is_initialized() -> bool:
+    """Whether the world was joined."""
+    return dist.is_initialized()
+
+
+def is_available() -> bool:
+    """Whether PyTorch has collectives."""
+    return dist.is_available()
+
+
+def __getattr__(name: str) -> Any:
+    """Everything else is ``torch.distributed``'s."""
+    if name.startswith("__") or not hasattr(dist, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(dist, name)

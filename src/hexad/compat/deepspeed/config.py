@@ -1,0 +1,393 @@
+"""DeepSpeed's JSON, read and checked: nothing is ignored in silence. No torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from hexad.config import ConfigError, HexadError
+from hexad.config.errors import did_you_mean
+
+from .keys import Keys, NoEffect, Refused, Section
+
+log = logging.getLogger("hexad")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How many samples make a step.
+
+    Attributes:
+        micro: samples per backward pass and data rank.
+        accumulation: backward passes per step.
+        total: samples per step of all data ranks.
+    """
+
+    micro: int
+    accumulation: int
+    total: int
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """A checked file.
+
+    Attributes:
+        keys: all values.
+        batch: what they mean for this number of data ranks.
+        tree: what was read.
+    """
+
+    keys: Keys
+    batch: Batch
+    tree: Mapping[str, Any]
+
+    @property
+    def clip(self) -> float:
+        """The largest gradient norm; 0 for none."""
+        params = {} if self.keys.optimizer is None else self.keys.optimizer.params
+        if "max_grad_norm" in params and "gradient_clipping" not in self.keys.model_fields_set:
+            return float(params["max_grad_norm"])
+        return self.keys.gradient_clipping
+
+    @property
+    def dtype(self) -> str:
+        """Of parameters, as ``precision.dtype``."""
+        return "fp16" if self.keys.fp16.enabled else "bf16" if self.keys.bf16.enabled else "fp32"
+
+
+def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a file or of a dictionary.
+
+    Raises:
+        HexadError: no such file, not JSON, or a key that is given twice.
+    """
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise HexadError(f"{path}: no such DeepSpeed configuration") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HexadError(f"{path}: cannot be read: {error}") from None
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise HexadError(f"{path}: key '{key}' is given twice")
+            found[key] = value
+        return found
+
+    try:
+        tree = json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise HexadError(f"{path}, {where}: not valid JSON: {error.msg}") from None
+    if not isinstance(tree, dict):
+        raise HexadError(f"{path}: found a {type(tree).__name__}, expected an object with DeepSpeed's keys")
+    return tree
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What transformers' Trainer fills in for ``auto``: its arguments, by their names there and with their
+    defaults, and the model's width."""
+
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float = 1.0
+    learning_rate: float = 5e-5
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int = 1000
+    fp16: bool = False
+    bf16: bool = False
+    hidden_size: int = 1024
+
+    def values(self, data_ranks: int) -> dict[str, Any]:
+        """Dotted key -> what ``auto`` means there."""
+        micro, steps, width = (
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            self.hidden_size,
+        )
+        return {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+            "train_batch_size": micro * steps * data_ranks,
+            "gradient_clipping": self.max_grad_norm,
+            "optimizer.params.lr": self.learning_rate,
+            "optimizer.params.betas": [self.adam_beta1, self.adam_beta2],
+            "optimizer.params.eps": self.adam_epsilon,
+            "optimizer.params.weight_decay": self.weight_decay,
+            "optimizer.params.torch_adam": True,
+            "scheduler.params.warmup_min_lr": 0.0,
+            "scheduler.params.warmup_max_lr": self.learning_rate,
+            "scheduler.params.warmup_num_steps": max(1, self.warmup_steps),
+            "scheduler.params.total_num_steps": self.total_steps,
+            "fp16.enabled": self.fp16,
+            "bf16.enabled": self.bf16,
+            "bfloat16.enabled": self.bf16,
+            "zero_optimization.reduce_bucket_size": width**2,
+            "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width**2),
+            "zero_optimization.stage3_param_persistence_threshold": 10 * width,
+        }
+
+
+def with_autos_filled(
+    tree: Mapping[str, Any], trainer: Trainer, data_ranks: int
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys with ``auto`` replaced as transformers' Trainer does, and a line for each that was.
+
+    What the Trainer does not fill in stays ``auto``.
+    """
+    values, filled = trainer.values(data_ranks), []
+
+    def fill(branch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in branch.items():
+            full = prefix + key
+            if isinstance(value, Mapping):
+                found[key] = fill(value, full + ".")
+            elif value == "auto" and full in values:
+                found[key] = values[full]
+                filled.append(f"{full}: auto, which the Trainer sets; here {values[full]}")
+            else:
+                found[key] = value
+        return found
+
+    return fill(tree, ""), filled
+
+
+def set_key(tree: dict[str, Any], assignment: str) -> None:
+    """Set ``a.b=value`` in a tree of keys, in place; the value is JSON, or else a text.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    name, equals, text = assignment.partition("=")
+    if not equals or not name:
+        raise ConfigError(assignment, "a key is set as name=value, such as zero_optimization.stage=2")
+    *sections, last = name.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(name, f"'{section}' is a value, not a section")
+    try:
+        tree[last] = json.loads(text)
+    except json.JSONDecodeError:
+        tree[last] = text
+
+
+def read_config(
+    source: str | Path | Mapping[str, Any], data_ranks: int, strict: bool = True
+) -> DeepSpeedConfig:
+    """Read and check a configuration.
+
+    Args:
+        source: a file, or its contents.
+        data_ranks: over which a step's samples are divided.
+        strict: refuse unknown keys; otherwise warn about them.
+
+    Raises:
+        ConfigError: an unknown, malformed or refused key, or batch sizes that do not fit each other.
+        HexadError: a file that cannot be read.
+    """
+    tree = read_json(source)
+    if not strict:
+        tree = _known(tree, Keys, "")
+    left = next(_autos(tree, ""), None)
+    if left is not None:
+        raise ConfigError(left, "found auto, which transformers' Trainer fills in; give a value")
+    try:
+        keys = Keys.model_validate(_without_autos(tree))
+    except ValidationError as error:
+        raise _readable(error) from None
+    _refuse(keys, "")
+    if keys.fp16.enabled and keys.bf16.enabled:
+        raise ConfigError("bf16.enabled", "found true with fp16.enabled: true; enable one of them")
+    return DeepSpeedConfig(keys, batch_sizes(keys, data_ranks), tree)
+
+
+def batch_sizes(keys: Keys, ranks: int) -> Batch:
+    """Batch sizes of which two infer the third; with one of the sizes alone, accumulation is 1.
+
+    Raises:
+        ConfigError: none is given, or they do not fit each other.
+    """
+    total, micro = keys.train_batch_size, keys.train_micro_batch_size_per_gpu
+    steps = keys.gradient_accumulation_steps
+    if total is None and micro is None:
+        raise ConfigError(
+            "train_batch_size",
+            "found neither train_batch_size nor train_micro_batch_size_per_gpu; give one of them",
+        )
+    if total is None:
+        assert micro is not None
+        steps = steps or 1
+        return Batch(micro, steps, micro * steps * ranks)
+    if micro is None:
+        steps = steps or 1
+        micro = total // (ranks * steps)
+    elif steps is None:
+        steps = total // (ranks * micro)
+    if total != micro * steps * ranks or not total:
+        raise ConfigError(
+            "train_batch_size",
+            f"found {total}, expected train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps "
+            f"{steps} x {ranks} data ranks = {micro * steps * ranks}; change one of them",
+        )
+    return Batch(micro, steps, total)
+
+
+def without_effect(keys: Keys) -> list[str]:
+    """Keys that are given, differ from their default and have no effect here, each with the reason."""
+    return [f"{name} ({mark.why})" for name, mark, _ in _marked(keys, NoEffect, "")]
+
+
+@cache
+def say_once(text: str) -> None:
+    """Warn, the first time."""
+    log.warning("%s", text)
+
+
+def nested(info: FieldInfo) -> type[Section] | None:
+    """The section that a key is."""
+    kinds = (info.annotation, *get_args(info.annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+
+
+def spelling(name: str, info: FieldInfo) -> str:
+    """A key as it stands in the file."""
+    return info.alias or name
+
+
+def _marked(section: BaseModel, mark: type, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """(name, mark, value) of the keys with a kind of mark that are given and differ from the default."""
+    for name in section.model_fields_set:
+        info, value = type(section).model_fields[name], getattr(section, name)
+        full = prefix + spelling(name, info)
+        found = next((each for each in info.metadata if isinstance(each, mark)), None)
+        if found is not None:
+            off = isinstance(value, dict) and not value.get("enabled", mark is NoEffect)
+            if value != info.default and not off:
+                yield full, found, value
+        elif isinstance(value, Section):
+            yield from _marked(value, mark, full + ".")
+
+
+def _refuse(keys: Keys, prefix: str) -> None:
+    for name, mark, value in _marked(keys, Refused, prefix):
+        found = "it enabled" if isinstance(value, dict) else repr(value)
+        raise ConfigError(name, f"found {found}, which is not supported: {mark.fix}")
+
+
+_AUTO_IS_DEFAULT = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "data_types.keep_in_fp32_modules",
+    "pipeline.stages",
+)
+
+
+def _autos(tree: Mapping[str, Any], prefix: str, section: type[Section] | None = Keys) -> Iterator[str]:
+    """Dotted names of what is ``auto`` and matters here."""
+    for key, value in tree.items():
+        full, info = prefix + key, _field(section, key)
+        if isinstance(value, Mapping):
+            yield from _autos(value, full + ".", nested(info) if info is not None else None)
+        elif value == "auto" and full not in _AUTO_IS_DEFAULT and not _has_no_effect(info):
+            yield full
+
+
+def _has_no_effect(info: FieldInfo | None) -> bool:
+    return info is not None and any(isinstance(mark, NoEffect) for mark in info.metadata)
+
+
+def _without_autos(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_autos(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if value != "auto"
+    }
+
+
+_OLDER = {
+    "": ("bfloat16",),
+    "zero_optimization.": (
+        "cpu_offload",
+        "cpu_offload_param",
+        "cpu_offload_use_pin_memory",
+        "stage3_gather_fp16_weights_on_model_save",
+    ),
+}
+"""Older spellings, which :class:`Keys` replaces."""
+
+
+def _field(section: type[Section] | None, key: str) -> FieldInfo | None:
+    if section is None:
+        return None
+    fields = section.model_fields.items()
+    return next((info for name, info in fields if key in (name, info.alias)), None)
+
+
+def _known(tree: Mapping[str, Any], section: type[Section], prefix: str) -> dict[str, Any]:
+    """Without unknown keys, about which it warns."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        info = _field(section, key)
+        if info is None and key not in _OLDER.get(prefix, ()):
+            log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, _names(section)))
+            continue
+        inner = nested(info) if info is not None else None
+        inside = isinstance(value, Mapping) and inner is not None
+        found[key] = _known(value, inner, f"{prefix}{key}.") if inside and inner else value
+    return found
+
+
+def _names(section: type[Section]) -> list[str]:
+    return [spelling(name, info) for name, info in section.model_fields.items()]
+
+
+def _readable(error: ValidationError) -> ConfigError:
+    """The first problem of a pydantic error as key, value found, and fix."""
+    problem = error.errors(include_url=False)[0]
+    section: type[Section] = Keys
+    for part in problem["loc"][:-1]:
+        info = _field(section, str(part))
+        section = (nested(info) if info is not None else None) or section
+    parts = [str(part) for part in problem["loc"]]
+    name, found = ".".join(parts), problem["input"]
+    if problem["type"] == "extra_forbidden":
+        hint = did_you_mean(parts[-1], _names(section)) or f"; known here: {', '.join(_names(section))}"
+        elsewhere = _elsewhere(parts[-1], Keys, "")
+        hint = f" (did you mean '{elsewhere}'?)" if elsewhere else hint
+        return ConfigError(name, f"unknown key{hint}")
+    expected = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return ConfigError(name, f"found {found!r}, expected {expected}")
+
+
+def _elsewhere(key: str, section: type[Section], prefix: str) -> str | None:
+    """The dotted name of a key in any section."""
+    for name, info in section.model_fields.items():
+        if key in (name, info.alias):
+            return prefix + spelling(name, info)
+        inner = nested(info)
+        found = _elsewhere(key, inner, f"{prefix}{spelling(name, info)}.") if inner is not None else None
+        if found is not None:
+            return found
+    return None

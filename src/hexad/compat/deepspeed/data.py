@@ -1,0 +1,68 @@
+"""The loader of ``training_data``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from hexad.topology.mesh import Axis
+
+
+class Loader(DataLoader[Any]):
+    """A rank's microbatches of a data set, shuffled anew in every pass over it."""
+
+    _epoch = 0
+    _endless: Iterator[Any] | None = None
+
+    def __iter__(self) -> Any:
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(self._epoch)
+        self._epoch += 1
+        return super().__iter__()
+
+    def endless(self) -> Iterator[Any]:
+        """One pass after the other."""
+        if self._endless is None:
+            self._endless = iter(RepeatingLoader(self))
+        return self._endless
+
+
+class RepeatingLoader:
+    """Begins again where a loader ends."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._iterator = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+            return next(self._iterator)
+
+
+def loader_of(
+    dataset: Any, batch: int, data: Axis, collate: Callable[[Any], Any] | None, drop_last: bool
+) -> Loader:
+    """The loader of a rank.
+
+    Args:
+        dataset: map-style, of which ranks get different samples; an iterable one is read as it is.
+        batch: samples of a microbatch.
+        data: the ranks that have other samples.
+        collate: of samples into a microbatch.
+        drop_last: leave out the last samples where they are too few for a microbatch.
+    """
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank)
+    return Loader(dataset, batch_size=batch, sampler=sampler, collate_fn=collate, drop_last=drop_last)

@@ -1,0 +1,527 @@
+"""DeepSpeed's engine: its names, defaults and calling order, over Hexad's engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from hexad.config import HexadError
+from hexad.topology.layout import Layout
+from hexad.train.engine import Engine
+
+from .. import world
+from . import gathered, saved
+from .config import DeepSpeedConfig, without_effect
+from .data import Loader, loader_of
+from .lr_schedules import SCHEDULES
+from .optimizers import EngineOptimizer, Parameters, check_sharded, from_keys
+from .translate import engine_config
+
+log = logging.getLogger("hexad")
+
+CLIP_EPSILON = 1e-6
+"""DeepSpeed adds it to the norm that it divides by."""
+
+
+class DeepSpeedEngine(nn.Module):
+    """Trains any module: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
+
+    The loss is the mean over a rank's samples; gradients are averaged over ranks and accumulated backward
+    passes, as in DeepSpeed.
+
+    Args:
+        module: the same on all ranks; its first rank's values count.
+        config: checked.
+        device: of this rank.
+        optimizer: a ``torch.optim`` optimizer, or a function that makes one of parameters; by default the one
+            that the configuration names.
+        parameters: parameters, or groups of them, to train; by default all that require gradients.
+        scheduler: of the learning rate, or a function that makes one of the optimizer.
+        data: a data set, of which :attr:`training_dataloader` loads this rank's samples.
+        collate: of that loader.
+
+    Attributes:
+        optimizer: what was given, as :class:`EngineOptimizer`; None without one: for evaluation only.
+        lr_scheduler: of the learning rate, or None.
+        training_dataloader: of ``data``, or None.
+        global_steps: steps so far, skipped ones included; ``skipped_steps`` counts those.
+        global_samples: samples so far, of all ranks.
+        micro_steps: calls of :meth:`step` so far.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: DeepSpeedConfig,
+        device: torch.device,
+        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+        parameters: Parameters | None = None,
+        scheduler: Any = None,
+        data: Any = None,
+        collate: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._config, self.device = config, device
+        self._module = module
+        self._cast_buffers()
+        basic = self._optimizer(optimizer, parameters)
+        # Without an optimizer: one that keeps nothing.
+        self._engine = self._make(basic or torch.optim.SGD(_trained(module), lr=0.0))
+        self._engine.optimizer.clip_epsilon = CLIP_EPSILON
+        self._engine.scaler.delayed(1)
+        gathered.register(self._engine)
+        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine)
+        self.basic_optimizer = basic
+        self.lr_scheduler = self._scheduler(scheduler)
+        self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
+        self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
+        self.gradient_average = True
+        self._passes: int | None = 0  # backward passes since the last update
+        self._boundary: bool | None = None
+        self._no_sync = False
+        self._norm: float | None = None
+        self._applied = False
+        self._report()
+
+    # What it is made of
+
+    def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
+        settings = engine_config(self._config, self.device.type == "cuda")
+        mesh = world.mesh_of(Layout(world=world.world_size()), self.device)
+        return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
+
+    def _cast_buffers(self) -> None:
+        wanted = self._config.keys.data_types.buffer_dtype
+        kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, None: None}[wanted]
+        for module in self._module.modules() if kind is not None else ():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer is not None and buffer.is_floating_point():
+                    setattr(module, name, buffer.to(kind))
+
+    def _optimizer(self, given: Any, parameters: Parameters | None) -> torch.optim.Optimizer | None:
+        keys = self._config.keys
+        wanted: Any = _trained(self._module) if parameters is None else list(parameters)
+        if given is None and keys.optimizer is None:
+            return None
+        if given is None:
+            assert keys.optimizer is not None
+            found = from_keys(keys.optimizer, wanted)
+        elif isinstance(given, torch.optim.Optimizer):
+            found = given
+        elif callable(given):
+            found = given(wanted)
+        else:
+            raise HexadError(
+                f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
+            )
+        found.param_groups[:] = [group for group in found.param_groups if group["params"]]
+        check_sharded(found, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
+        listed = [each for group in found.param_groups for each in group["params"]]
+        if len(set(listed)) < len(listed):
+            raise HexadError("optimizer: found a parameter twice; each belongs to one group")
+        for parameter in set(_trained(self._module)) - set(listed):
+            parameter.requires_grad_(False)  # no optimizer would update it
+        return found
+
+    def _scheduler(self, given: Any) -> Any:
+        keys = self._config.keys.scheduler
+        if given is not None and not callable(given):
+            return given
+        if callable(given) and not hasattr(given, "step"):
+            return given(self.optimizer)
+        if given is not None:
+            return given
+        if keys is None or self.basic_optimizer is None:
+            return None
+        kinds = {**vars(torch.optim.lr_scheduler), **SCHEDULES}
+        if not callable(kinds.get(keys.type)):
+            raise HexadError(
+                f"scheduler.type: unknown scheduler {keys.type!r}; known: {', '.join(SCHEDULES)}, and those "
+                "of torch.optim.lr_scheduler"
+            )
+        try:
+            return kinds[keys.type](self.basic_optimizer, **keys.params)
+        except (TypeError, ValueError) as error:
+            raise HexadError(f"scheduler.params: found {keys.params} for {keys.type}: {error}") from None
+
+    def _report(self) -> None:
+        if self.global_rank:
+            return
+        keys = self._config.keys
+        if "gradient_clipping" not in keys.model_fields_set and self._engine.optimizer.clip:
+            log.info("gradient_clipping: %s, DeepSpeed's default; 0 turns it off", self.gradient_clipping())
+        unused = without_effect(keys)
+        if unused:
+            log.warning("accepted without effect: %s", "; ".join(unused))
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Loader:
+        """A loader of this rank's samples of a data set."""
+        micro, drop = self._config.batch.micro, self._config.keys.dataloader_drop_last
+        return loader_of(dataset, batch_size or micro, self._engine.mesh.data, collate_fn, drop)
+
+    # A step
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the module computes."""
+        keys = self._config.keys
+        if keys.fp16.enabled and keys.fp16.auto_cast:
+            inputs, named = _cast(inputs, torch.float16), _cast(named, torch.float16)
+        autocast = nullcontext()
+        if keys.torch_autocast.enabled:
+            kind = getattr(torch, keys.torch_autocast.dtype)
+            autocast = torch.autocast(self.device.type, kind)  # type: ignore[assignment]
+        with autocast:
+            return self._module(*inputs, **named)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Add this microbatch's gradients to those of the step.
+
+        Args:
+            loss: a scalar.
+            retain_graph: as of ``torch.Tensor.backward``.
+            scale_wrt_gas: divide by the number of backward passes of a step.
+
+        Returns:
+            the loss, divided so.
+
+        Raises:
+            HexadError: there is no optimizer, or the loss is not a scalar with a graph.
+        """
+        self._needs_optimizer("backward")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = type(loss).__name__
+            if isinstance(loss, torch.Tensor):
+                found = f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}"
+            raise HexadError(f"backward: found {found}, expected a scalar loss with a graph")
+        managed = self._config.keys.managed_gradient_accumulation
+        if self._passes == 0:
+            # With a boundary by hand (accelerate) the number is the most; with 1 there is no telling.
+            known = self._boundary is not False or self.gradient_accumulation_steps() > 1
+            counted = managed and not self._no_sync and known
+            self._engine.begin(self.gradient_accumulation_steps() if counted else None)
+        self._passes = (self._passes or 0) + 1
+        if managed and scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        scaled = loss.float() * self._engine.scaler.scale if self._engine.scaler.active else loss
+        scaled.backward(retain_graph=retain_graph)
+        return loss.detach()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next :meth:`step` updates."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self._config.keys.managed_gradient_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide it by hand; gradients are then reduced in :meth:`step`."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate any number of backward passes, which :meth:`step` reduces, outside.
+
+        Raises:
+            HexadError: with ZeRO 2 or 3, which reduce in every backward pass, or inside another one.
+        """
+        stage = self.zero_optimization_stage()
+        if stage >= 2:
+            raise HexadError(
+                f"no_sync: found zero_optimization.stage {stage}, which shards gradients; use 0 or 1"
+            )
+        if self._no_sync:
+            raise HexadError("no_sync: found inside another no_sync")
+        self._no_sync = True
+        try:
+            yield
+        finally:
+            self._no_sync = False
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Reduce, clip and update, at the boundary of accumulation; otherwise count.
+
+        Raises:
+            HexadError: without a backward pass before, inside :meth:`no_sync`, or in fp16 if the
+                smallest loss scale overflows.
+        """
+        self._needs_optimizer("step")
+        if self._no_sync:
+            raise HexadError("step: found inside no_sync; call it outside")
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._update(lr_kwargs or {})
+        self.micro_steps += 1
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        if not self._passes:
+            raise HexadError("step: found no backward pass since the last update; call backward before")
+        passes, self._passes = self._passes, 0
+        self._engine.reduce()
+        mean = self._config.keys.gradient_allreduce_op == "mean"
+        before = self._engine.updates
+        self._norm = self._engine.update(None, divisor=self.dp_world_size if mean else 1)
+        self._applied = self._engine.updates > before
+        assert self.optimizer is not None
+        self.optimizer.overflow, self.optimizer._global_grad_norm = not self._applied, self._norm
+        if not self._applied:
+            self._skipped()
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        managed = self._config.keys.managed_gradient_accumulation
+        self.global_samples += self.train_batch_size() if managed else self._per_pass() * passes
+        every = self.steps_per_print()
+        if every and self.global_steps % every == 0 and not self.global_rank:
+            log.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
+
+    def _skipped(self) -> None:
+        self.skipped_steps += 1
+        scaler = self._engine.scaler
+        if scaler.active and scaler.exhausted:
+            raise HexadError(
+                f"fp16: found gradients that are not finite at the smallest loss scale, {scaler.scale:g}; "
+                "check the data, lower the learning rate, or use bf16"
+            )
+        if not self.global_rank:
+            log.warning("step %d: gradients are not finite, skipped", self.global_steps + 1)
+
+    def _per_pass(self) -> int:
+        return self._config.batch.micro * self.dp_world_size
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """A complete step of a module that returns its loss: the mean loss of this rank's microbatches.
+
+        Args:
+            data_iter: of microbatches: a tuple or list is the module's arguments, a mapping its named ones.
+                By default of ``training_data``.
+        """
+        total = torch.zeros((), device=self.device)
+        for _ in range(self.gradient_accumulation_steps()):
+            loss = self._loss(next(self._data(data_iter)))
+            total += self.backward(loss).float()
+            self.step()
+        return total
+
+    @torch.no_grad()
+    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+        """The loss of one microbatch, without gradients; see :meth:`train_batch`."""
+        return cast(torch.Tensor, self._loss(next(data_iter))).float()
+
+    def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
+        if data_iter is not None:
+            return data_iter
+        if self.training_dataloader is None:
+            raise HexadError("train_batch: found no data_iter and no training_data; give one of them")
+        return self.training_dataloader.endless()
+
+    def _loss(self, batch: Any) -> Any:
+        batch = _cast(batch, self.device)
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        return self(*batch) if isinstance(batch, list | tuple) else self(batch)
+
+    def _needs_optimizer(self, what: str) -> None:
+        if self.optimizer is None:
+            raise HexadError(f"{what}: the engine has no optimizer; give one to initialize, or in the file")
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save weights, optimizer, schedule and counters to ``save_dir/tag``, all ranks together; any layout
+        loads them. ``client_state`` is what the script adds: numbers, texts, tensors, containers of these."""
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        saved.save(
+            self, self._engine, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what :meth:`save_checkpoint` has saved, in whatever layout; all ranks together.
+
+        Returns:
+            the directory and the ``client_state``; (None, {}) where ``load_dir`` names no latest one.
+
+        Raises:
+            HexadError: it is damaged, of another model, or was written by DeepSpeed.
+        """
+        if custom_load_fn is not None or not load_module_strict:
+            name = "load_module_strict=False" if custom_load_fn is None else "custom_load_fn"
+            raise HexadError(
+                f"load_checkpoint: found {name}, which is not supported; load into the module before"
+            )
+        optimizer = load_optimizer_states and not load_module_only
+        schedule = load_lr_scheduler_states and not load_module_only
+        return saved.load(self, self._engine, load_dir, tag, optimizer, schedule)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the module's ``state_dict``, in the format that it computes in, to one file, on the first
+        rank; a name ending in ``.safetensors`` writes that format. All ranks together."""
+        state = gathered.state_dict(self._engine, self._module, exclude_frozen_parameters)
+        return saved.save_model(state, save_dir, save_filename, self._engine.mesh)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """The module's ``state_dict`` with complete values, on every rank; all ranks together."""
+        return gathered.state_dict(self._engine, self._module, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """As :meth:`module_state_dict`; accelerate asks for it by this name."""
+        return self.module_state_dict(exclude_frozen_parameters)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether complete weights can be had: always."""
+        return True
+
+    # What scripts ask
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, with the values of the last update where it is not sharded (ZeRO 3)."""
+        self._engine.gatherer.settle()
+        return self._module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("_module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What was read."""
+        return self._config.tree
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number."""
+        return self._engine.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self._engine.mesh.layout.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that have other samples."""
+        return self._engine.mesh.data.size
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, over all ranks."""
+        return self._config.batch.total
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a backward pass."""
+        return self._config.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backward passes of a step."""
+        return self._config.batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0 for none."""
+        return self._engine.optimizer.clip
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self._config.keys.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+        return self._config.keys.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bf16."""
+        return self._config.keys.bf16.enabled
+
+    def steps_per_print(self) -> int | None:
+        """Steps between lines of the log."""
+        return self._config.keys.steps_per_print
+
+    def loss_scale(self) -> float:
+        """Of the next step."""
+        return self._engine.scaler.scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping; None before the first."""
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last :meth:`step` changed the weights."""
+        return self._applied
+
+    def get_lr(self) -> list[float]:
+        """Of every group."""
+        return (
+            []
+            if self.basic_optimizer is None
+            else [group["lr"] for group in self.basic_optimizer.param_groups]
+        )
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of every group."""
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Of every group."""
+        for group in [] if self.basic_optimizer is None else self.basic_optimizer.param_groups:
+            group["lr"] = lr
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the first gradient of a step overwrites the last one's."""
+
+    def destroy(self) -> None:
+        """Nothing is left behind."""
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _cast(value: Any, to: torch.dtype | torch.device) -> Any:
+    """Tensors in containers on a device, or floating-point ones in a format."""
+    if isinstance(value, torch.Tensor):
+        return value.to(to) if isinstance(to, torch.device) or value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: _cast(each, to) for key, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(each, to) for each in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(each, to) for each in value)
+    return value
+
+
+__all__ = ["DeepSpeedEngine", "Iterable"]

@@ -1,0 +1,150 @@
+"""``deepspeed.initialize`` and what a script calls around it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexad.config import HexadError
+
+from .. import world
+from .config import read_config
+from .engine import DeepSpeedEngine
+from .pipe import PipelineModule
+from .pipe_engine import PipelineEngine
+
+log = logging.getLogger("hexad")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """An engine around a module.
+
+    Args:
+        args: with the configuration's path as ``deepspeed_config``, where ``config`` is not given.
+        model: any module, the same on all ranks.
+        optimizer: a ``torch.optim`` optimizer, or a function that makes one of parameters; by default the one
+            that the configuration names.
+        model_parameters: parameters, or groups of them, to train; by default all that require gradients.
+        training_data: a data set, for the loader that is returned.
+        lr_scheduler: of the learning rate, or a function that makes one of the optimizer; by default the one
+            that the configuration names.
+        distributed_port: accepted; the launcher's ``MASTER_PORT`` counts.
+        mpu: tensor and pipeline ranks; not for modules of one's own.
+        dist_init_required: accepted; the world is joined if nothing has.
+        collate_fn: of the loader.
+        config, config_params: a path or the keys themselves.
+        mesh_param: (data ranks, sequence ranks); only one sequence rank for modules of one's own.
+        strict: refuse unknown keys; otherwise warn about them.
+
+    Returns:
+        engine, optimizer, loader, scheduler; None for what there is not.
+
+    Raises:
+        ConfigError: a key that is unknown, malformed or not supported.
+        HexadError: arguments that do not fit.
+    """
+    if model is None:
+        raise HexadError("initialize: found no model; pass model=")
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = [each for each in (config, config_params, named) if each is not None]
+    if not given:
+        raise HexadError("initialize: found no configuration; pass config=, or --deepspeed_config")
+    if named is not None and len(given) > 1:
+        raise HexadError(
+            f"initialize: found --deepspeed_config {named} and config= too; pass the configuration once"
+        )
+    device = world.join()
+    _check_model_parallel(mpu, mesh_param)
+    pipeline = isinstance(model, PipelineModule)
+    data_ranks = model.mesh.data.size if isinstance(model, PipelineModule) else world.world_size()
+    checked = read_config(given[0], data_ranks, strict)
+    keys = checked.keys
+    for name, degree in (
+        ("tensor_parallel.autotp_size", keys.tensor_parallel.autotp_size),
+        ("sequence_parallel_size", keys.sequence_parallel_size),
+    ):
+        if degree > 1:
+            raise HexadError(
+                f"{name}: found {degree}, but a module of one's own is not divided; use 1, or one of Hexad's "
+                "models (hexad config from-deepspeed)"
+            )
+    kind = PipelineEngine if pipeline else DeepSpeedEngine
+    engine = kind(
+        model, checked, device, optimizer, model_parameters, lr_scheduler, training_data, collate_fn
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_model_parallel(mpu: Any, mesh_param: Any) -> None:
+    degree = 1
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        if mpu is not None and hasattr(mpu, name):
+            degree = max(degree, int(getattr(mpu, name)()))
+    if mesh_param is not None:
+        degree = max(degree, int(mesh_param[1]))
+    if degree > 1:
+        raise HexadError(
+            f"initialize: found {degree} model-parallel or sequence ranks, but a module of one's own is the "
+            "same on all ranks; use one of Hexad's models for these"
+        )
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the world that torchrun or SLURM has started, unless the script has.
+
+    Args:
+        dist_backend: of ``torch.distributed``; by default NCCL on GPUs and gloo on CPUs.
+        timeout: of collectives.
+        auto_mpi_discovery, distributed_port, verbose, dist_init_required, config: accepted without effect.
+        init_method, rank, world_size: of ``torch.distributed.init_process_group``, where no launcher has
+            started the ranks.
+    """
+    if init_method is not None and rank >= 0 and not torch.distributed.is_initialized():
+        backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        torch.distributed.init_process_group(
+            backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+        )
+    world.join(timeout, dist_backend)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to a parser."""
+    group = parser.add_argument_group("DeepSpeed", "settings of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="for the script's own use")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the configuration")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
+    return parser

@@ -1,0 +1,98 @@
+"""Complete values of parameters that ZeRO 3 shards: to read, to change, and as a ``state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hexad.comm import broadcast
+from hexad.config import HexadError
+
+if TYPE_CHECKING:
+    from hexad.parallel.data.buckets import Bucket
+    from hexad.train.engine import Engine
+
+_engines: Any = WeakTensorKeyDictionary()
+"""The engine of every parameter that one holds."""
+
+
+def register(engine: Engine) -> None:
+    """Remember whose an engine's parameters are."""
+    for bucket in engine.buckets:
+        for declared in bucket.members:
+            _engines[declared.parameter] = engine
+
+
+@contextmanager
+def gathered_parameters(
+    params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """``deepspeed.zero.GatheredParameters``: complete values while inside, all ranks together.
+
+    Args:
+        params: of an engine; others are complete anyway.
+        modifier_rank: the rank whose changes count; None if there are none.
+        fwd_module: accepted without effect.
+        enabled: False does nothing.
+    """
+    buckets = _buckets(params) if enabled else {}
+    for bucket, engine in buckets.items():
+        engine.gatherer.complete(bucket)
+    try:
+        yield
+    finally:
+        for bucket, engine in buckets.items():
+            if modifier_rank is None:
+                engine.gatherer.leave(bucket)
+            else:
+                _adopt(bucket, engine, modifier_rank)
+                engine.gatherer.publish(bucket)
+
+
+def _buckets(params: Any) -> dict[Bucket, Engine]:
+    if isinstance(params, nn.Module):
+        raise HexadError("GatheredParameters: found a module; pass module.parameters()")
+    wanted = dict.fromkeys([params] if isinstance(params, torch.Tensor) else params)
+    engines = dict.fromkeys(_engines[parameter] for parameter in wanted if parameter in _engines)
+    return {
+        bucket: engine
+        for engine in engines
+        for bucket in engine.buckets
+        if any(declared.parameter in wanted for declared in bucket.members)
+    }
+
+
+@torch.no_grad()
+def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
+    """Take over the values that a rank has."""
+    assert bucket.whole is not None
+    for axis in engine.modules.copies:
+        if rank not in axis.ranks and axis.size > 1:
+            raise HexadError(f"GatheredParameters: found modifier_rank {rank}, expected one of {axis.ranks}")
+        broadcast(bucket.whole, axis, axis.ranks.index(rank) if axis.size > 1 else 0)
+    bucket.adopt()
+
+
+def state_dict(engine: Engine, module: nn.Module, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+    """A module's ``state_dict`` with complete values on the host, on every rank; all ranks together."""
+    engine.gatherer.settle()
+    values: dict[torch.Tensor, torch.Tensor] = {}
+    for bucket in engine.buckets:
+        engine.gatherer.complete(bucket)
+        for declared in bucket.members:
+            values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
+        engine.gatherer.leave(bucket)
+    found: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+        if not (frozen and exclude_frozen):
+            found[name] = values[value] if value in values else value.detach().to("cpu", copy=True)
+    return found

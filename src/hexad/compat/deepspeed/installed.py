@@ -1,0 +1,100 @@
+"""``import deepspeed``, in scripts and libraries that are not to be changed: the names that they import, and
+the package that they look for, by Python's own import and metadata protocols."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hexad.config import HexadError
+
+_WHERE = {
+    "accelerator": "accelerator",
+    "checkpoint.utils": "utils",
+    "checkpointing": "checkpointing",
+    "comm": "comm",
+    "ops.adam": "ops",
+    "pipe": "pipe",
+    "runtime.activation_checkpointing.checkpointing": "checkpointing",
+    "runtime.config": "config",
+    "runtime.dataloader": "data",
+    "runtime.engine": "engine",
+    "runtime.lr_schedules": "lr_schedules",
+    "runtime.pipe.engine": "pipe_engine",
+    "runtime.pipe.module": "pipe",
+    "runtime.zero": "zero",
+    "runtime.zero.partition_parameters": "zero",
+    "utils": "utils",
+    "zero": "zero",
+}
+"""Module of DeepSpeed -> module of the face."""
+
+
+class _Found(Distribution):
+    """The installed package that libraries look for before they import it."""
+
+    def read_text(self, filename: str) -> str | None:
+        from . import __version__
+
+        lines = ("Metadata-Version: 2.1", "Name: deepspeed", f"Version: {__version__}", "")
+        return "\n".join(lines) if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class _Finder(DistributionFinder):
+    """Finds :class:`_Found`; modules are found in ``sys.modules``."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Nothing: see the class."""
+
+    def find_distributions(
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
+    ) -> Iterable[Distribution]:
+        """The one distribution."""
+        return [_Found()] if context.name in (None, "deepspeed") else []
+
+
+def install(face: ModuleType) -> None:
+    """See :func:`hexad.compat.deepspeed.install`.
+
+    Raises:
+        HexadError: the deepspeed package has been imported.
+    """
+    if sys.modules.get("deepspeed", face) is not face:
+        raise HexadError("install: the deepspeed package has been imported already; call install() before")
+    try:
+        metadata("deepspeed")
+    except PackageNotFoundError:
+        sys.meta_path.append(_Finder())
+    sys.modules["deepspeed"] = face
+    for name, module in _WHERE.items():
+        parent, path = face, "deepspeed"
+        *packages, last = name.split(".")
+        for part in packages:
+            path = f"{path}.{part}"
+            parent = _package(path, part, parent)
+        found = import_module(f"{face.__name__}.{module}")
+        if isinstance(sys.modules.get(f"{path}.{last}"), ModuleType):
+            continue
+        sys.modules[f"{path}.{last}"] = found
+        if parent is not face:
+            setattr(parent, last, found)
+
+
+def _package(path: str, name: str, parent: ModuleType) -> ModuleType:
+    """A package that only has modules."""
+    if path not in sys.modules:
+        package = ModuleType(path, "Part of Hexad's face of DeepSpeed.")
+        package.__path__ = []
+        sys.modules[path] = package
+        setattr(parent, name, package)
+    return sys.modules[path]

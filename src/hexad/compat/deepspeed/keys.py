@@ -1,0 +1,377 @@
+"""Every key of DeepSpeed's JSON: its type, its default, and what it does here. No torch.
+
+Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-json/. ``docs/deepspeed.md`` is
+generated from these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Marks a key that is accepted without effect, and says why."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Marks a key of which only the default is accepted (of a section: only ``enabled: false``), and says
+    what to do instead."""
+
+    fix: str
+
+
+@dataclass(frozen=True)
+class Is:
+    """Marks a key with an effect, by what it is here."""
+
+    what: str
+
+
+OWN = NoEffect("Hexad sizes its own buffers")
+ALWAYS = NoEffect("always so")
+KERNELS = NoEffect("an implementation detail of DeepSpeed's kernels")
+
+
+class Section(BaseModel):
+    """A group of keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Fp16(Section):
+    """``fp16``."""
+
+    enabled: Annotated[bool, Is("`precision.dtype: fp16`")] = False
+    loss_scale: Annotated[float, Field(ge=0), Is("`precision.loss_scale`; 0 is dynamic")] = 0.0
+    initial_scale_power: Annotated[int, Field(ge=0), Is("`precision.loss_scale_initial`, 2 to this")] = 16
+    loss_scale_window: Annotated[int, Field(ge=1), Is("`precision.loss_scale_window`")] = 1000
+    hysteresis: Annotated[int, Field(ge=1), Is("`precision.loss_scale_hysteresis`")] = 2
+    consecutive_hysteresis: Annotated[bool, Is("`precision.loss_scale_consecutive`")] = False
+    min_loss_scale: Annotated[float, Field(gt=0), Is("`precision.loss_scale_min`")] = 1.0
+    auto_cast: Annotated[bool, Is("floating-point inputs are cast to fp16")] = False
+    fp16_master_weights_and_grads: Annotated[bool, Refused("master weights are fp32; remove it")] = False
+    fp16_opt_level: Annotated[str | None, NoEffect("of Apex")] = None
+
+
+class Bf16(Section):
+    """``bf16``, or ``bfloat16``."""
+
+    enabled: Annotated[bool, Is("`precision.dtype: bf16`")] = False
+    immediate_grad_update: Annotated[bool, ALWAYS] = True
+    check_grad_overflow: Annotated[bool, NoEffect("steps without a finite norm are always skipped")] = True
+    bf16_master_weights_and_grads: Annotated[bool, Refused("master weights are fp32; remove it")] = False
+    bf16_optimizer_states: Annotated[bool, Refused("optimizer state is fp32; remove it")] = False
+
+
+class Autocast(Section):
+    """``torch_autocast``."""
+
+    enabled: Annotated[bool, Is("the forward pass runs under `torch.autocast`")] = False
+    dtype: Annotated[Literal["bfloat16", "float16"], Is("of `torch.autocast`")] = "bfloat16"
+    lower_precision_safe_modules: Annotated[list[str] | None, NoEffect("gradients are sent in float32")] = (
+        None
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        names = {
+            "bf16": "bfloat16",
+            "torch.bfloat16": "bfloat16",
+            "fp16": "float16",
+            "torch.float16": "float16",
+        }
+        if isinstance(value, dict) and value.get("dtype") in names:
+            return {**value, "dtype": names[value["dtype"]]}
+        return value
+
+
+Dtype = Literal["fp32", "fp16", "bf16"]
+
+
+class DataTypes(Section):
+    """``data_types``."""
+
+    grad_accum_dtype: Annotated[Dtype | None, Is("`precision.accumulate`; fp16 is refused")] = None
+    param_dtype: Annotated[Dtype | None, Refused("parameters have the format of fp16 or bf16")] = None
+    buffer_dtype: Annotated[Dtype | None, Is("format of the module's buffers")] = None
+    keep_in_fp32_modules: Annotated[
+        Literal["auto"] | list[str], NoEffect("buffers are cast as `buffer_dtype` says")
+    ] = "auto"
+
+
+class Offload(Section):
+    """``offload_optimizer`` and ``offload_param``."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: Annotated[str | None, OWN] = None
+    pin_memory: Annotated[bool, NoEffect("always pinned on a GPU")] = True
+    ratio: Annotated[float, Field(ge=0, le=1), Refused("all of the optimizer is offloaded; use 1")] = 1.0
+    buffer_count: Annotated[int, OWN] = 5
+    buffer_size: Annotated[int, OWN] = 100_000_000
+    max_in_cpu: Annotated[int, OWN] = 1_000_000_000
+    pipeline_read: Annotated[bool, OWN] = False
+    pipeline_write: Annotated[bool, OWN] = False
+    pipeline: Annotated[bool, OWN] = False
+    fast_init: Annotated[bool, OWN] = False
+    super_offload: Annotated[bool, OWN] = False
+    cpuadam_cores_perc: Annotated[float, OWN] = 0.8
+
+
+class Zero(Section):
+    """``zero_optimization``; ``true`` is stage 1."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    stage: Annotated[int, Field(ge=0, le=3), Is("`parallel.zero`")] = 0
+    offload_optimizer: Annotated[
+        Offload | None, Is("device cpu: `memory.offload: optimizer`; nvme is refused")
+    ] = None
+    offload_param: Annotated[
+        Offload | None, Is("without effect on a CPU; refused on a GPU, where parameters stay")
+    ] = None
+    zero_hpz_partition_size: Annotated[int, Field(ge=0), NoEffect("weights are gathered over all ranks")] = 1
+    ignore_unused_parameters: Annotated[bool, ALWAYS] = True
+    gather_16bit_weights_on_model_save: Annotated[
+        bool,
+        Field(alias="stage3_gather_16bit_weights_on_model_save"),
+        NoEffect("`save_16bit_model` always gathers"),
+    ] = False
+    overlap_comm: Annotated[bool | None, ALWAYS] = None
+    contiguous_gradients: Annotated[bool, ALWAYS] = True
+    reduce_scatter: Annotated[bool, ALWAYS] = True
+    allgather_partitions: Annotated[bool, ALWAYS] = True
+    reduce_bucket_size: Annotated[int, Field(gt=0), OWN] = 500_000_000
+    allgather_bucket_size: Annotated[int, Field(ge=0), OWN] = 500_000_000
+    sub_group_size: Annotated[int, Field(ge=0), OWN] = 1_000_000_000
+    prefetch_bucket_size: Annotated[int, Field(ge=0, alias="stage3_prefetch_bucket_size"), OWN] = 50_000_000
+    param_persistence_threshold: Annotated[
+        int,
+        Field(ge=0, alias="stage3_param_persistence_threshold"),
+        NoEffect("vectors stay on every rank, matrices are sharded"),
+    ] = 100_000
+    model_persistence_threshold: Annotated[
+        int, Field(ge=0, alias="stage3_model_persistence_threshold"), OWN
+    ] = 2**63 - 1
+    max_live_parameters: Annotated[int, Field(ge=0, alias="stage3_max_live_parameters"), OWN] = 10**9
+    max_reuse_distance: Annotated[int, Field(ge=0, alias="stage3_max_reuse_distance"), OWN] = 10**9
+    module_granularity_threshold: Annotated[int, Field(alias="stage3_module_granularity_threshold"), OWN] = 0
+    use_all_reduce_for_fetch_params: Annotated[
+        bool, Field(alias="stage3_use_all_reduce_for_fetch_params"), OWN
+    ] = False
+    allgather_sequential: Annotated[bool, Field(alias="stage3_allgather_sequential"), OWN] = False
+    use_multi_rank_bucket_allreduce: Annotated[bool, OWN] = True
+    round_robin_gradients: Annotated[bool, OWN] = False
+    parameter_alignment: Annotated[bool, OWN] = False
+    zero_quantized_weights: Annotated[bool, NoEffect("weights are sent as they are")] = False
+    zero_quantized_nontrainable_weights: Annotated[bool, NoEffect("weights are kept as they are")] = False
+    zero_quantized_gradients: Annotated[bool, NoEffect("gradients are sent as they are")] = False
+    compute_grad_norm: Annotated[bool, ALWAYS] = True
+    load_from_fp32_weights: Annotated[bool, ALWAYS] = True
+    elastic_checkpoint: Annotated[bool, NoEffect("checkpoints have no layout")] = False
+    memory_efficient_linear: Annotated[bool, KERNELS] = True
+    override_module_apply: Annotated[bool, KERNELS] = True
+    pipeline_loading_checkpoint: Annotated[bool, KERNELS] = False
+    log_trace_cache_warnings: Annotated[bool, KERNELS] = False
+    enable_sanity_checks: Annotated[bool, KERNELS] = False
+    legacy_stage1: Annotated[bool, KERNELS] = False
+    save_muon_momentum_buffer_in_memory: Annotated[bool, KERNELS] = False
+    leaf_module: Annotated[dict[str, Any] | None, NoEffect("modules are gathered as they are called")] = None
+    zenflow: Annotated[dict[str, Any] | None, Refused("remove it")] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, value: Any) -> Any:
+        """``true`` and deprecated spellings."""
+        if isinstance(value, bool):
+            return {"stage": int(value)}
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if value.pop(old, False):
+                value.setdefault(new, {"device": "cpu"})
+        value.pop("cpu_offload_use_pin_memory", None)
+        old = value.pop("stage3_gather_fp16_weights_on_model_save", None)
+        if old is not None:
+            value.setdefault("stage3_gather_16bit_weights_on_model_save", old)
+        return value
+
+
+class Optimizer(Section):
+    """``optimizer``."""
+
+    type: Annotated[
+        str, Is("Adam (AdamW unless `adam_w_mode` is false), AdamW, or any name in `torch.optim`")
+    ]
+    params: Annotated[dict[str, Any], Is("of the optimizer; `max_grad_norm` is `gradient_clipping`")] = {}
+    legacy_fusion: Annotated[bool, KERNELS] = False
+
+
+class Scheduler(Section):
+    """``scheduler``."""
+
+    type: Annotated[
+        str, Is("WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a name in torch")
+    ]
+    params: Annotated[dict[str, Any], Is("of the scheduler")] = {}
+
+
+class ActivationCheckpointing(Section):
+    """``activation_checkpointing``: of ``deepspeed.checkpointing.checkpoint``, which a model calls."""
+
+    partition_activations: Annotated[bool, NoEffect("inputs of checkpoints stay where they are")] = False
+    cpu_checkpointing: Annotated[bool, Is("inputs of checkpoints wait in the host's memory")] = False
+    contiguous_memory_optimization: Annotated[bool, OWN] = False
+    number_checkpoints: Annotated[int | None, OWN] = None
+    synchronize_checkpoint_boundary: Annotated[bool, KERNELS] = False
+    profile: Annotated[bool, KERNELS] = False
+
+
+class Pipeline(Section):
+    """``pipeline``: of a ``PipelineModule``."""
+
+    stages: Annotated[int | str, NoEffect("`PipelineModule(num_stages=)` says it")] = "auto"
+    partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` says it")] = "best"
+    seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` says it")] = False
+    activation_checkpoint_interval: Annotated[
+        int, NoEffect("`PipelineModule(activation_checkpoint_interval=)` says it")
+    ] = 0
+    pipe_partitioned: Annotated[bool, KERNELS] = True
+    grad_partitioned: Annotated[bool, KERNELS] = True
+    use_reentrant: Annotated[bool, KERNELS] = True
+
+
+class TensorParallel(Section):
+    """``tensor_parallel``."""
+
+    autotp_size: Annotated[int, Field(ge=0), Is("`parallel.tensor`; refused for modules of one's own")] = 0
+    tensor_parallel: Annotated[dict[str, Any] | None, KERNELS] = None
+    tp_overlap_comm: Annotated[bool, ALWAYS] = False
+
+
+class Checkpoint(Section):
+    """``checkpoint``."""
+
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], Is("whether ranks compare their tags")] = (
+        "Warn"
+    )
+    load_universal: Annotated[bool, NoEffect("any layout loads any checkpoint")] = False
+    use_node_local_storage: Annotated[bool, Refused("checkpoints need a file system that all ranks see")] = (
+        False
+    )
+    parallel_write: Annotated[dict[str, Any] | None, ALWAYS] = None
+    writer: Annotated[dict[str, Any] | None, OWN] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _capitals(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("tag_validation"), str):
+            return {**value, "tag_validation": value["tag_validation"].capitalize()}
+        return value
+
+
+Inert = Annotated[dict[str, Any] | bool | None, NoEffect("no counterpart")]
+REPORTS = NoEffect("measure with `hexad train` and its `log` settings, or torch's profiler")
+CHANGES = Refused("it changes the training; remove the section")
+
+
+class Keys(Section):
+    """The whole file."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    train_batch_size: Annotated[int | None, Field(ge=1), Is("`batch.global`")] = None
+    train_micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1), Is("`batch.micro`")] = None
+    gradient_accumulation_steps: Annotated[int | None, Field(ge=1), Is("backward passes per step")] = None
+    managed_gradient_accumulation: Annotated[
+        bool, Is("false: every `step()` updates, after any number of backward passes")
+    ] = True
+    gradient_clipping: Annotated[
+        float, Field(ge=0), Is("`optimizer.clip`; 1.0 by default, as in DeepSpeed since 0.19")
+    ] = 1.0
+    prescale_gradients: Annotated[bool, NoEffect("the same mean, but for rounding")] = False
+    gradient_predivide_factor: Annotated[float, NoEffect("the same mean, but for rounding")] = 1.0
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], Is("how ranks' gradients are added")] = "mean"
+    communication_data_type: Annotated[
+        Dtype | None, Is("`precision.reduce`; fp32 by default, and where it is fp16")
+    ] = None
+    optimizer: Optimizer | None = None
+    scheduler: Scheduler | None = None
+    fp16: Fp16 = Fp16()
+    bf16: Bf16 = Bf16()
+    torch_autocast: Autocast = Autocast()
+    data_types: DataTypes = DataTypes()
+    zero_optimization: Zero = Zero()
+    zero_allow_untested_optimizer: Annotated[
+        bool, Is("optimizers that are not elementwise may be given flat shards")
+    ] = False
+    zero_force_ds_cpu_optimizer: Annotated[bool, KERNELS] = True
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    pipeline: Pipeline = Pipeline()
+    tensor_parallel: TensorParallel = TensorParallel()
+    sequence_parallel_size: Annotated[
+        int, Field(ge=1), Is("`parallel.context` with `ulysses`; refused for modules of one's own")
+    ] = 1
+    data_parallel_size: Annotated[int | None, Field(ge=1), Is("`parallel.data`")] = None
+    checkpoint: Checkpoint = Checkpoint()
+    steps_per_print: Annotated[int | None, Field(ge=1), Is("steps between lines of the log")] = None
+    dataloader_drop_last: Annotated[bool, Is("of the loader of `training_data`")] = False
+    disable_python_gc: Annotated[bool, KERNELS] = False
+    log_level: Annotated[str | None, KERNELS] = None
+    wall_clock_breakdown: Annotated[bool, REPORTS] = False
+    memory_breakdown: Annotated[bool, REPORTS] = False
+    dump_state: Annotated[bool, REPORTS] = False
+    tensorboard: Annotated[dict[str, Any] | None, REPORTS] = None
+    wandb: Annotated[dict[str, Any] | None, REPORTS] = None
+    csv_monitor: Annotated[dict[str, Any] | None, REPORTS] = None
+    comet: Annotated[dict[str, Any] | None, REPORTS] = None
+    flops_profiler: Annotated[dict[str, Any] | None, REPORTS] = None
+    comms_logger: Annotated[dict[str, Any] | None, REPORTS] = None
+    timers: Annotated[dict[str, Any] | None, REPORTS] = None
+    seq_parallel_communication_data_type: Annotated[str | None, KERNELS] = None
+    sparse_gradients: Annotated[bool, NoEffect("gradients are dense")] = False
+    disable_allgather: Annotated[bool, OWN] = False
+    allgather_size: Annotated[int | None, OWN] = None
+    vocabulary_size: Annotated[int | None, KERNELS] = None
+    use_data_before_expert_parallelism: Annotated[bool, KERNELS] = False
+    aio: Inert = None
+    autotuning: Inert = None
+    elasticity: Inert = None
+    nebula: Inert = None
+    sparse_attention: Inert = None
+    datastates: Inert = None
+    compile: Inert = None
+    amp: Annotated[dict[str, Any] | None, Refused("use fp16 or bf16")] = None
+    compression_training: Annotated[dict[str, Any] | None, CHANGES] = None
+    eigenvalue: Annotated[dict[str, Any] | None, CHANGES] = None
+    quantize_training: Annotated[dict[str, Any] | None, CHANGES] = None
+    weight_quantization: Annotated[dict[str, Any] | None, CHANGES] = None
+    progressive_layer_drop: Annotated[dict[str, Any] | None, CHANGES] = None
+    curriculum_learning: Annotated[dict[str, Any] | None, CHANGES] = None
+    data_efficiency: Annotated[dict[str, Any] | None, CHANGES] = None
+    hybrid_engine: Annotated[dict[str, Any] | None, CHANGES] = None
+    expert_parallel: Annotated[dict[str, Any] | None, CHANGES] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, value: Any) -> Any:
+        """Aliases, and limits that were off."""
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        if "bfloat16" in value:
+            value.setdefault("bf16", value.pop("bfloat16"))
+        for name in ("gradient_clipping", "steps_per_print", "gradient_accumulation_steps"):
+            if value.get(name, 1) is None:
+                del value[name]
+        if isinstance(value.get("steps_per_print"), float | int) and value["steps_per_print"] >= 2**53:
+            value["steps_per_print"] = None  # the Trainer's infinity
+        return value

@@ -1,0 +1,12 @@
+"""``deepspeed.ops.adam``: DeepSpeed's Adams, which are PyTorch's here."""
+
+from __future__ import annotations
+
+import sys
+
+from .optimizers import fused_adam as DeepSpeedCPUAdam
+from .optimizers import fused_adam as FusedAdam
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam", "adam"]
+
+adam = sys.modules[__name__]

@@ -1,0 +1,180 @@
+"""The optimizer that a script gives, or that its configuration names; and the face of one in an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from hexad.config import ConfigError, HexadError
+from hexad.config.errors import did_you_mean
+from hexad.optim.torch_optimizer import is_elementwise
+
+from .keys import Optimizer as OptimizerKeys
+
+if TYPE_CHECKING:
+    from hexad.train.engine import Engine
+
+Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+"""What ``torch.optim`` takes: parameters, or groups of them."""
+
+_DROPPED = (
+    "max_grad_norm",
+    "torch_adam",
+    "adam_w_mode",
+    "fp32_optimizer_states",
+    "freeze_step",
+    "cuda_aware",
+)
+_MISSING = ("Lamb", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+"""Optimizers of DeepSpeed that ``torch.optim`` does not have, or not with the same meaning."""
+
+
+def fused_adam(
+    params: Parameters,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    **_: Any,
+) -> torch.optim.Optimizer:
+    """``deepspeed.ops.adam.FusedAdam`` and ``DeepSpeedCPUAdam``: AdamW, unless ``adam_w_mode`` is false, with
+    DeepSpeed's defaults.
+
+    Raises:
+        HexadError: without bias correction, which PyTorch's Adam always makes.
+    """
+    if not bias_correction:
+        raise HexadError("optimizer.params.bias_correction: found false; PyTorch's Adam corrects; use true")
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    betas = (betas[0], betas[1])
+    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+def from_keys(keys: OptimizerKeys, parameters: Parameters) -> torch.optim.Optimizer:
+    """The optimizer that ``optimizer`` names.
+
+    Raises:
+        ConfigError: an unknown one, or arguments that it does not take.
+    """
+    name, params = keys.type, dict(keys.params)
+    adam = name.lower() in ("adam", "adamw")
+    kind: Callable[..., torch.optim.Optimizer]
+    if adam:
+        decoupled = name.lower() == "adamw" or params.get("adam_w_mode", True)
+        if params.get("torch_adam"):
+            kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        else:
+            kind = fused_adam
+            params["adam_w_mode"] = decoupled
+        dropped = [each for each in _DROPPED if each != "adam_w_mode" or kind is not fused_adam]
+    else:
+        kind, dropped = _named(name), list(_DROPPED)
+    for each in dropped:
+        params.pop(each, None)
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    try:
+        return kind(parameters, **params)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("optimizer.params", f"found {params} for {name}: {error}") from None
+
+
+def _named(name: str) -> Callable[..., torch.optim.Optimizer]:
+    known = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and key != "Optimizer"
+    }
+    lower = {key.lower(): value for key, value in known.items()}
+    missing = next((each for each in _MISSING if each.lower() == name.lower()), None)
+    if missing is not None:
+        raise ConfigError(
+            "optimizer.type",
+            f"found {name}, which torch.optim does not have as DeepSpeed means it; use AdamW, or pass an "
+            "optimizer to initialize(optimizer=)",
+        )
+    if name.lower() not in lower:
+        hint = did_you_mean(name, [*known, "Adam", "AdamW"]) or f"; known: {', '.join(sorted(known))}"
+        raise ConfigError("optimizer.type", f"unknown optimizer {name!r}{hint}")
+    return cast(Callable[..., torch.optim.Optimizer], lower[name.lower()])
+
+
+def check_sharded(optimizer: torch.optim.Optimizer, stage: int, allowed: bool) -> None:
+    """Refuse to shard the state of an optimizer that needs complete parameters.
+
+    Raises:
+        ConfigError: it may not be elementwise, and ``zero_allow_untested_optimizer`` is false.
+    """
+    if stage and not allowed and not is_elementwise(optimizer):
+        raise ConfigError(
+            "zero_optimization.stage",
+            f"found {stage} with {type(optimizer).__name__}, which may need complete parameters, but would "
+            "be given flat shards of several; use stage 0, or set zero_allow_untested_optimizer to true",
+        )
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """What ``initialize`` returns as the optimizer: the groups of the one inside, whose step is the engine's.
+
+    Attributes:
+        optimizer: the one inside; its parameters are master values.
+        overflow: the last step was skipped: its gradients were not finite.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        # Not the base class's: groups and state are those of the optimizer inside.
+        self.optimizer, self._engine = optimizer, engine
+        self.defaults = optimizer.defaults
+        self.overflow = False
+        self._global_grad_norm = 0.0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Of the optimizer inside."""
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by; 1 except in fp16."""
+        return self._engine.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """As :attr:`loss_scale`."""
+        return self.loss_scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's shard: for inspection. ``engine.save_checkpoint`` saves what any layout loads."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refused.
+
+        Raises:
+            HexadError: always.
+        """
+        raise HexadError("optimizer.load_state_dict: state is sharded; use engine.load_checkpoint")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the first gradient of a step overwrites the last one's."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Refused.
+
+        Raises:
+            HexadError: always.
+        """
+        raise HexadError("optimizer.step: gradients are sharded and scaled; call engine.step()")
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"

@@ -1,0 +1,337 @@
+"""DeepSpeed's pipeline: a list of layers, divided into stages, over Hexad's schedules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexad.config import HexadError
+from hexad.config.errors import did_you_mean
+from hexad.parallel.pipeline.schedules import build_schedule
+from hexad.resolve import PipelinePlan
+from hexad.topology.layout import Layout
+from hexad.train.modules import Ties
+
+from .. import world
+from . import checkpointing
+
+Layer = Callable[[Any], Any]
+
+
+class LayerSpec:
+    """A layer that is made where it is needed: ``typename(*args, **kwargs)``."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise HexadError(f"LayerSpec: found {typename!r}, expected a class of torch.nn.Module")
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def build(self) -> nn.Module:
+        """The layer."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        return f"LayerSpec({self.typename.__name__})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares all its parameters with the others of the same key.
+
+    Args:
+        key: of the layers that share.
+        typename, module_args, module_kwargs: see :class:`LayerSpec`.
+        forward_fn: what this one computes, given the shared module and the input; by default the module.
+        tied_weight_attr: accepted; all parameters are shared.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = "weight",
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn, self.tied_weight_attr = key, forward_fn, tied_weight_attr
+
+
+class PipeStage(nn.Module):
+    """Some of the layers, under their numbers in the list; those with a key under ``tied_modules``."""
+
+    def __init__(self, owner: PipelineModule, layers: range) -> None:
+        super().__init__()
+        self._owner, self.layers = [owner], layers  # in a list: the owner is no part of the stage
+        self.functions: list[Layer] = []
+        self.tied_modules = nn.ModuleDict()
+
+    def forward(self, x: Any) -> Any:
+        """One layer after the other; a tuple is passed on as it is."""
+        owner, interval = self._owner[0], self._owner[0].activation_checkpoint_interval
+        if not interval:
+            return self._run(0, len(self.functions), x)
+        for begin in range(0, len(self.functions), interval):
+            end = min(begin + interval, len(self.functions))
+            if torch.is_grad_enabled() and owner.recomputes(self.functions[begin:end]):
+                x = owner.activation_checkpoint_func(partial(self._run, begin, end), x)
+            else:
+                x = self._run(begin, end, x)
+        return x
+
+    def _run(self, begin: int, end: int, x: Any) -> Any:
+        for function in self.functions[begin:end]:
+            x = function(x)
+        return x
+
+
+class Use(nn.Module):
+    """A function of a shared module, as a module: with ZeRO 3 weights are there while a module runs."""
+
+    def __init__(self, shared: nn.Module, function: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.shared, self.function = shared, function
+
+    def forward(self, x: Any) -> Any:
+        """The function's result."""
+        return self.function(self.shared, x)
+
+
+class PipelineModule(nn.Module):
+    """A model as a list of layers, of which this rank makes those of its stages.
+
+    The values of a layer do not depend on how the list is divided: every rank makes all layers, one after the
+    other, and keeps its own; with ``seed_layers`` it makes its own only.
+
+    Args:
+        layers: layer specifications, modules or functions.
+        num_stages: pipeline ranks; the world divided by it are data ranks.
+        topology: in place of ``num_stages``: with ``get_dim("pipe")``.
+        loss_fn: the loss of the last layer's result and the labels; by default that result is the loss.
+        seed_layers: seed the generator before each layer is made, with ``base_seed`` plus its number.
+        seed_fn: in place of ``torch.manual_seed``.
+        base_seed: see ``seed_layers``.
+        partition_method: ``parameters`` (the stage with most has as few as possible), ``uniform`` (numbers of
+            layers), or ``type:REGEX`` (numbers of layers whose class matches).
+        activation_checkpoint_interval: layers that are recomputed together in the backward pass; 0 for none.
+        activation_checkpoint_func: by which.
+        checkpointable_layers: names of classes that may be recomputed; by default all that have parameters.
+        schedule: of the pipeline, a name of ``parallel.schedule`` but ``auto``.
+        virtual_stages: stages of a rank, for ``interleaved``.
+        dynamic_shape: accepted: shapes may change from step to step.
+
+    Attributes:
+        stages: of this rank, by number.
+        parts: the layers of every stage.
+        plan: of the pipeline.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        schedule: str = "1f1b",
+        virtual_stages: int = 1,
+    ) -> None:
+        super().__init__()
+        if num_stages is None and topology is None:
+            raise HexadError("PipelineModule: found neither num_stages nor topology; give one of them")
+        self.specs, self.loss_fn = list(layers), loss_fn
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = checkpointable_layers
+        self.num_stages = int(topology.get_dim("pipe") if num_stages is None else num_stages)
+        self.schedule, self.virtual_stages = schedule, virtual_stages
+        device = world.join()
+        self.mesh = world.mesh_of(self._layout(), device)
+        self.stage_id = self.mesh.pipeline.rank
+        planned = build_schedule(schedule, self.num_stages, self.num_stages, virtual_stages)
+        self.parts = self._partition(partition_method, planned.stages)
+        self.plan = PipelinePlan(planned, self.parts)
+        seed = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
+        self.stages = nn.ModuleDict(
+            {
+                str(n): PipeStage(self, self.parts[n])
+                for n, r in enumerate(planned.placement)
+                if r == self.stage_id
+            }
+        )
+        self._build(seed)
+        self.to(device)
+
+    def _layout(self) -> Layout:
+        ranks = world.world_size()
+        if self.num_stages < 1 or ranks % self.num_stages:
+            fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            raise HexadError(
+                f"PipelineModule: found num_stages {self.num_stages} in a world of {ranks} ranks; use one of "
+                f"{', '.join(map(str, fitting))}"
+            )
+        return Layout(world=ranks, pipeline=self.num_stages)
+
+    # Stages
+
+    def _partition(self, method: str, stages: int) -> tuple[range, ...]:
+        count = len(self.specs)
+        kind, _, pattern = method.partition(":")
+        if kind.lower() == "uniform":
+            bounds = [stage * count // stages for stage in range(stages + 1)]
+            parts = tuple(range(low, high) for low, high in pairwise(bounds))
+        elif kind.lower() in ("parameters", "type"):
+            weights = self._counts() if kind.lower() == "parameters" else self._matching(pattern)
+            parts = balanced(weights, stages)
+        else:
+            known = ("parameters", "uniform", "type:REGEX")
+            raise HexadError(
+                f"partition_method: found {method!r}{did_you_mean(method, known)}; expected one of "
+                f"{', '.join(known)}"
+            )
+        if not all(map(len, parts)):
+            raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
+        return parts
+
+    def _counts(self) -> list[int]:
+        """Trained parameters of every layer."""
+        found = []
+        for spec in self.specs:
+            with torch.device("meta"):
+                layer = spec.build() if isinstance(spec, LayerSpec) else spec
+            parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
+            found.append(sum(each.numel() for each in parameters if each.requires_grad))
+        return found
+
+    def _matching(self, pattern: str) -> list[int]:
+        found = [int(bool(re.search(pattern, _name(spec), re.IGNORECASE))) for spec in self.specs]
+        if not any(found):
+            names = ", ".join(sorted({_name(spec) for spec in self.specs}))
+            raise HexadError(f"partition_method: found no layer that matches {pattern!r}; there are {names}")
+        return found
+
+    def _build(self, seed: tuple[Callable[[int], Any], int] | None) -> None:
+        """Make this rank's layers."""
+        mine = {number: stage for stage in self._stages() for number in stage.layers}
+        keys = {spec.key for spec in map(self.specs.__getitem__, mine) if isinstance(spec, TiedLayerSpec)}
+        shared: dict[str, nn.Module] = {}
+        made: set[str] = set()
+        for number, spec in enumerate(self.specs):
+            stage = mine.get(number)
+            if stage is None and (seed is not None or not isinstance(spec, LayerSpec)):
+                continue
+            if seed is not None:
+                seed[0](seed[1] + number)
+            if not isinstance(spec, TiedLayerSpec):
+                layer = spec.build() if isinstance(spec, LayerSpec) else spec
+                if stage is not None:
+                    if isinstance(layer, nn.Module):
+                        stage.add_module(str(number), layer)
+                    stage.functions.append(layer)
+                continue
+            if spec.key not in made:
+                made.add(spec.key)
+                layer = spec.build()
+                if spec.key in keys:
+                    shared[spec.key] = layer
+            if stage is not None:
+                layer = stage.tied_modules[spec.key] = shared[spec.key]
+                if spec.forward_fn is not None:
+                    layer = Use(layer, spec.forward_fn)
+                    stage.add_module(str(number), layer)
+                stage.functions.append(layer)
+
+    def _stages(self) -> list[PipeStage]:
+        return [each for each in self.stages.values() if isinstance(each, PipeStage)]
+
+    def stages_by_number(self) -> dict[int, nn.Module]:
+        """This rank's stages."""
+        return {int(number): stage for number, stage in self.stages.items()}
+
+    def ties(self) -> Ties:
+        """Parameters of this rank that stages of other ranks share."""
+        holders: dict[str, list[int]] = {}
+        placement = self.plan.schedule.placement
+        for stage, part in enumerate(self.parts):
+            for spec in (self.specs[number] for number in part):
+                if isinstance(spec, TiedLayerSpec):
+                    holders.setdefault(spec.key, []).append(placement[stage])
+        return {
+            parameter: (f"tied_modules.{key}", ranks[0] != self.stage_id)
+            for stage in self._stages()
+            for key, module in stage.tied_modules.items()
+            if len(set(ranks := holders[key])) > 1
+            for parameter in module.parameters()
+        }
+
+    def recomputes(self, functions: Sequence[Layer]) -> bool:
+        """Whether some layers are recomputed together."""
+        modules = [each for each in functions if isinstance(each, nn.Module)]
+        if self.checkpointable_layers is not None:
+            return all(type(each).__name__ in self.checkpointable_layers for each in modules)
+        return any(next(each.parameters(), None) is not None for each in modules)
+
+    def topology(self) -> Layout:
+        """How ranks are arranged."""
+        return self.mesh.layout
+
+    def forward(self, x: Any) -> Any:
+        """The result of this rank's layers, where it has all of them.
+
+        Raises:
+            HexadError: it has not.
+        """
+        if self.num_stages > 1:
+            raise HexadError(
+                "PipelineModule: a rank has some of the layers; call engine.train_batch or eval_batch"
+            )
+        for stage in self._stages():
+            x = stage(x)
+        return x
+
+
+def _name(spec: Any) -> str:
+    if isinstance(spec, LayerSpec):
+        return spec.typename.__name__
+    return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", "")
+
+
+def balanced(weights: Sequence[int], stages: int) -> tuple[range, ...]:
+    """Runs of layers, at least one each, of which the heaviest is as light as possible.
+
+    Raises:
+        HexadError: there are fewer layers than stages.
+    """
+    count = len(weights)
+    if count < stages:
+        raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
+    sums = list(accumulate(weights, initial=0))
+    # best[k][i]: the heaviest of k runs of the first i layers.
+    best = [[float(sums[i]) for i in range(count + 1)]]
+    cuts: list[list[int]] = [[0] * (count + 1)]
+    for runs in range(2, stages + 1):
+        row, cut = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(runs, count + 1):
+            row[end], cut[end] = min(
+                (max(best[-1][middle], sums[end] - sums[middle]), middle) for middle in range(runs - 1, end)
+            )
+        best.append(row)
+        cuts.append(cut)
+    bounds = [count]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    bounds = bounds[::-1]
+    return tuple(range(low, high) for low, high in pairwise(bounds))

@@ -1,0 +1,243 @@
+"""DeepSpeed's pipeline engine: complete steps of a :class:`PipelineModule`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hexad.comm import Pending, all_reduce, gather_objects, merged, receive_async, send_async
+from hexad.config import HexadError
+from hexad.train.engine import Engine
+
+from .engine import DeepSpeedEngine, _cast
+from .messages import Form
+from .pipe import PipelineModule, PipeStage
+from .translate import engine_config
+
+_PROBE = 1 << 20
+"""Message tag, beyond those of schedules."""
+
+
+class Batch(NamedTuple):
+    """A microbatch on a pipeline rank.
+
+    Attributes:
+        inputs: of the first layer, on the first stage's rank.
+        labels: on the last stage's rank.
+        forms: of the results of all stages but the last.
+    """
+
+    inputs: Any
+    labels: Any
+    forms: tuple[Form, ...]
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Steps of a pipeline: :meth:`train_batch`, :meth:`eval_batch`. Works with every ZeRO stage."""
+
+    _module: PipelineModule
+
+    def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
+        module = self._module
+        settings = engine_config(self._config, self.device.type == "cuda", pipeline=module.num_stages)
+        found = {"schedule": module.schedule, "virtual_stages": module.virtual_stages}
+        parallel = settings.parallel.model_copy(update=found)
+        self._forms: dict[object, tuple[Form, ...]] = {}
+        self._data_iterator: Iterator[Any] | None = None
+        return Engine(
+            module.stages_by_number(),
+            module.mesh,
+            settings.model_copy(update={"parallel": parallel}),
+            plan=module.plan,
+            compute=partial(_compute, module),
+            boundaries=lambda batch, stage: batch.forms[stage].empty(self.device),
+            optimizer=optimizer,
+            ties=module.ties(),
+            initialise=False,
+        )
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """A complete step; all ranks together.
+
+        Args:
+            data_iter: of microbatches ``(inputs, labels)``, on the ranks of the first and of the last stage;
+                by default of ``training_data``, or of :meth:`set_dataiterator`.
+
+        Returns:
+            the mean loss over microbatches and data ranks, on every rank.
+        """
+        self._needs_optimizer("train_batch")
+        self._module.train()
+        count = self.gradient_accumulation_steps()
+        batches = self._batches(data_iter, count)
+        self._engine.begin(count)
+        total = self._engine.accumulate(batches, scale=1.0 / count)
+        self._passes = count
+        self._update({})
+        self.micro_steps += count
+        return self._mean(total, count)
+
+    @torch.no_grad()
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> torch.Tensor:
+        """As :meth:`train_batch`, without gradients; the modules are in evaluation mode meanwhile.
+
+        Raises:
+            HexadError: ``return_logits``, no ``compute_loss``, or another ``reduce_output`` than ``avg``.
+        """
+        if return_logits or not compute_loss or reduce_output != "avg":
+            raise HexadError("eval_batch: returns the mean loss; leave out return_logits and reduce_output")
+        count = num_micro_batches or self.gradient_accumulation_steps()
+        training = self._module.training
+        self._module.eval()
+        batches = self._batches(data_iter, count)
+        total = self._engine.total_loss(batches)
+        self._module.train(training)
+        return self._mean(total, count)
+
+    def _mean(self, total: torch.Tensor | None, count: int) -> torch.Tensor:
+        mesh = self._engine.mesh
+        loss = torch.zeros((), dtype=torch.float64, device=self.device) if total is None else total
+        loss = all_reduce(all_reduce(loss, mesh.data), mesh.pipeline)
+        return (loss / (count * mesh.data.size)).float()
+
+    # Data
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Where :meth:`train_batch` reads microbatches by default."""
+        self._data_iterator = iterator
+
+    def set_dataloader(self, loader: Any) -> None:
+        """As :meth:`set_dataiterator`, of one pass over a loader after the other."""
+        from .data import RepeatingLoader
+
+        self._data_iterator = iter(RepeatingLoader(loader))
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the first layers."""
+        return self._module.plan.schedule.placement[0] == self._module.stage_id
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last layers."""
+        return self._module.plan.schedule.placement[-1] == self._module.stage_id
+
+    def _batches(self, data_iter: Iterator[Any] | None, count: int) -> list[Batch]:
+        """Microbatches of a step, with the forms of what crosses boundaries."""
+        pairs: list[Any] = [(None, None)] * count
+        if self.is_first_stage() or self.is_last_stage():
+            source = self._data(data_iter if data_iter is not None else self._data_iterator)
+            pairs = [_cast(_pair(next(source)), self.device) for _ in range(count)]
+        signatures = self._signatures([inputs for inputs, _ in pairs])
+        # Data ranks may have other shapes than each other, but gather weights together (ZeRO 3).
+        new = list(dict.fromkeys(each for each in signatures if each not in self._forms))
+        for number in range(merged(len(new), self._engine.mesh.world, max)):
+            wanted = new[number] if number < len(new) else signatures[0]
+            self._forms[wanted] = self._probe(pairs[signatures.index(wanted)][0])
+        return [Batch(one, two, self._forms[each]) for (one, two), each in zip(pairs, signatures)]
+
+    def _signatures(self, inputs: Sequence[Any]) -> list[object]:
+        """What the shapes of each microbatch follow from, the same on all pipeline ranks."""
+        pipeline, first = self._engine.mesh.pipeline, self._module.plan.schedule.placement[0]
+        mine = [_signature(each) for each in inputs] if self.is_first_stage() else None
+        found = gather_objects(mine, pipeline)[first] if pipeline.size > 1 else mine
+        return list(found or [])
+
+    @torch.no_grad()
+    def _probe(self, x: Any) -> tuple[Form, ...]:
+        """The forms of all stages' results for one microbatch: by a forward pass that leaves no trace."""
+        module, pipeline = self._module, self._engine.mesh.pipeline
+        placement, found, training = module.plan.schedule.placement, [], module.training
+        module.eval()  # running averages stay
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            for number, rank in enumerate(placement[:-1]):
+                form = None
+                if rank == module.stage_id:
+                    x = module.stages[str(number)](x)
+                    form = Form.of(x, trained=True)
+                form = gather_objects(form, pipeline)[rank] if pipeline.size > 1 else form
+                assert form is not None
+                x = self._pass_on(form, x, rank, placement[number + 1])
+                found.append(form)
+        module.train(training)
+        return tuple(found)
+
+    def _pass_on(self, form: Form, x: Any, source: int, target: int) -> Any:
+        """A result, on the rank that needs it."""
+        pipeline = self._engine.mesh.pipeline
+        pending: Pending | None = None
+        if source == target:
+            return x
+        if pipeline.rank == source:
+            pending = send_async(form.message(x).contiguous(), pipeline, target, _PROBE)
+        elif pipeline.rank == target:
+            pending = receive_async(form.empty(self.device), pipeline, source, _PROBE)
+        received = None if pending is None else pending.wait()
+        return form.result(received) if pipeline.rank == target and received is not None else None
+
+    # What a pipeline does not have
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Refused.
+
+        Raises:
+            HexadError: always.
+        """
+        raise HexadError("engine(...): a pipeline makes complete steps; call train_batch or eval_batch")
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        """Refused.
+
+        Raises:
+            HexadError: always.
+        """
+        raise HexadError("backward: a pipeline makes complete steps; call train_batch")
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Refused.
+
+        Raises:
+            HexadError: always.
+        """
+        raise HexadError("step: a pipeline makes complete steps; call train_batch")
+
+
+def _compute(
+    module: PipelineModule, stage: nn.Module, batch: Batch, message: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """What a stage computes of a microbatch: a message, or the loss."""
+    assert isinstance(stage, PipeStage)
+    number = next(n for n, part in enumerate(module.parts) if part == stage.layers)
+    x = batch.inputs if message is None else batch.forms[number - 1].result(message)
+    x = stage(x)
+    if number < len(module.parts) - 1:
+        return batch.forms[number].message(x)
+    loss: torch.Tensor = x if module.loss_fn is None else module.loss_fn(x, batch.labels)
+    return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        raise HexadError(
+            f"train_batch: found a {type(batch).__name__} as a microbatch, expected (inputs, labels)"
+        )
+    return batch[0], batch[1]
+
+
+def _signature(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), str(value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(_signature(each) for each in value)
+    raise HexadError(f"train_batch: found a {type(value).__name__} among the inputs, expected tensors")

@@ -1,0 +1,255 @@
+"""Checkpoints of an engine in directories that a script names: ``DIR/TAG``, and ``DIR/latest`` with the
+newest tag. What is in them is Hexad's format."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.checkpoint.chunks import Chunk
+from hexad.checkpoint.directory import CheckpointDirectory, make_visible, sync_directory, write_durably
+from hexad.checkpoint.loading import chosen
+from hexad.checkpoint.loading import load as load_chunks
+from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from hexad.comm import from_first
+from hexad.config import AgreedError, HexadError
+from hexad.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from hexad.train.engine import Engine
+
+    from .engine import DeepSpeedEngine
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class TagDirectory(CheckpointDirectory):
+    """A directory with one checkpoint per tag; none is removed.
+
+    Args:
+        directory: that a script names.
+        tag: of the checkpoint to write.
+        name_latest: write it to ``latest``.
+    """
+
+    def __init__(self, directory: str | Path, tag: str, name_latest: bool = True) -> None:
+        self.path = Path(directory)
+        self._tag, self._latest = tag, name_latest
+        if not tag or tag in (".", "..", "latest") or Path(tag).name != tag:
+            raise HexadError(f"tag: found {tag!r}, expected the name of a directory")
+
+    def begin(self, step: int) -> Path:
+        """An empty directory for the checkpoint."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        partial = self.path / f".{self._tag}.partial"
+        self._remove(partial)
+        partial.mkdir()
+        return partial
+
+    def commit(self, partial: Path, step: int) -> Path:
+        """Make a fully written checkpoint visible; one of the same tag is replaced."""
+        final, replaced = self.path / self._tag, self.path / f".{self._tag}.replaced"
+        self._remove(replaced)
+        if final.exists():
+            os.rename(final, replaced)
+        make_visible(partial, final)
+        self._remove(replaced)
+        return final
+
+    def tidy(self, keep: int) -> None:
+        """Name the checkpoint as the latest."""
+        if self._latest:
+            temporary = self.path / ".latest.partial"
+            write_durably(temporary, self._tag)
+            os.replace(temporary, self.path / "latest")
+            sync_directory(self.path)
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        import shutil
+
+        if path.exists():
+            shutil.rmtree(path)
+
+
+def save(
+    face: DeepSpeedEngine,
+    engine: Engine,
+    directory: str,
+    tag: str,
+    client_state: Mapping[str, Any],
+    name_latest: bool,
+    exclude_frozen: bool,
+) -> None:
+    """Write a checkpoint, all ranks together.
+
+    Raises:
+        AgreedError: it cannot be written, or ranks have other tags.
+        HexadError: ``client_state`` or the schedule's state holds what cannot be loaded safely.
+    """
+    validation = face._config.keys.checkpoint.tag_validation
+    first = from_first(lambda: tag, engine.mesh.world)
+    if first != tag and validation == "Fail":
+        raise HexadError(f"tag: found {tag!r} where rank 0 has {first!r}; all ranks need the same")
+    scheduler = face.lr_scheduler
+    progress = {
+        **engine.progress(),
+        "deepspeed": {
+            "counters": {name: getattr(face, name) for name in _COUNTERS},
+            "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), "lr_scheduler"),
+            "client_state": encoded(dict(client_state), "client_state"),
+        },
+    }
+    chunks = engine.chunks()
+    if exclude_frozen:
+        frozen = {
+            each.name for each in engine.modules.untrained if isinstance(each.tensor, torch.nn.Parameter)
+        }
+        chunks = [chunk for chunk in chunks if chunk.name.removeprefix("model.") not in frozen]
+    checkpointer = Checkpointer(engine.config, engine.mesh, TagDirectory(directory, first, name_latest))
+    checkpointer.save(chunks, progress, "save_checkpoint", last=True)
+    checkpointer.close()
+
+
+def load(
+    face: DeepSpeedEngine,
+    engine: Engine,
+    directory: str,
+    tag: str | None,
+    optimizer: bool,
+    schedule: bool,
+) -> tuple[str | None, dict[str, Any]]:
+    """Load a checkpoint, all ranks together; see :meth:`DeepSpeedEngine.load_checkpoint`."""
+    axis = engine.mesh.world
+    path = chosen(lambda: find(directory, tag), axis, Path(directory))
+    if path is None:
+        return None, {}
+    manifest = from_first(lambda: read_manifest(path), axis)
+    load_chunks(path, _chunks(engine, manifest, optimizer and not manifest.weights_only), axis)
+    progress = manifest.progress
+    if optimizer and not manifest.weights_only:
+        engine.restored(progress)
+    else:
+        engine.publish()
+    kept = progress.get("deepspeed", {})
+    for name in _COUNTERS if optimizer else ():
+        setattr(face, name, kept.get("counters", {}).get(name, progress["step"]))
+    if optimizer:  # of another accumulation, perhaps: a checkpoint is at the boundary of one
+        face.micro_steps = face.global_steps * face.gradient_accumulation_steps()
+    if schedule and face.lr_scheduler is not None and kept.get("scheduler") is not None:
+        face.lr_scheduler.load_state_dict(decoded(kept["scheduler"]))
+    state = kept.get("client_state")
+    return str(path), {} if state is None else decoded(state)
+
+
+def find(directory: str, tag: str | None) -> Path | None:
+    """The checkpoint of a tag, or the latest; None if nothing says which is the latest.
+
+    Raises:
+        HexadError: there is none of that tag, or DeepSpeed has written it.
+    """
+    folder = Path(directory)
+    if tag is None:
+        latest = folder / "latest"
+        if not latest.is_file():
+            return None
+        tag = latest.read_text(encoding="utf-8").strip()
+    path = folder / str(tag)
+    if (path / MANIFEST_FILE).is_file():
+        return path
+    if any(path.glob("*_states.pt")):
+        raise HexadError(
+            f"{path}: found a checkpoint that DeepSpeed has written; convert it with 'hexad checkpoint "
+            f"import --from ds:{path} --to DIR'"
+        )
+    raise HexadError(f"{path}: no such checkpoint")
+
+
+def _chunks(engine: Engine, manifest: Manifest, optimizer: bool) -> list[Chunk]:
+    """Of what is to be loaded. A ``torch.optim`` optimizer makes its state in its first step: here before."""
+    if optimizer and hasattr(engine.optimizer.rule, "prepare"):
+        names = (name for name in manifest.tensors if name.startswith("optimizer."))
+        held = {each.declaration.name for _, each in engine.modules.held}
+        kinds = {
+            name.removesuffix(f".{each}") for name in names for each in held if name.endswith(f".{each}")
+        }
+        engine.optimizer.rule.prepare(sorted(kinds))
+    frozen = {f"model.{each.name}" for each in engine.modules.untrained} - manifest.tensors.keys()
+    chunks = (
+        each for each in engine.chunks() if each.name not in frozen
+    )  # left out, if the script wanted it
+    return [each for each in chunks if optimizer or each.name.startswith("model.")]
+
+
+def encoded(state: Any, what: str) -> dict[str, Any]:
+    """A state in JSON's types; what these do not have as torch's own format, from which no code is run.
+
+    Raises:
+        HexadError: it holds objects other than numbers, texts, tensors and containers of these.
+    """
+    try:
+        if json.loads(json.dumps(state)) == state:
+            return {"json": state}
+    except (TypeError, ValueError):
+        pass
+    file = io.BytesIO()
+    try:
+        torch.save(state, file)
+        kept = {"torch": base64.b64encode(file.getvalue()).decode()}
+        decoded(kept)
+    except Exception as error:  # any: objects refuse to be pickled in any way
+        problem = str(error).splitlines()[0]
+        raise HexadError(
+            f"{what}: holds what a checkpoint cannot hold safely ({problem}); keep numbers, texts, tensors "
+            "and containers of these"
+        ) from None
+    return kept
+
+
+def decoded(state: Mapping[str, Any]) -> Any:
+    """What :func:`encoded` was given."""
+    if "json" in state:
+        return state["json"]
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        return torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)
+
+
+def save_model(state: Mapping[str, torch.Tensor], directory: str, name: str, mesh: Mesh) -> bool:
+    """Write a ``state_dict`` to one file, on the first rank.
+
+    Raises:
+        AgreedError: it cannot be written.
+    """
+
+    def write() -> None:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{name}.partial"
+        if name.endswith(".safetensors"):
+            from safetensors.torch import save_file
+
+            shared: dict[int, str] = {}
+            alone = {}
+            for key, value in state.items():  # the format holds no tensor twice
+                if value.data_ptr() not in shared or not value.numel():
+                    shared[value.data_ptr()] = key
+                    alone[key] = value.contiguous()
+            save_file(alone, temporary, metadata={"format": "pt"})
+        else:
+            torch.save(dict(state), temporary)
+        os.replace(temporary, folder / name)
+
+    try:
+        from_first(write, mesh.world)
+    except OSError as error:
+        raise AgreedError(f"{directory}: {name} cannot be written: {error}") from error
+    return True

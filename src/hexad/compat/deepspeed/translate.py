@@ -1,0 +1,168 @@
+"""From DeepSpeed's keys to Hexad's settings: of an engine around modules, and of a ``run.yaml``. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hexad.config import Config, ConfigError
+from hexad.model.configuration import load_config
+
+from .config import DeepSpeedConfig, without_effect
+from .keys import Keys, Offload
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A ``run.yaml`` and what it does not say.
+
+    Attributes:
+        tree: settings that differ from Hexad's defaults, and those that the file names.
+        notes: a line for everything that is different there.
+    """
+
+    tree: dict[str, Any]
+    notes: list[str]
+
+
+def engine_config(config: DeepSpeedConfig, gpu: bool, tensor: int = 1, pipeline: int = 1) -> Config:
+    """The settings of an engine around modules; learning rates and decay are the optimizer's own.
+
+    Raises:
+        ConfigError: keys that cannot be honoured.
+    """
+    _check_offload(config.keys, gpu)
+    tree = _common(config, gpu)
+    tree["run"] = {"timeout": 1800.0}
+    tree["parallel"] |= {"tensor": tensor, "pipeline": pipeline}
+    tree["checkpoint"] = {"asynchronous": False}
+    return load_config(tree)
+
+
+def run_settings(config: DeepSpeedConfig) -> Translation:
+    """The ``run.yaml`` that trains one of Hexad's own models as the file says.
+
+    Raises:
+        ConfigError: keys that have no counterpart there.
+    """
+    keys, notes = config.keys, []
+    _check_offload(keys, gpu=False)
+    tree = _common(config, gpu=True)
+    if keys.tensor_parallel.autotp_size > 1:
+        tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size
+    if keys.sequence_parallel_size > 1:
+        tree["parallel"] |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
+    if _offloads(keys.zero_optimization.offload_param):
+        notes.append("zero_optimization.offload_param: parameters stay on the device")
+    tree["optimizer"] |= _adamw(config, notes)
+    if keys.scheduler is not None:
+        tree["lr_schedule"] = _schedule(config, tree["optimizer"], notes)
+    else:
+        tree["lr_schedule"] = {"kind": "constant", "warmup": 0}
+    notes += [f"{each}: no effect" for each in without_effect(keys)]
+    return Translation({name: group for name, group in tree.items() if group}, notes)
+
+
+def _common(config: DeepSpeedConfig, gpu: bool) -> dict[str, Any]:
+    keys, batch = config.keys, config.batch
+    precision: dict[str, Any] = {"dtype": config.dtype}
+    if keys.communication_data_type == "bf16" and config.dtype == "bf16":
+        precision["reduce"] = "bf16"
+        if keys.data_types.grad_accum_dtype == "bf16":
+            precision["accumulate"] = "bf16"
+    if keys.data_types.grad_accum_dtype == "fp16":
+        raise ConfigError("data_types.grad_accum_dtype", "found fp16; use fp32, or bf16 in bf16 runs")
+    if keys.fp16.enabled:
+        scaler = keys.fp16
+        precision |= {
+            "loss_scale": scaler.loss_scale or "dynamic",
+            "loss_scale_initial": 2.0**scaler.initial_scale_power,
+            "loss_scale_window": scaler.loss_scale_window,
+            # Stage 0 of DeepSpeed has no hysteresis.
+            "loss_scale_hysteresis": scaler.hysteresis if keys.zero_optimization.stage else 1,
+            "loss_scale_consecutive": scaler.consecutive_hysteresis,
+            "loss_scale_min": scaler.min_loss_scale,
+        }
+    offload = keys.zero_optimization.offload_optimizer
+    return {
+        "batch": {"micro": batch.micro, "global": batch.total},
+        "parallel": {"zero": keys.zero_optimization.stage},
+        "precision": precision,
+        "memory": {"offload": "optimizer"} if _offloads(offload) else {},
+        "optimizer": {"clip": config.clip},
+    }
+
+
+def _offloads(offload: Offload | None) -> bool:
+    return offload is not None and offload.device != "none"
+
+
+def _check_offload(keys: Keys, gpu: bool) -> None:
+    zero = keys.zero_optimization
+    for name in ("offload_optimizer", "offload_param"):
+        offload: Offload | None = getattr(zero, name)
+        if offload is not None and offload.device == "nvme":
+            raise ConfigError(
+                f"zero_optimization.{name}.device", "found nvme, which is not supported; use cpu or none"
+            )
+    if gpu and _offloads(zero.offload_param):
+        raise ConfigError(
+            "zero_optimization.offload_param.device",
+            "found cpu, but parameters stay on the GPU; remove it (stage 3 shards them)",
+        )
+
+
+def _adamw(config: DeepSpeedConfig, notes: list[str]) -> dict[str, Any]:
+    """Of AdamW, the one optimizer of a ``run.yaml``."""
+    optimizer = config.keys.optimizer
+    if optimizer is None:
+        notes.append("optimizer: the script's own; the settings here are AdamW's defaults in DeepSpeed")
+    params = {} if optimizer is None else optimizer.params
+    name = "AdamW" if optimizer is None else optimizer.type
+    plain_adam = name.lower() == "adam" and not params.get("adam_w_mode", True)
+    if name.lower() not in ("adam", "adamw") or plain_adam:
+        found = "Adam with adam_w_mode: false" if plain_adam else name
+        raise ConfigError(
+            "optimizer.type",
+            f"found {found}, but a run.yaml has AdamW; use it, or hexad.compat.deepspeed.initialize, which "
+            "takes any optimizer",
+        )
+    if params.get("weight_decay"):
+        notes.append("optimizer.params.weight_decay: norms and biases are excluded here")
+    return {
+        "lr": params.get("lr", 1e-3),
+        "betas": list(params.get("betas", (0.9, 0.999))),
+        "eps": params.get("eps", 1e-8),
+        "weight_decay": params.get("weight_decay", 0.0),
+    }
+
+
+def _schedule(config: DeepSpeedConfig, optimizer: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Of the learning rate; its peak goes to the optimizer's settings."""
+    scheduler = config.keys.scheduler
+    assert scheduler is not None
+    params: Mapping[str, Any] = scheduler.params
+    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if scheduler.type not in kinds:
+        raise ConfigError(
+            "scheduler.type",
+            f"found {scheduler.type}, which has no counterpart in a run.yaml; use {', '.join(kinds)}, or "
+            "hexad.compat.deepspeed.initialize",
+        )
+    found: dict[str, Any] = {"kind": kinds[scheduler.type], "warmup": params.get("warmup_num_steps", 1000)}
+    if params.get("warmup_type", "log") == "log":
+        notes.append("scheduler.params.warmup_type: log there, linear here")
+    low = params.get("warmup_min_lr", params.get("warmup_min_ratio", 0.0))
+    if low:
+        notes.append(f"scheduler: warm-up begins at {low} there, at 0 here")
+    if scheduler.type != "WarmupCosineLR" and "warmup_max_lr" in params:
+        optimizer["lr"] = params["warmup_max_lr"]
+    if scheduler.type != "WarmupLR":
+        found["decay_steps"] = params["total_num_steps"]
+        ratio = params.get("cos_min_ratio", 0.0001) if scheduler.type == "WarmupCosineLR" else 0.0
+        found["min_lr"] = optimizer["lr"] * ratio
+    notes.append(
+        "scheduler: step n there has the rate of step n - 2 here, since the first two have the smallest"
+    )
+    return found

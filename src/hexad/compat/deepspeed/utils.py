@@ -1,0 +1,39 @@
+"""``deepspeed.utils``: what scripts import from there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["clone_tensors_for_torch_save", "log_dist", "logger", "set_z3_leaf_modules"]
+
+logger = logging.getLogger("hexad")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks: -1, or none named, is all of them."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Copies of tensors in containers: a view of a large bucket would be saved with all of it."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, Mapping):
+        return type(item)((key, clone_tensors_for_torch_save(each, device)) for key, each in item.items())  # type: ignore[call-arg]
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+    return item
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_modules: Sequence[Any]) -> list[nn.Module]:
+    """Accepted without effect: modules are gathered as they are called. Returns those that match."""
+    kinds = tuple(each for each in leaf_modules if isinstance(each, type))
+    return [module for module in model.modules() if isinstance(module, kinds)]

@@ -1,0 +1,177 @@
+"""The update of all buckets: the global gradient norm, clipping, and the rule by which values change."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from hexad.comm import Pending, all_reduce, broadcast
+from hexad.parallel.data.buckets import Bucket
+from hexad.parallel.data.state_sharding import Shardings
+from hexad.parallel.inventory import Grid
+from hexad.parallel.pinned import pinned
+from hexad.topology.mesh import Axis
+
+Publish = Callable[[Bucket], None]
+"""Called with each bucket after its update, in the order of the forward pass."""
+
+
+class Rule(ABC):
+    """How master values change by their gradients, on this rank's shard of every bucket.
+
+    Master values and state are where the buckets' master is: on the device, or in the host's memory.
+    """
+
+    @abstractmethod
+    def update(
+        self, gradients: Iterator[torch.Tensor], lr: float | None, factor: float, publish: Publish
+    ) -> None:
+        """Update all buckets and publish each.
+
+        Args:
+            gradients: of each bucket, like its master; may be overwritten.
+            lr: learning rate; None where the rule has its own.
+            factor: what gradients are multiplied by.
+            publish: called with each bucket after its update.
+        """
+
+    @abstractmethod
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in a checkpoint, values like the master's) of all that is kept of a bucket's parameters."""
+
+    def numbers(self) -> dict[str, Any]:
+        """What else is needed to resume, in JSON's types."""
+        return {}
+
+    @abstractmethod
+    def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
+        """Resume after ``updates`` updates, with :meth:`numbers`; :meth:`state` has been overwritten."""
+
+
+class BucketOptimizer:
+    """Norm, clipping and update of this rank's shard of every bucket.
+
+    Args:
+        buckets: of all trained parameters.
+        rule: of the update.
+        clip: largest gradient norm; 0 turns clipping off.
+        sharding: which ranks hold other shards of a bucket, or copies of it.
+        pipeline: the axis whose ranks hold other stages.
+        norm: an empty tensor of the gradient norm's format, on the device.
+        axes: of a step, over all of which the norm is one number.
+
+    Attributes:
+        clip: as given; may be changed between steps.
+        clip_epsilon: added to the norm that ``clip`` is divided by; 0 unless a door to another system sets
+            it (PyTorch's ``clip_grad_norm_``, DeepSpeed and Megatron-LM add 1e-6).
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        rule: Rule,
+        clip: float,
+        sharding: Shardings,
+        pipeline: Axis,
+        norm: torch.Tensor,
+        axes: Sequence[Axis],
+    ) -> None:
+        self.buckets, self.rule = buckets, rule
+        self.clip, self.clip_epsilon = clip, 0.0
+        self._norm, self._wide = norm, norm.dtype
+        self.sharding = sharding
+        self.pipeline = pipeline
+        self._axes = axes
+        self._arriving: list[torch.Tensor] = []  # gradients in the host's memory
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole model's gradient, as a scalar tensor on the device.
+
+        Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
+        once, and is summed over it too, in parts, so that all ranks see a NaN of any. Groups of ranks may add
+        up in different orders: the first rank's number counts, so that no replica is clipped by another one.
+        """
+        total = self._norm.new_zeros(1)
+        for grid, sharding in self.sharding.items():
+            part = self._norm.new_zeros(1)
+            for copies, squares in sorted(self._squares(grid).items()):
+                part += squares / copies
+            for axis in (sharding.shards, *sharding.model):
+                part = all_reduce(part, axis)
+            total += part
+        norm = all_reduce(total, self.pipeline)[0].sqrt()
+        for axis in self._axes:
+            norm = broadcast(norm, axis)
+        return norm
+
+    def _squares(self, grid: Grid) -> dict[int, torch.Tensor]:
+        """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""
+        found: dict[int, torch.Tensor] = {}
+        for bucket in self.buckets:
+            traits = bucket.traits
+            if traits.grid == grid and not traits.copy:
+                copies = prod(axis.size for axis in self.sharding[grid].copies(traits))
+                norm = torch.linalg.vector_norm(bucket.gradient, dtype=self._wide)
+                found[copies] = found.get(copies, torch.zeros_like(norm)) + norm.square()
+        return found
+
+    @torch.no_grad()
+    def step(
+        self,
+        lr: float | None,
+        scale: float,
+        publish: Publish,
+        veto: Pending | None = None,
+        further: Sequence[torch.Tensor] = (),
+    ) -> tuple[float, bool, list[float]]:
+        """Clip and update at learning rate ``lr``.
+
+        Args:
+            lr: learning rate; None where the rule has its own.
+            scale: what the gradients are multiplied by (loss scaling).
+            publish: called with each bucket after its update, in the order of the forward pass.
+            veto: anything but 0 forbids the update; the same on all ranks.
+            further: scalars on the device.
+
+        Returns:
+            the norm before clipping; whether an update was made: a norm that is not finite, or a veto, leaves
+            everything unchanged; and the further scalars. They are read together: the host waits once.
+        """
+        norm = self.gradient_norm() / scale
+        asked = [norm, *([] if veto is None else [veto.wait()]), *further]
+        found, *others = torch.stack([each.to(torch.float64) for each in asked]).tolist()
+        forbidden = veto is not None and bool(others.pop(0))
+        if forbidden or not math.isfinite(found):
+            return found, False, others
+        bound = found + self.clip_epsilon
+        factor = (self.clip / bound if self.clip and bound > self.clip else 1.0) / scale
+        self.rule.update(self._on_master(), lr, factor, publish)
+        return found, True, others
+
+    def _on_master(self) -> Iterator[torch.Tensor]:
+        """Every bucket's gradient in the master's format, where the master is.
+
+        From a GPU to the host all copies are started at once, and each is waited for when its turn comes:
+        the host updates one bucket while the next are on their way.
+        """
+        host = any(bucket.master.device != bucket.gradient.device for bucket in self.buckets[:1])
+        # Without a copy where nothing changes; in another format one by one.
+        gradients = (bucket.gradient.to(self._wide) for bucket in self.buckets)
+        if not host:
+            yield from gradients
+            return
+        if not self._arriving:
+            self._arriving = [pinned(torch.empty_like(bucket.master)) for bucket in self.buckets]
+        arriving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        for gradient, copy in zip(gradients, self._arriving):
+            copy.copy_(gradient, non_blocking=True)
+            arriving.append((copy, torch.cuda.Event()))
+            arriving[-1][1].record()
+        for copy, arrived in arriving:
+            arrived.synchronize()
+            yield copy

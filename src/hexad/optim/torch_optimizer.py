@@ -1,0 +1,189 @@
+"""A user's ``torch.optim`` optimizer on buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hexad.config import HexadError
+from hexad.parallel.data.buckets import Bucket
+
+from .optimizer import Publish, Rule
+
+ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""Optimizers of ``torch.optim`` that treat every element by itself: a shard of a flat bucket is as good as a
+parameter."""
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer is one of :data:`ELEMENTWISE`, not a class derived from one."""
+    return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim.")
+
+
+class TorchOptimizer(Rule):
+    """Updates this rank's shard of every bucket with a ``torch.optim.Optimizer``.
+
+    The optimizer's groups keep their settings, which whoever holds the optimizer may change between steps
+    (learning-rate schedulers do); their parameters are replaced by master values. Elementwise optimizers are
+    given flat shards of buckets. Others (LAMB, Muon, Adafactor) need complete parameters, which a rank has
+    where nothing is sharded: they are given these one by one. Where buckets are sharded, they are given flat
+    shards, which is not what they compute on one rank; whoever creates this decides whether that is allowed.
+
+    Args:
+        optimizer: whose groups list the parameters that are trained.
+        buckets: their ``traits.group`` is the number of the group.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        self.optimizer, self.buckets = optimizer, buckets
+        flat = is_elementwise(optimizer) or any(bucket.plan.shards > 1 for bucket in buckets)
+        self._held = [_whole(bucket) if flat else _one_by_one(bucket) for bucket in buckets]
+        optimizer.state.clear()
+        for number, group in enumerate(optimizer.param_groups):
+            members = [held for held in zip(buckets, self._held) if held[0].traits.group == number]
+            group["params"] = [tensor for _, held in members for _, tensor in held]
+            if _fusible(optimizer, group):
+                group["fused"] = True  # fewer passes over memory; the same numbers but for rounding
+
+    @torch.no_grad()
+    def update(
+        self, gradients: Iterator[torch.Tensor], lr: float | None, factor: float, publish: Publish
+    ) -> None:
+        """All at once: optimizers may have numbers of their own, which a step advances."""
+        assert lr is None, "the optimizer's groups hold the learning rate"
+        for bucket, held, gradient in zip(self.buckets, self._held, gradients):
+            if factor != 1:
+                gradient.mul_(factor)
+            for member, tensor in held:
+                tensor.grad = gradient if member is None else bucket.view(gradient, member)
+        self.optimizer.step()
+        for bucket, held in zip(self.buckets, self._held):
+            for _, tensor in held:
+                tensor.grad = None
+            publish(bucket)
+
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of what is as large as the values; only once the optimizer has made it, or :meth:`prepare`."""
+        held, states = self._held[self.buckets.index(bucket)], self.optimizer.state
+        for key in _as_large(held, states):
+            flat = torch.zeros_like(bucket.master)
+            for member, tensor in held:
+                if member is None:
+                    flat = states[tensor][key]
+                else:  # what a checkpoint overwrites is what the optimizer reads
+                    view = bucket.view(flat, member)
+                    states[tensor][key] = view.copy_(states[tensor].get(key, view))
+            yield f"optimizer.{key}", flat
+
+    def prepare(self, kinds: Iterable[str]) -> None:
+        """Make the state that a checkpoint holds, where the optimizer has not made it yet.
+
+        Args:
+            kinds: names as of :meth:`state`.
+        """
+        keys = [kind.removeprefix("optimizer.") for kind in kinds]
+        for held in self._held:
+            for _, tensor in held:
+                for key in keys:
+                    self.optimizer.state[tensor].setdefault(key, torch.zeros_like(tensor))
+
+    def numbers(self) -> dict[str, Any]:
+        """The groups' settings, and what the optimizer counts, such as its steps.
+
+        Raises:
+            HexadError: the optimizer keeps something that a checkpoint cannot hold.
+        """
+        groups = [
+            {key: value for key, value in group.items() if key != "params" and _plain(value)}
+            for group in self.optimizer.param_groups
+        ]
+        counts: dict[str, Any] = {}
+        for held in self._held:
+            for _, tensor in held:
+                for key, value in self.optimizer.state[tensor].items():
+                    if not _alike(value, tensor):
+                        counts[key] = self._count(key, value)
+        return {"groups": groups, "counts": counts}
+
+    def _count(self, key: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return {"tensor": value.item()}
+        if _plain(value):
+            return value
+        raise HexadError(
+            f"optimizer: {type(self.optimizer).__name__} keeps {key}, a {type(value).__name__}, which a "
+            "checkpoint cannot hold; it holds numbers, and tensors of the parameters' shape"
+        )
+
+    def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
+        """As :meth:`Rule.restored`."""
+        for group, saved in zip(self.optimizer.param_groups, numbers.get("groups", ())):
+            for key, value in saved.items():
+                known = group.get(key)
+                if isinstance(known, torch.Tensor):
+                    known.fill_(value)
+                elif key != "fused":
+                    group[key] = tuple(value) if isinstance(known, tuple) else value
+        for group in self.optimizer.param_groups:
+            for tensor in group["params"]:
+                for key, value in numbers.get("counts", {}).items():
+                    if isinstance(value, Mapping):
+                        where = tensor.device if group.get("fused") or group.get("capturable") else "cpu"
+                        value = torch.tensor(value["tensor"], dtype=torch.float32, device=where)
+                    self.optimizer.state[tensor][key] = value
+
+
+Held = list[tuple[int | None, torch.Tensor]]
+"""What an optimizer is given of a bucket: its members by number, or all as one."""
+
+
+def _whole(bucket: Bucket) -> Held:
+    return [(None, bucket.master)]
+
+
+def _one_by_one(bucket: Bucket) -> Held:
+    return [(member, bucket.view(bucket.master, member)) for member in range(len(bucket.members))]
+
+
+def _as_large(held: Held, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[str]:
+    """The keys of state of the values' shape, in order of appearance."""
+    found = {
+        key: None for _, tensor in held for key, value in states[tensor].items() if _alike(value, tensor)
+    }
+    return list(found)
+
+
+def _alike(value: Any, tensor: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == tensor.shape
+
+
+def _plain(value: Any) -> bool:
+    """Whether JSON holds it."""
+    if isinstance(value, list | tuple):
+        return all(_plain(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _fusible(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether PyTorch's fused kernel can replace the default, where the user has left the choice."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or group.get("fused") is not None:
+        return False
+    if group.get("foreach") or group.get("capturable") or group.get("differentiable"):
+        return False
+    if isinstance(group.get("lr"), torch.Tensor):
+        return False
+    return all(tensor.is_floating_point() for tensor in group["params"])

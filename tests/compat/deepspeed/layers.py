@@ -1,0 +1,64 @@
+"""Lists of layers for pipelines: a tied embedding, tuples with masks between layers, functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCAB, WIDTH = 17, 12
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCAB, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.table(tokens), tokens % 3 == 0
+
+
+class Block(nn.Module):
+    """Attends to nothing: a masked sum over the sequence."""
+
+    def __init__(self, width: int = 20, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, both: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, mask = both
+        mixed = x + (x * mask.unsqueeze(-1)).mean(1, keepdim=True)
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(mixed))))), mask
+
+
+def first(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return both[0]
+
+
+def logits(embedding: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x @ embedding.table.weight.t()
+
+
+def loss_of(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels.flatten())
+
+
+def specs(deepspeed: Any, blocks: int = 4) -> list[Any]:
+    """Uneven blocks between an embedding and its second use."""
+    return [
+        deepspeed.TiedLayerSpec("embedding", Embedding, tied_weight_attr="table.weight"),
+        *(deepspeed.LayerSpec(Block, 20 + 3 * number) for number in range(blocks)),
+        first,
+        deepspeed.LayerSpec(nn.LayerNorm, WIDTH),
+        deepspeed.TiedLayerSpec("embedding", Embedding, forward_fn=logits, tied_weight_attr="table.weight"),
+    ]
+
+
+def batch_of(number: int, length: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two sequences."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(VOCAB, (2, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]

@@ -1,0 +1,200 @@
+"""One training script, run with the ``deepspeed`` package or with its face: only the import differs.
+
+``python -m tests.compat.deepspeed.program PACKAGE RANK WORLD STORE CASES OUTPUT``: runs all cases, and
+writes what each computed. The real package keeps global state, so that it runs in processes of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import sys
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .layers import batch_of as pipe_batch_of
+from .layers import loss_of, specs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, a configuration, and how the script steps.
+
+    Attributes:
+        model: ``mlp``, ``gpt2``, or ``pipe``: a pipeline of two stages.
+        keys: of the configuration, beside batch sizes.
+        accumulation: backward passes per step.
+        steps: how many.
+        optimizer: ``""`` for the configuration's; else a class of ``torch.optim`` that the script makes.
+        groups: make two groups of parameters, the second without weight decay and with another rate.
+        scheduler: a scheduler of torch that the script makes.
+        poison: step whose loss is made infinite.
+    """
+
+    model: str = "mlp"
+    keys: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 1
+    steps: int = 5
+    optimizer: str = ""
+    groups: bool = False
+    scheduler: str = ""
+    poison: int = -1
+
+
+class Mlp(nn.Module):
+    """Odd widths, a buffer, a frozen parameter, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(13, 13), nn.GELU()) for _ in range(2))
+        self.shared = nn.Linear(13, 13, bias=False)
+        self.norm = nn.LayerNorm(13)
+        self.last = nn.Linear(13, 5)
+        self.register_buffer("scale", torch.tensor(0.7))
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.to(self.first.weight.dtype))
+        for layer in self.layers:
+            x = x + self.shared(layer(x))
+        out = self.last(self.norm(x)).float() * self.scale
+        return nn.functional.cross_entropy(out, y)
+
+
+def model_of(name: str) -> nn.Module:
+    """The module, with the same values in every process."""
+    torch.manual_seed(11)
+    if name == "mlp":
+        return Mlp()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=53,
+        n_positions=16,
+        n_embd=24,
+        n_layer=2,
+        n_head=3,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def batch_of(name: str, rank: int, number: int) -> tuple[Any, ...]:
+    """A rank's microbatch of three samples."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    if name == "mlp":
+        x = torch.randn(3, 7, generator=generator)
+        return x, torch.randint(5, (3,), generator=generator)
+    return (torch.randint(53, (3, 11), generator=generator),)
+
+
+def run_pipeline(deepspeed: Any, case: Case, rank: int) -> dict[str, Any]:
+    """The script of a pipeline, which makes complete steps."""
+    module = deepspeed.PipelineModule(
+        specs(deepspeed.pipe), num_stages=2, loss_fn=loss_of, seed_layers=True, seed_fn=torch.manual_seed
+    )
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": case.accumulation}
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=module.parameters(), config={**config, **case.keys}
+    )
+    batches = iter([pipe_batch_of(number) for number in range(case.steps * case.accumulation)])
+    found: dict[str, Any] = {"loss": [], "norm": [], "lr": [], "scale": []}
+    for _ in range(case.steps):
+        found["loss"].append(float(engine.train_batch(batches)))
+    return found | {
+        "steps": engine.global_steps,
+        "skipped": engine.skipped_steps,
+        "samples": engine.global_samples,
+    }
+
+
+def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
+    """The script."""
+    if case.model == "pipe":
+        return run_pipeline(deepspeed, case, rank)
+    module = model_of(case.model)
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": 0.0,
+        **copy.deepcopy(case.keys),
+    }
+    optimizer, parameters, scheduler = None, None, None
+    if case.groups:
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        parameters = [
+            {"params": [p for n, p in named if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for n, p in named if p.dim() == 1], "weight_decay": 0.0, "lr": 3e-2},
+        ]
+    if case.optimizer:
+        trained = parameters or [p for p in module.parameters() if p.requires_grad]
+        settings = {"momentum": 0.9} if case.optimizer == "SGD" else {}
+        optimizer = getattr(torch.optim, case.optimizer)(trained, lr=1e-2, **settings)
+    if case.scheduler:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    engine, optimizer, _, _ = deepspeed.initialize(
+        model=module, optimizer=optimizer, model_parameters=parameters, lr_scheduler=scheduler, config=config
+    )
+    found: dict[str, Any] = {"loss": [], "norm": [], "lr": [], "scale": []}
+    for step in range(case.steps):
+        total = 0.0
+        for micro in range(case.accumulation):
+            batch = batch_of(case.model, rank, step * case.accumulation + micro)
+            loss = engine(*batch) if case.model == "mlp" else engine(*batch, labels=batch[0]).loss
+            if step == case.poison:
+                loss = loss * math.inf
+            total += loss.item() / case.accumulation
+            engine.backward(loss)
+            engine.step()
+        found["loss"].append(total)
+        norm = engine.get_global_grad_norm()
+        found["norm"].append(None if norm is None else float(norm))
+        found["lr"].append([float(group["lr"]) for group in optimizer.param_groups])
+        scale = getattr(optimizer, "loss_scale", 1.0) if "fp16" in case.keys else 1.0
+        found["scale"].append(float(scale))
+    found |= {"steps": engine.global_steps, "skipped": engine.skipped_steps, "samples": engine.global_samples}
+    return found
+
+
+def main() -> None:
+    package, rank, world, store, cases, output = sys.argv[1:]
+    torch.set_num_threads(1)
+    file = dist.FileStore(store, int(world))
+    dist.init_process_group(
+        "gloo", store=file, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
+    )
+    if package == "deepspeed":
+        import deepspeed
+        from deepspeed.utils import logger
+
+        logger.setLevel(logging.ERROR)
+    else:
+        from hexad.compat import deepspeed  # type: ignore[no-redef]
+    results = []
+    for case in json.loads(cases):
+        try:
+            results.append(run(deepspeed, Case(**case), int(rank), int(world)))
+        except Exception as error:  # a case that one of them refuses
+            results.append({"error": f"{type(error).__name__}: {error}"})
+    with open(f"{output}.{rank}", "w") as file:
+        json.dump(results, file)
+    dist.destroy_process_group()
+
+
+def arguments(cases: list[Case]) -> str:
+    """The cases as the script takes them."""
+    return json.dumps([asdict(case) for case in cases])
+
+
+if __name__ == "__main__":
+    main()

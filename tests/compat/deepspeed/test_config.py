@@ -1,0 +1,234 @@
+"""DeepSpeed's configurations: batch arithmetic, defaults, aliases, refusals, and published ones, trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hexad.compat.deepspeed.config import Trainer, read_config, with_autos_filled, without_effect
+from hexad.compat.deepspeed.translate import run_settings
+from hexad.config import ConfigError, HexadError
+from hexad.model.configuration import load_config
+
+from ...pool import Pool
+from ...train.command import call
+from .program import Mlp, batch_of
+from .published import PUBLISHED, REFUSED
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        ((32, 16, 1), 2, (16, 1, 32)),
+        ((32, 8, 2), 2, (8, 2, 32)),
+        ((32, None, None), 2, (16, 1, 32)),
+        ((32, None, 4), 2, (4, 4, 32)),
+        ((32, 2, None), 2, (2, 8, 32)),
+        ((None, 7, 3), 5, (7, 3, 105)),
+        ((None, 7, None), 3, (7, 1, 21)),
+    ],
+)
+def test_two_batch_sizes_infer_the_third(
+    given: tuple[Any, ...], ranks: int, expected: tuple[int, ...]
+) -> None:
+    batch = read_config(sizes(given), ranks).batch
+    assert (batch.micro, batch.accumulation, batch.total) == expected
+
+
+@pytest.mark.parametrize("given", [(33, 17, 2), (32, 18, 1), (33, None, None), (32, None, 5), (32, 64, None)])
+def test_batch_sizes_that_do_not_fit_are_refused(given: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size: found \d+, expected .* data ranks"):
+        read_config(sizes(given), 2)
+
+
+def test_accumulation_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="found neither train_batch_size nor"):
+        read_config({"gradient_accumulation_steps": 4}, 2)
+
+
+def sizes(given: tuple[Any, ...]) -> dict[str, int]:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    return {name: value for name, value in zip(names, given) if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation: unknown key (did you mean 'zero_optimization'?)"),
+        (
+            {"zero_optimization": {"stag": 1}},
+            "zero_optimization.stag: unknown key (did you mean 'stage'?)",
+        ),
+        ({"stage": 2}, "stage: unknown key (did you mean 'zero_optimization.stage'?)"),
+        (
+            {"zero_optimization": {"stage": 4}},
+            "zero_optimization.stage: found 4, expected less than or equal to 3",
+        ),
+        (
+            {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            "bf16.enabled: found true with fp16.enabled: true; enable one of them",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
+            "optimizer.params.lr: found auto, which transformers' Trainer fills in; give a value",
+        ),
+        ({"amp": {"enabled": True}}, "amp: found it enabled, which is not supported: use fp16 or bf16"),
+    ],
+)
+def test_mistakes_are_named(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config({"train_batch_size": 4, **tree}, 1)
+    assert str(error.value) == message
+
+
+def test_unknown_keys_are_warned_about_where_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    tree = {"train_batch_size": 4, "zero_optimization": {"stag": 1, "stage": 2}, "mine": 3}
+    config = read_config(tree, 1, strict=False)
+    assert config.keys.zero_optimization.stage == 2
+    assert "zero_optimization.stag: unknown key (did you mean 'stage'?); ignored" in caplog.text
+    assert "mine: unknown key" in caplog.text
+
+
+def test_older_spellings_mean_the_same() -> None:
+    older = {
+        "train_batch_size": 4,
+        "bfloat16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "cpu_offload": True,
+            "stage3_gather_fp16_weights_on_model_save": True,
+        },
+    }
+    keys = read_config(older, 1).keys
+    assert keys.bf16.enabled
+    zero = keys.zero_optimization
+    assert zero.offload_optimizer is not None
+    assert zero.offload_optimizer.device == "cpu"
+    assert zero.gather_16bit_weights_on_model_save
+    assert (
+        read_config({"train_batch_size": 4, "zero_optimization": True}, 1).keys.zero_optimization.stage == 1
+    )
+
+
+def test_clipping() -> None:
+    assert read_config({"train_batch_size": 1}, 1).clip == 1.0
+    assert read_config({"train_batch_size": 1, "gradient_clipping": 0}, 1).clip == 0.0
+    adam = {"type": "Adam", "params": {"max_grad_norm": 0.5}}
+    assert read_config({"train_batch_size": 1, "optimizer": adam}, 1).clip == 0.5
+    assert read_config({"train_batch_size": 1, "optimizer": adam, "gradient_clipping": 2.0}, 1).clip == 2.0
+
+
+def test_keys_without_effect_are_named_with_the_reason() -> None:
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1e8, "contiguous_gradients": True}
+    found = without_effect(read_config({"train_batch_size": 1, "zero_optimization": zero}, 1).keys)
+    assert sorted(found) == [
+        "zero_optimization.overlap_comm (always so)",
+        "zero_optimization.reduce_bucket_size (Hexad sizes its own buffers)",
+    ]
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    with pytest.raises(HexadError, match="no such DeepSpeed configuration"):
+        read_config(path, 1)
+    path.write_text('{"train_batch_size": 1, "train_batch_size": 2}')
+    with pytest.raises(HexadError, match="key 'train_batch_size' is given twice"):
+        read_config(path, 1)
+    path.write_text('{"train_batch_size": 1,}')
+    with pytest.raises(HexadError, match="line 1, column 24: not valid JSON"):
+        read_config(path, 1)
+    path.write_text("[]")
+    with pytest.raises(HexadError, match="found a list"):
+        read_config(path, 1)
+
+
+# Published ones
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_become_a_run(name: str) -> None:
+    tree, _ = with_autos_filled(PUBLISHED[name], Trainer(), 8)
+    translation = run_settings(read_config(tree, 8))
+    config = load_config({**translation.tree, "run": {"steps": 5}})
+    assert config.parallel.zero == PUBLISHED[name].get("zero_optimization", {}).get("stage", 0)
+    assert config.optimizer.clip == 1.0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused(name: str) -> None:
+    tree, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        run_settings(read_config(tree, 8))
+
+
+def reduced(tree: dict[str, Any]) -> dict[str, Any]:
+    """At a size that a test can train."""
+    tree, _ = with_autos_filled(tree, Trainer(learning_rate=1e-2), 2)
+    sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "train_batch_size": 12}
+    tree = {**tree, **sizes}
+    if tree.get("fp16", {}).get("enabled"):
+        tree["fp16"] = {**tree["fp16"], "initial_scale_power": 8}
+    scheduler = tree.get("scheduler")
+    if scheduler is not None:
+        tree["scheduler"] = {**scheduler, "params": {**scheduler["params"], "warmup_num_steps": 2}}
+    return tree
+
+
+def train_all(trees: list[dict[str, Any]], steps: int) -> list[list[float]]:
+    """The losses of a module that each of the configurations trains."""
+    from hexad.compat import deepspeed
+
+    found = []
+    rank = torch.distributed.get_rank()
+    for tree in trees:
+        torch.manual_seed(3)
+        module = Mlp()
+        optimizer = None if "optimizer" in tree else torch.optim.AdamW(module.parameters(), lr=1e-2)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=tree)
+        losses = []
+        for _ in range(steps):
+            for micro in range(2):
+                loss = engine(*batch_of("mlp", rank, micro))
+                engine.backward(loss)
+                engine.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+def test_published_configurations_train(pool: Pool) -> None:
+    trees = [reduced(tree) for tree in PUBLISHED.values()]
+    for name, losses in zip(PUBLISHED, pool.run(2, train_all, trees, 6)[0]):
+        assert losses[-1] < losses[0], (name, losses)
+
+
+# The command
+
+
+def test_the_command_prints_a_run_that_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(PUBLISHED["transformers, stage 3"]))
+    arguments = ["config", "from-deepspeed", str(path), "train_micro_batch_size_per_gpu=4", "--world", "2"]
+    result = call(*arguments, "gradient_accumulation_steps=2")
+    assert result.status == 0, result.error
+    assert "# optimizer.params.lr: auto, which the Trainer sets; here 5e-05" in result.out
+    run = tmp_path / "run.yaml"
+    run.write_text(result.out)
+    config = load_config(run)
+    assert (config.parallel.zero, config.batch.micro, config.batch.global_) == (3, 4, 16)
+
+
+def test_the_command_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(PUBLISHED["GPT-NeoX 20B"]))
+    result = call("config", "from-deepspeed", str(path), "--json")
+    document = json.loads(result.out)
+    assert document["config"]["precision"]["loss_scale_initial"] == 4096.0
+    assert (
+        "zero_optimization.reduce_bucket_size (Hexad sizes its own buffers): no effect" in document["notes"]
+    )
+    assert call("config", "from-deepspeed", str(tmp_path / "none.json")).status == 2

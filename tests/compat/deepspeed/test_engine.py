@@ -1,0 +1,373 @@
+"""The face's engine: checkpoints in any layout, complete values of sharded parameters, mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hexad.compat import deepspeed
+from hexad.config import HexadError
+
+from ...pool import Pool, RankError
+from .program import Mlp, batch_of
+
+STAGES = [0, 1, 2, 3]
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.02}}
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": adam,
+        "scheduler": warmup,
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def engine_of(stage: int, **more: Any) -> Any:
+    torch.manual_seed(5)
+    return deepspeed.initialize(model=Mlp(), config=config_of(stage, **more))[0]
+
+
+def steps(engine: Any, first: int, last: int) -> list[float]:
+    """The losses over all samples of a step: the ranks of any world divide four microbatches."""
+    losses = []
+    for step in range(first, last):
+        total = torch.zeros(())
+        for micro in range(engine.gradient_accumulation_steps()):
+            number = engine.global_rank * engine.gradient_accumulation_steps() + micro
+            loss = engine(*batch_of("mlp", number, step))
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / 4
+        if engine.world_size > 1:
+            torch.distributed.all_reduce(total)
+        losses.append(float(total))
+    return losses
+
+
+def saved(stage: int, directory: str, script_optimizer: bool) -> tuple[list[float], list[float]]:
+    """Losses before a checkpoint and after."""
+    engine = script(stage, script_optimizer)
+    before = steps(engine, 0, 3)
+    args = argparse.Namespace(lr=0.5)
+    engine.save_checkpoint(directory, client_state={"epoch": 4, "args": args, "mean": torch.arange(3.0)})
+    return before, steps(engine, 3, 6)
+
+
+def script(stage: int, script_optimizer: bool) -> Any:
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    accumulated = {"gradient_accumulation_steps": 4 // ranks}
+    if not script_optimizer:
+        return engine_of(stage, **accumulated)
+    torch.manual_seed(5)
+    module = Mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    config = {**config_of(stage), **accumulated, "zero_allow_untested_optimizer": True}
+    del config["optimizer"], config["scheduler"]
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def resumed(stage: int, directory: str, script_optimizer: bool) -> tuple[list[float], str, Any]:
+    engine = script(stage, script_optimizer)
+    path, state = engine.load_checkpoint(directory)
+    assert engine.global_steps == 3
+    state["args"] = vars(state["args"])
+    state["mean"] = state["mean"].tolist()
+    return steps(engine, 3, 6), path, state
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "ours"),
+    [((2, 1), (4, 3), False), ((4, 3), (1, 0), False), ((2, 2), (2, 1), True), ((2, 0), (4, 3), True)],
+)
+def test_checkpoints_resume_in_any_layout(
+    pool: Pool, tmp_path: Path, one: tuple[int, int], two: tuple[int, int], ours: bool
+) -> None:
+    directory = str(tmp_path / "saved")
+    _, after = pool.run(one[0], saved, one[1], directory, ours)[0]
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step3"
+    losses, path, state = pool.run(two[0], resumed, two[1], directory, ours)[0]
+    assert path == str(tmp_path / "saved" / "global_step3")
+    assert state == {"epoch": 4, "args": {"lr": 0.5}, "mean": [0.0, 1.0, 2.0]}
+    torch.testing.assert_close(losses, after, rtol=1e-5, atol=0)
+    # Weights alone begin another optimizer.
+    assert len(set(after)) == 3
+
+
+def weights_only(directory: str) -> tuple[bool, int]:
+    engine = engine_of(1)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(directory, tag="mine")
+    kept = engine.module_state_dict()
+    steps(engine, 2, 3)
+    engine.load_checkpoint(directory, "mine", load_module_only=True)
+    now = engine.module_state_dict()
+    return all(torch.equal(kept[name], now[name]) for name in kept), engine.global_steps
+
+
+def test_weights_alone_are_loaded(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, weights_only, str(tmp_path)) == [(True, 3), (True, 3)]
+
+
+# Complete values
+
+
+def changed(stage: int) -> tuple[bool, list[float], float]:
+    """Whether values are complete inside, what rank 1 has changed, and how far apart ranks are."""
+    engine = engine_of(stage)
+    steps(engine, 0, 2)
+    layer = engine.module.last
+    with deepspeed.zero.GatheredParameters(layer.parameters(), modifier_rank=1):
+        whole = not layer.weight.isnan().any().item()
+        if engine.global_rank == 1:
+            with torch.no_grad():
+                layer.weight.fill_(0.25)
+    steps_before = engine.module_state_dict()["last.weight"]
+    steps(engine, 2, 3)
+    after = engine.module_state_dict()["last.weight"]
+    other = after.clone()
+    torch.distributed.broadcast(other, 0)
+    return whole, steps_before.unique().tolist(), float((after - other).abs().max())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathered_parameters_can_be_changed(pool: Pool, stage: int) -> None:
+    for whole, values, apart in pool.run(2, changed, stage):
+        assert whole and values == [0.25] and apart == 0.0
+
+
+def written(stage: int, directory: str) -> None:
+    engine = engine_of(stage, bf16={"enabled": True})
+    steps(engine, 0, 1)
+    engine.save_16bit_model(directory)
+    engine.save_16bit_model(directory, "model.safetensors")
+
+
+def test_models_are_written_alike_at_any_stage(pool: Pool, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    found = []
+    for stage in STAGES:
+        pool.run(2, written, stage, str(tmp_path / str(stage)))
+        found.append(torch.load(tmp_path / str(stage) / "pytorch_model.bin", weights_only=True))
+        other = load_file(tmp_path / str(stage) / "model.safetensors")
+        assert all(torch.equal(found[-1][name], other[name]) for name in other)
+    assert list(found[0]) == list(Mlp().state_dict())
+    assert found[0]["last.weight"].dtype == torch.bfloat16
+    for each in found[1:]:
+        assert all(torch.equal(found[0][name], each[name]) for name in each)
+
+
+# Boundaries
+
+
+def boundaries(kind: str) -> tuple[list[bool], dict[str, torch.Tensor], int]:
+    """Two updates of two backward passes each, counted in different ways."""
+    more = {} if kind == "unmanaged" else {"gradient_accumulation_steps": 2}
+    engine = engine_of(1, **more, managed_gradient_accumulation=kind != "unmanaged")
+    found = []
+    for step in range(2):
+        if kind == "no_sync":
+            with engine.no_sync():
+                engine.backward(engine(*batch_of("mlp", engine.global_rank, 2 * step)))
+                found.append(engine.is_gradient_accumulation_boundary())
+            engine.backward(engine(*batch_of("mlp", engine.global_rank, 2 * step + 1)))
+            engine.set_gradient_accumulation_boundary(True)
+            found.append(engine.is_gradient_accumulation_boundary())
+            engine.step()
+            continue
+        for micro in range(2):
+            if kind == "by hand":
+                engine.set_gradient_accumulation_boundary(micro == 1)
+            loss = engine(*batch_of("mlp", engine.global_rank, 2 * step + micro))
+            engine.backward(loss / 2 if kind == "unmanaged" else loss)
+            found.append(engine.is_gradient_accumulation_boundary())
+            if kind != "unmanaged" or micro:
+                engine.step()
+    return found, engine.module_state_dict(), engine.global_steps
+
+
+def test_boundaries_are_found_in_every_way(pool: Pool) -> None:
+    expected, values, count = pool.run(2, boundaries, "counted")[0]
+    assert expected == [False, True, False, True] and count == 2
+    for kind in ("by hand", "no_sync", "unmanaged"):
+        found, other, steps_made = pool.run(2, boundaries, kind)[0]
+        assert steps_made == 2
+        assert found == (expected if kind != "unmanaged" else [True] * 4) or kind == "no_sync"
+        for name, value in values.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-7)
+
+
+# Alone: one process, no launcher
+
+
+def test_one_process_trains_without_a_launcher() -> None:
+    """As ``python script.py``, by ``import deepspeed`` after one line."""
+    text = """
+from hexad.compat import deepspeed as face
+face.install()
+import deepspeed, torch, argparse, json
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.lr_schedules import WarmupLR
+from deepspeed.utils import logger
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+args = parser.parse_args(["--deepspeed"])
+model = torch.nn.Linear(4, 2)
+deepspeed.init_distributed()
+data = [(torch.randn(4), torch.randn(2)) for _ in range(6)]
+engine, optimizer, loader, scheduler = deepspeed.initialize(
+    args=args, model=model, optimizer=FusedAdam(model.parameters(), lr=0.1), training_data=data,
+    lr_scheduler=lambda optimizer: WarmupLR(optimizer, warmup_num_steps=2),
+    config_params={"train_batch_size": 2},
+)
+assert isinstance(engine, deepspeed.DeepSpeedEngine) and deepspeed.comm.get_world_size() == 1
+losses = []
+for x, y in loader:
+    loss = (engine(x) - y).square().mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+rates = scheduler.get_last_lr(), optimizer.param_groups[0]["lr"]
+print(json.dumps([len(losses), engine.global_steps, *rates]))
+"""
+    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == [3, 3, [0.1], 0.1]
+
+
+def test_train_batch_and_eval_batch() -> None:
+    engine = engine_of(0, gradient_accumulation_steps=3)
+    batches = iter([batch_of("mlp", 0, number) for number in range(9)])
+    first = engine.train_batch(batches)
+    assert engine.global_steps == 1 and engine.micro_steps == 3
+    expected = [engine_of(0)(*batch_of("mlp", 0, number)).item() for number in range(3)]
+    assert first.item() == pytest.approx(sum(expected) / 3, rel=1e-6)
+    assert engine.eval_batch(batches).requires_grad is False
+
+
+def test_engines_beside_each_other() -> None:
+    one, two = engine_of(0), engine_of(0)
+    steps(one, 0, 3)
+    kept = two.module_state_dict()
+    assert not torch.equal(one.module_state_dict()["last.weight"], kept["last.weight"])
+    assert steps(two, 0, 3) == steps(engine_of(0), 0, 3)
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    from hexad.compat.deepspeed import checkpointing
+
+    class Recomputed(Mlp):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return checkpointing.checkpoint(super().forward, x, y)
+
+    checkpointing.configure(deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+    assert checkpointing.is_configured()
+    torch.manual_seed(5)
+    engine = deepspeed.initialize(model=Recomputed(), config=config_of(0))[0]
+    assert steps(engine, 0, 3) == steps(engine_of(0), 0, 3)
+
+
+# Mistakes
+
+
+def mistake(kind: str) -> None:
+    if kind == "no model":
+        deepspeed.initialize(config={"train_batch_size": 1})
+    if kind == "no configuration":
+        deepspeed.initialize(model=Mlp())
+    if kind == "no optimizer":
+        engine, *_ = deepspeed.initialize(model=Mlp(), config={"train_batch_size": 1})
+        engine.backward(engine(*batch_of("mlp", 0, 0)))
+    engine = engine_of(2 if kind == "no_sync" else 0)
+    if kind == "step":
+        engine.step()
+    if kind == "graph":
+        engine.backward(torch.zeros(()))
+    if kind == "shape":
+        engine.backward(torch.zeros(2, requires_grad=True))
+    if kind == "no_sync":
+        with engine.no_sync():
+            pass
+    if kind == "optimizer.step":
+        engine.optimizer.step()
+    if kind == "more passes":
+        for _ in range(2):
+            engine.backward(engine(*batch_of("mlp", 0, 0)))
+    if kind == "name":
+        getattr(deepspeed, "initialise")  # noqa: B009
+    if kind == "parallel":
+        deepspeed.initialize(model=Mlp(), config=config_of(0, tensor_parallel={"autotp_size": 2}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no model", "initialize: found no model"),
+        ("no configuration", "initialize: found no configuration"),
+        ("no optimizer", "backward: the engine has no optimizer"),
+        ("step", "step: found no backward pass since the last update"),
+        ("graph", r"backward: found shape \(\), requires_grad False, expected a scalar loss with a graph"),
+        ("shape", r"backward: found shape \(2,\), requires_grad True"),
+        ("no_sync", "no_sync: found zero_optimization.stage 2"),
+        ("optimizer.step", "call engine.step"),
+        ("more passes", "gradients: found more backward passes"),
+        ("parallel", "tensor_parallel.autotp_size: found 2, but a module of one's own is not divided"),
+    ],
+)
+def test_mistakes_are_named(kind: str, message: str) -> None:
+    with pytest.raises(HexadError, match=message):
+        mistake(kind)
+
+
+def test_unknown_names_are_refused_with_what_there_is() -> None:
+    with pytest.raises(AttributeError, match=r"it has .*initialize"):
+        mistake("name")
+
+
+class Rows(torch.optim.Optimizer):
+    """Not elementwise: every row is divided by its norm."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    grad = parameter.grad
+                    parameter.sub_(group["lr"] * grad / grad.norm(dim=-1, keepdim=True).clamp_min(1e-6))
+
+
+def by_rows(stage: int, **more: Any) -> torch.Tensor:
+    torch.manual_seed(5)
+    module = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, **more}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=Rows(module.parameters(), 0.1), config=config)
+    engine.backward(engine(torch.ones(2, 7)).square().sum())
+    engine.step()
+    return engine.module_state_dict()["0.weight"]
+
+
+def test_an_optimizer_of_complete_parameters_is_not_given_shards(pool: Pool) -> None:
+    torch.manual_seed(5)
+    module = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = Rows(module.parameters(), 0.1)
+    loss = module(torch.ones(2, 7)).square().sum()
+    loss.backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+    torch.testing.assert_close(pool.run(2, by_rows, 0)[0], module[0].weight.detach())
+    with pytest.raises(RankError, match="found 1 with Rows, which may need complete parameters"):
+        pool.run(2, by_rows, 1)

@@ -1,0 +1,154 @@
+"""One script with the installed ``deepspeed`` package and with its face: losses, norms, rates and scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from .both import Results, results_of
+from .program import Case
+
+pytest.importorskip("deepspeed")
+
+ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}
+L2 = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True, "adam_w_mode": False}}
+
+
+def keys(stage: int, **more: Any) -> dict[str, Any]:
+    return {"optimizer": ADAM, "zero_optimization": {"stage": stage}, **more}
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+EXACT = {
+    **{f"stage {n}": Case(keys=keys(n)) for n in range(4)},
+    **{
+        f"stage {n}, accumulated, clipped": Case(keys=keys(n, gradient_clipping=0.3), accumulation=3, steps=3)
+        for n in range(4)
+    },
+    **{f"stage {n}, GPT-2": Case("gpt2", keys(n, gradient_clipping=0.5), steps=3) for n in range(4)},
+    "clipped by default": Case(keys={**keys(1), "gradient_clipping": 1.0}, steps=3),
+    "Adam with L2": Case(keys={**keys(1), "optimizer": L2}),
+    "WarmupLR": Case(keys=keys(1, **scheduler("WarmupLR", warmup_num_steps=3, warmup_max_lr=0.02))),
+    "WarmupDecayLR": Case(
+        keys=keys(
+            2,
+            **scheduler(
+                "WarmupDecayLR",
+                total_num_steps=6,
+                warmup_num_steps=2,
+                warmup_max_lr=0.02,
+                warmup_type="linear",
+            ),
+        ),
+        steps=8,
+    ),
+    "WarmupCosineLR": Case(
+        keys=keys(1, **scheduler("WarmupCosineLR", total_num_steps=6, warmup_num_steps=2)), steps=8
+    ),
+    "OneCycle": Case(
+        keys=keys(
+            1,
+            **scheduler(
+                "OneCycle",
+                cycle_min_lr=1e-3,
+                cycle_max_lr=2e-2,
+                cycle_first_step_size=3,
+                decay_step_size=2,
+                decay_lr_rate=0.5,
+            ),
+        ),
+        steps=9,
+    ),
+    "LRRangeTest": Case(keys=keys(3, **scheduler("LRRangeTest", lr_range_test_step_size=2))),
+    "SGD of the script, groups": Case(optimizer="SGD", groups=True, scheduler="ExponentialLR"),
+    "groups, stage 2": Case(keys=keys(2), groups=True),
+    "groups, stage 3": Case(keys=keys(3), groups=True),
+    "Adagrad of the script, stage 3": Case(
+        keys={"zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}, optimizer="Adagrad"
+    ),
+}
+"""In float32: equal but for the order of sums."""
+
+NARROW = {
+    **{f"bf16, stage {n}": Case(keys=keys(n, bf16={"enabled": True})) for n in (1, 3)},
+    **{
+        f"fp16, stage {n}": Case(
+            keys=keys(n, fp16={"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}),
+            poison=2,
+            steps=9,
+        )
+        for n in range(4)
+    },
+}
+"""In 16 bits: gradients are reduced in float32 here, in 16 bits there."""
+
+# After the others: the package remembers the pipeline. Unclipped: its norm counts tied weights twice.
+PIPELINES = {
+    "pipeline": Case("pipe", keys(0, gradient_clipping=0.0), accumulation=3, steps=4),
+    "pipeline, stage 1": Case("pipe", keys(1, gradient_clipping=0.0), accumulation=2, steps=3),
+}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+    directory = tmp_path_factory.mktemp("both")
+    cases = EXACT | NARROW | PIPELINES
+    theirs = results_of("deepspeed", cases, directory / "theirs")
+    return theirs, results_of("hexad", cases, directory / "ours")
+
+
+def errors(theirs: list[Any], ours: list[Any]) -> float:
+    """The largest relative error; 0 for what is not finite in both, infinite for what is in one."""
+    assert len(theirs) == len(ours)
+    largest = 0.0
+    for one, other in zip(theirs, ours):
+        if one is None:
+            continue  # the package has no norm
+        if math.isfinite(one) and math.isfinite(other):
+            largest = max(largest, abs(one - other) / max(abs(one), 1e-12))
+        elif math.isfinite(one) or math.isfinite(other):
+            return math.inf
+    return largest
+
+
+def same(both: tuple[Results, Results], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    theirs, ours = (each[name] for each in both)
+    assert "error" not in theirs, theirs["error"]
+    assert "error" not in ours, ours["error"]
+    for what in ("steps", "skipped", "samples", "scale"):
+        assert theirs[what] == ours[what], what
+    assert len(theirs["lr"]) == len(ours["lr"])
+    for one, other in zip(theirs["lr"], ours["lr"]):
+        assert errors(one, other) < 1e-14
+    return theirs, ours
+
+
+@pytest.mark.parametrize("name", EXACT | PIPELINES)
+def test_numbers_are_those_of_the_package(both: tuple[Results, Results], name: str) -> None:
+    theirs, ours = same(both, name)
+    assert errors(theirs["loss"], ours["loss"]) < 1e-6
+    assert errors(theirs["norm"], ours["norm"]) < 1e-6
+    assert len(set(ours["loss"])) == len(ours["loss"])  # it trains
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_sixteen_bits_agree_as_far_as_their_rounding(both: tuple[Results, Results], name: str) -> None:
+    theirs, ours = same(both, name)
+    assert errors(theirs["loss"], ours["loss"]) < 3e-2
+    wide = both[1]["stage 1"]["loss"]
+    if name.startswith("bf16"):
+        assert 1e-5 < errors(wide, ours["loss"]) < 3e-2
+    if name.startswith("fp16"):
+        assert ours["skipped"] == 1
+
+
+def test_the_scripts_module_is_trained_differently_by_another_rate(both: tuple[Results, Results]) -> None:
+    """That these comparisons can fail: stages agree, schedules do not."""
+    ours = both[1]
+    assert errors(ours["stage 0"]["loss"], ours["stage 3"]["loss"]) < 1e-6
+    assert errors(ours["stage 1"]["loss"], ours["WarmupLR"]["loss"]) > 1e-3

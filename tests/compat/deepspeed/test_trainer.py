@@ -1,0 +1,66 @@
+"""``transformers.Trainer(args=TrainingArguments(deepspeed=...))``, unchanged, through the face."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import DistributionFinder
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hexad.compat.deepspeed.installed import _Finder
+
+from .published import PUBLISHED
+
+pytest.importorskip("deepspeed")
+
+
+def log_of(which: str, stage: int, directory: Path) -> list[list[dict[str, float]]]:
+    tree = json.loads(json.dumps(PUBLISHED["transformers, stage 3"]))
+    tree["zero_optimization"]["stage"] = stage
+    tree["optimizer"]["params"]["torch_adam"] = True
+    directory.mkdir()
+    config = directory / "ds.json"
+    config.write_text(json.dumps(tree))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["-m", "tests.compat.deepspeed.trainer_script", which, str(config), str(directory / "out")]
+    result = subprocess.run([sys.executable, *command, *script], capture_output=True, text=True, timeout=300)
+    output = directory / "out" / "log.json"
+    assert output.exists(), result.stderr[-3000:]
+    found: list[list[dict[str, float]]] = json.loads(output.read_text())
+    return found
+
+
+def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def theirs(directory: Path) -> Any:
+    return log_of("package", 3, directory / "theirs")[0]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_the_trainer_gives_the_same_numbers(directory: Path, theirs: Any, stage: int) -> None:
+    first, resumed = log_of("face", stage, directory / str(stage))
+    close(first, theirs)
+    close(resumed[:4], theirs)  # the Trainer's log goes on after it has resumed
+    assert len(resumed) == 6
+    assert resumed[-1]["loss"] < first[0]["loss"]
+    assert (directory / str(stage) / "out" / "final" / "model.safetensors").stat().st_size > 10_000
+
+
+def test_libraries_find_the_package_where_there_is_none() -> None:
+    (found,) = _Finder().find_distributions(DistributionFinder.Context(name="deepspeed"))
+    assert (found.metadata["Name"], found.version) == ("deepspeed", "0.19.8")
+    assert list(_Finder().find_distributions(DistributionFinder.Context(name="torch"))) == []

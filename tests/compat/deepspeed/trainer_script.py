@@ -1,0 +1,68 @@
+"""A script of transformers' Trainer with a DeepSpeed configuration: ``SCRIPT package|face CONFIG OUTPUT``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    which, config, output = sys.argv[1:]
+    if which == "face":
+        from hexad.compat import deepspeed
+
+        deepspeed.install()
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(61, (64,), generator=generator).tolist()
+    samples = [(torch.arange(16) + start) % 61 for start in starts]
+    data = [{"input_ids": each, "labels": each} for each in samples]
+
+    def trained(steps: int, resume: bool) -> list[dict[str, float]]:
+        arguments = TrainingArguments(
+            output_dir=output,
+            deepspeed=config,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=steps,
+            logging_steps=1,
+            save_steps=2,
+            report_to=[],
+            learning_rate=1e-2,
+            max_grad_norm=0.5,
+            warmup_steps=2,
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=3,
+        )
+        torch.manual_seed(0)
+        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        sizes = GPT2Config(
+            vocab_size=61,
+            n_positions=32,
+            n_embd=24,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            **none,
+        )
+        trainer = Trainer(model=GPT2LMHeadModel(sizes), args=arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.save_model(f"{output}/final")
+        names = ("loss", "grad_norm", "learning_rate")
+        return [{name: each[name] for name in names} for each in trainer.state.log_history if "loss" in each]
+
+    found = [trained(4, False)]
+    if which == "face":
+        found.append(trained(6, True))
+    if os.environ["RANK"] == "0":
+        with open(f"{output}/log.json", "w") as file:
+            json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main()

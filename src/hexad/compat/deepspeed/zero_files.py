@@ -176,7 +176,7 @@ class _Zero:
         for path, optimizer in zip(self.shard_files, self.optimizers):
             tensors = list(entry(optimizer, path, key, (list, tuple)))
             kinds = {isinstance(each, torch.Tensor) for each in tensors}
-            if len(tensors) != len(self.groups) or kinds != {True}:
+            if len(tensors) != len(self.groups) or False in kinds:
                 raise HexadError(
                     f"{path}: {key} holds {len(tensors)} tensors, but param_shapes in {self.file.name} has "
                     f"{len(self.groups)} groups"

@@ -29,6 +29,9 @@ VOCAB = 307
 LR, BETAS, EPS = 1e-2, (0.9, 0.95), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+CLIENT_STATE = {"epoch": 1, "options": Namespace(lr=LR)}
+"""What a script adds; the object is not loaded."""
+
 CASES = {
     "none_bf16": {"stage": 0, "dtype": "bf16"},
     "none_fp32": {"stage": 0, "dtype": "fp32", "model": "gpt2"},
@@ -39,6 +42,7 @@ CASES = {
     "zero2_fp32": {"stage": 2, "dtype": "fp32"},
     "zero3_bf16": {"stage": 3, "dtype": "bf16"},
     "zero3_fp32": {"stage": 3, "dtype": "fp32", "sub_group": 100},
+    "scheduled": {"stage": 2, "dtype": "fp32", "warmup": 4},
     "gpt2": {"stage": 2, "dtype": "fp32", "model": "gpt2"},
     "gpt2_inner": {"stage": 3, "dtype": "fp32", "model": "gpt2", "frozen": "inner.transformer.wpe.weight"},
     "llama": {"stage": 3, "dtype": "fp32", "model": "llama"},
@@ -123,9 +127,8 @@ def saved(name: str) -> Path:
     return Path(_written().name) / name
 
 
-def _initialize(case: dict[str, Any], module: nn.Module) -> Any:
-    import deepspeed
-
+def config_of(case: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's."""
     kind, stage = case["dtype"], {"stage": case["stage"]}
     if case["stage"] == 3:
         stage |= {"sub_group_size": case.get("sub_group", 10**9), "stage3_param_persistence_threshold": 0}
@@ -143,13 +146,25 @@ def _initialize(case: dict[str, Any], module: nn.Module) -> Any:
         config[kind] = {"enabled": True} | ({"initial_scale_power": 6} if kind == "fp16" else {})
     if "accumulate" in case:
         config["data_types"] = {"grad_accum_dtype": case["accumulate"]}
+    if "warmup" in case:
+        warmup = {"warmup_num_steps": case["warmup"], "warmup_max_lr": 2 * LR}
+        config["scheduler"] = {"type": "WarmupLR", "params": warmup}
+    return config
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, all else without."""
     trained = [each for each in module.parameters() if each.requires_grad]
-    groups = [
+    return [
         {"params": [each for each in trained if (each.dim() > 1) == decay], "weight_decay": 0.1 * decay}
         for decay in (True, False)
     ]
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config)
-    return engine
+
+
+def _initialize(case: dict[str, Any], module: nn.Module) -> Any:
+    import deepspeed
+
+    return deepspeed.initialize(model=module, model_parameters=groups_of(module), config=config_of(case))[0]
 
 
 def _expected(engine: Any, stage: int) -> dict[str, dict[str, Tensor]]:
@@ -196,7 +211,7 @@ def _train(directory: Path, name: str, case: dict[str, Any], rank: int) -> None:
     for step in range(STEPS + AFTER):
         if step == STEPS:
             expected = _expected(engine, case["stage"])
-            engine.save_checkpoint(str(directory / name))
+            engine.save_checkpoint(str(directory / name), client_state=CLIENT_STATE)
         if step == STEPS + 1 and name == "zero1_bf16":  # to be mixed in
             engine.save_checkpoint(str(directory / f"{name}-later"))
         tokens = batch(step)[rank : rank + 1]

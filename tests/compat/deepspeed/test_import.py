@@ -13,6 +13,7 @@ from hexad.checkpoint.hugging_face_export import saved_config
 from hexad.checkpoint.published import published_tensors
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.verification import verify_files
+from hexad.compat import deepspeed
 from hexad.compat.deepspeed.import_checkpoint import Imported, import_checkpoint
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
@@ -35,6 +36,8 @@ from .saved_checkpoints import (
     UNIVERSAL,
     Odd,
     batch,
+    config_of,
+    groups_of,
     loss_of,
     published_model,
     saved,
@@ -172,6 +175,35 @@ def test_a_module_trains_on(name: str, zero: int, tmp_path: Path, pool: Pool) ->
             if short in expected["after"]:
                 wanted = expected["after"][short][rectangle.slices]
                 torch.testing.assert_close(values, wanted, rtol=1e-4, atol=1e-6)
+
+
+def continued_script(directory: Path) -> tuple[list[float], dict[str, Any], tuple[int, ...]]:
+    """As the script that has saved would go on with Hexad's face of DeepSpeed."""
+    module = Odd()
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=groups_of(module), config=config_of(CASES["scheduled"])
+    )
+    path, state = engine.load_checkpoint(str(directory), tag="checkpoint")
+    assert path is not None
+    counters = engine.global_steps, engine.global_samples, engine.skipped_steps
+    losses = []
+    for step in range(STEPS, STEPS + AFTER):
+        tokens = batch(step)[[engine.global_rank]]
+        loss = loss_of(engine(tokens[:, :-1]), tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item() / RANKS)
+    return losses, state, counters
+
+
+def test_a_script_trains_on(tmp_path: Path, pool: Pool) -> None:
+    imported(saved("scheduled"), tmp_path / "checkpoint")
+    results = pool.run(RANKS, continued_script, tmp_path)
+    losses = [sum(each) for each in zip(*(losses for losses, *_ in results))]
+    assert losses == pytest.approx(torch.load(saved("scheduled.pt"))["losses"], rel=1e-5)
+    for _, state, counters in results:
+        assert state == {"epoch": 1}
+        assert counters == (STEPS, STEPS * RANKS, 0)
 
 
 def continued_model(load: Path, directory: Path, zero: int) -> list[float]:

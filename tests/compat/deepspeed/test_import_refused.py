@@ -40,6 +40,7 @@ def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Save the content of a file with a change."""
     content = load_file(path)
     # What is read as inert would not be written as what it was.
+    content.pop("options", None)
     content.get("optimizer_state_dict", {}).pop("loss_scaler", None)
     content.get("optimizer_state_dict", {}).pop("zero_stage", None)
     content.get("optimizer_state_dict", {}).pop("param_slice_mappings", None)

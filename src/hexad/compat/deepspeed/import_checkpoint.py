@@ -112,6 +112,8 @@ def import_checkpoint(
     elif not state.moments:
         problem = state.lacking or "holds no exp_avg and exp_avg_sq of all parameters"
         raise HexadError(f"{state.directory}: {problem}; --weights-only imports the weights alone")
+    else:
+        state.progress["optimizer"] = _numbers(state)
     if model is None:
         entries = list(_of_module(state))
         with appearing(to, "--to") as partial:
@@ -136,6 +138,17 @@ def _imported(
     step, samples = state.progress["step"], state.progress["samples"]
     count = sum(math.prod(each.shape) for each in weights)
     return Imported(config, step, samples, count, bool(state.moments), tokenizer)
+
+
+def _numbers(state: SavedState) -> dict[str, Any]:
+    """The settings and counts that an optimizer of ``torch.optim`` resumes from."""
+    settings = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+    plain = (int, float, tuple, list)
+    groups = [
+        {name: group[name] for name in settings if isinstance(group.get(name), plain)}
+        for group in state.groups
+    ]
+    return {"groups": groups, "counts": {"step": {"tensor": float(state.progress["updates"])}}}
 
 
 def _kinds(state: SavedState) -> dict[str, dict[str, SavedTensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from hexad.config import HexadError
 
 from ..inert import Inert, load_inert
+from .saved import encoded
 
 _CLASSES = (
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
@@ -23,6 +25,33 @@ _CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 """DeepSpeed's own, in its checkpoints."""
+
+_OF_DEEPSPEED = frozenset(
+    [
+        "buffer_names",
+        "checkpoint_parallel_dimensions",
+        "csr_tensor_module_names",
+        "data_sampler",
+        "ds_config",
+        "ds_version",
+        "dp_world_size",
+        "frozen_param_fragments",
+        "frozen_param_shapes",
+        "global_samples",
+        "global_steps",
+        "lr_scheduler",
+        "module",
+        "mp_world_size",
+        "optimizer",
+        "param_shapes",
+        "random_ltd",
+        "shared_params",
+        "skipped_steps",
+        "sparse_tensor_module_names",
+        "universal_checkpoint_info",
+    ]
+)
+"""Keys of a file of model states that are not a script's ``client_state``."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, under the names that its state has everywhere."""
@@ -123,7 +152,7 @@ class SavedState:
         moments: of :data:`MOMENTS` -> the trained parameters' -> values; empty where there are none.
         aliases: further names of tied parameters -> the name among ``weights``.
         dtype: of the model's parameters.
-        progress: ``step``, ``updates`` and ``samples``; ``loss_scale`` of fp16.
+        progress: ``step``, ``updates`` and ``samples``; ``loss_scale`` of fp16; what scripts keep.
         groups: settings of the optimizer's parameter groups.
         lacking: why there are no moments, where that is known.
     """
@@ -211,7 +240,25 @@ def progress(
             f"{' and '.join(map(str, sorted(updates)))} updates; files of several checkpoints are mixed"
         )
     found = {"step": step, "updates": updates.pop() if updates else step - skipped, "samples": samples}
-    return found | _loss_scale(optimizer)
+    counters = {"global_steps": step, "global_samples": samples, "skipped_steps": skipped}
+    return found | _loss_scale(optimizer) | {"deepspeed": {"counters": counters, **_of_script(model)}}
+
+
+def _of_script(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``load_checkpoint`` of Hexad's face of DeepSpeed resumes and returns: the schedule's state, and of
+    ``client_state`` all but objects of classes, which are not loaded."""
+    schedule = model.get("lr_scheduler")
+    client = {name: value for name, value in model.items() if name not in _OF_DEEPSPEED}
+    kept: dict[str, Any] = {}
+    for name, value in client.items():
+        with suppress(HexadError):
+            encoded({name: value}, name)
+            kept[name] = value
+    try:
+        state = None if schedule is None else encoded(schedule, "lr_scheduler")
+    except HexadError:
+        state = None
+    return {"scheduler": state, "client_state": encoded(kept, "client_state")}
 
 
 def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:

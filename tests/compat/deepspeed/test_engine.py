@@ -305,6 +305,17 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     assert steps(engine, 0, 3) == steps(engine_of(0), 0, 3)
 
 
+def test_a_scheduler_of_torch_is_made_of_the_optimizer(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(5)
+    config = {key: value for key, value in config_of(1).items() if key != "scheduler"}
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=Mlp(), config=config, lr_scheduler=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    )
+    steps(engine, 0, 2)
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.0025
+    assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
+
+
 # Mistakes
 
 
@@ -319,6 +330,8 @@ def mistake(kind: str) -> None:
     engine = engine_of(2 if kind == "no_sync" else 0)
     if kind == "step":
         engine.step()
+    if kind == "state_dict":
+        engine_of(3).module.state_dict()
     if kind == "graph":
         engine.backward(torch.zeros(()))
     if kind == "shape":
@@ -344,6 +357,7 @@ def mistake(kind: str) -> None:
         ("graph", r"backward: found shape \(\), requires_grad False, expected a scalar loss with a graph"),
         ("shape", r"backward: found shape \(2,\), requires_grad True"),
         ("no_sync", "no_sync: found zero_optimization.stage 2"),
+        ("state_dict", "state_dict: found ZeRO stage 3, which shards the values"),
         ("optimizer.step", "call engine.step"),
         ("parallel", "tensor_parallel.autotp_size: found 2, but a module of one's own is not divided"),
     ],

@@ -71,7 +71,7 @@ class DeepSpeedEngine(nn.Module):
         self._cast_buffers()
         basic = self._optimizer(optimizer, parameters)
         # Without an optimizer: one that keeps nothing.
-        self._engine = self._make(basic or torch.optim.SGD(_trained(module), lr=0.0))
+        self._engine = self._make(basic or torch.optim.SGD(_trained(module) or [torch.zeros(1)], lr=0.0))
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
         gathered.register(self._engine)
@@ -95,7 +95,10 @@ class DeepSpeedEngine(nn.Module):
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
         mesh = world.mesh_of(Layout(world=world.world_size()), self.device)
-        return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
+        engine = Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
+        if self.zero_optimization_stage() == 3:
+            self._module.register_state_dict_pre_hook(gathered.refuse_shards)
+        return engine
 
     def _cast_buffers(self) -> None:
         wanted = self._config.keys.data_types.buffer_dtype
@@ -110,6 +113,8 @@ class DeepSpeedEngine(nn.Module):
         wanted: Any = _trained(self._module) if parameters is None else list(parameters)
         if given is None and keys.optimizer is None:
             return None
+        if not wanted:  # of a pipeline's stage without parameters: torch refuses an empty list
+            wanted = [nn.Parameter(torch.zeros(1))]
         if given is None:
             assert keys.optimizer is not None
             found = from_keys(keys.optimizer, wanted)
@@ -121,6 +126,9 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError(
                 f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
             )
+        held = set(self._module.parameters())
+        for group in found.param_groups:
+            group["params"] = [each for each in group["params"] if each in held]
         found.param_groups[:] = [group for group in found.param_groups if group["params"]]
         check_sharded(found, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
         listed = [each for group in found.param_groups for each in group["params"]]
@@ -132,12 +140,9 @@ class DeepSpeedEngine(nn.Module):
 
     def _scheduler(self, given: Any) -> Any:
         keys = self._config.keys.scheduler
-        if given is not None and not callable(given):
-            return given
-        if callable(given) and not hasattr(given, "step"):
-            return given(self.optimizer)
         if given is not None:
-            return given
+            # Not of the face around it: torch's schedulers want to see that optimizer's steps.
+            return given if hasattr(given, "step") else given(self.basic_optimizer)
         if keys is None or self.basic_optimizer is None:
             return None
         kinds = {**vars(torch.optim.lr_scheduler), **SCHEDULES}

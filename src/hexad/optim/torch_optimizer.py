@@ -108,7 +108,11 @@ class TorchOptimizer(Rule):
             HexadError: the optimizer keeps something that a checkpoint cannot hold.
         """
         groups = [
-            {key: value for key, value in group.items() if key != "params" and _plain(value)}
+            {
+                key: number
+                for key, value in group.items()
+                if key != "params" and _plain(number := _number(value))
+            }
             for group in self.optimizer.param_groups
         ]
         counts: dict[str, Any] = {}
@@ -169,6 +173,11 @@ def _as_large(held: Held, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> l
 
 def _alike(value: Any, tensor: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == tensor.shape
+
+
+def _number(value: Any) -> Any:
+    """A tensor's number; else the value itself."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _plain(value: Any) -> bool:

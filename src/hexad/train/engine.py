@@ -178,6 +178,11 @@ class Engine(State):
         self._begun = microbatches or 0
         self.gradients.begin(microbatches)
 
+    def extend(self) -> None:
+        """Allow another backward pass than :meth:`begin` was called with; all ranks together, before it. Its
+        gradients are reduced by themselves."""
+        self.gradients.extend()
+
     def accumulate(
         self, microbatches: Sequence[Any], scale: float = 1.0, record: bool = False
     ) -> torch.Tensor | None:

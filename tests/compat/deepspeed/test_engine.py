@@ -209,6 +209,33 @@ def test_boundaries_are_found_in_every_way(pool: Pool) -> None:
             torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-7)
 
 
+def several(stage: int, kind: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """An update by the sum of three losses: at once, one after the other, or through another engine."""
+    engine, rank = engine_of(stage, gradient_clipping=0.0), torch.distributed.get_rank()
+    other = engine_of(stage)
+    for step in range(2):
+        losses = [engine(*batch_of("mlp", rank, 3 * step + n)) for n in range(3)]
+        if kind == "at once":
+            engine.backward(losses[0] + losses[1] + losses[2])
+        elif kind == "one by one":
+            for loss in losses:
+                engine.backward(loss)
+        else:
+            other.backward(losses[0] + losses[1] + losses[2] + other(*batch_of("mlp", rank, step)))
+        engine.step()
+    return engine.get_global_grad_norm(), engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_any_number_of_losses(pool: Pool, stage: int) -> None:
+    norm, values = pool.run(2, several, stage, "at once")[0]
+    for kind in ("one by one", "through another engine"):
+        for again, others in pool.run(2, several, stage, kind):
+            assert again == pytest.approx(norm, rel=1e-5)
+            for name, value in values.items():
+                torch.testing.assert_close(others[name], value, rtol=1e-4, atol=1e-6)
+
+
 # Alone: one process, no launcher
 
 
@@ -278,6 +305,17 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     assert steps(engine, 0, 3) == steps(engine_of(0), 0, 3)
 
 
+def test_a_scheduler_of_torch_is_made_of_the_optimizer(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(5)
+    config = {key: value for key, value in config_of(1).items() if key != "scheduler"}
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=Mlp(), config=config, lr_scheduler=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    )
+    steps(engine, 0, 2)
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.0025
+    assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
+
+
 # Mistakes
 
 
@@ -292,6 +330,8 @@ def mistake(kind: str) -> None:
     engine = engine_of(2 if kind == "no_sync" else 0)
     if kind == "step":
         engine.step()
+    if kind == "state_dict":
+        engine_of(3).module.state_dict()
     if kind == "graph":
         engine.backward(torch.zeros(()))
     if kind == "shape":
@@ -301,9 +341,6 @@ def mistake(kind: str) -> None:
             pass
     if kind == "optimizer.step":
         engine.optimizer.step()
-    if kind == "more passes":
-        for _ in range(2):
-            engine.backward(engine(*batch_of("mlp", 0, 0)))
     if kind == "name":
         getattr(deepspeed, "initialise")  # noqa: B009
     if kind == "parallel":
@@ -320,8 +357,8 @@ def mistake(kind: str) -> None:
         ("graph", r"backward: found shape \(\), requires_grad False, expected a scalar loss with a graph"),
         ("shape", r"backward: found shape \(2,\), requires_grad True"),
         ("no_sync", "no_sync: found zero_optimization.stage 2"),
+        ("state_dict", "state_dict: found ZeRO stage 3, which shards the values"),
         ("optimizer.step", "call engine.step"),
-        ("more passes", "gradients: found more backward passes"),
         ("parallel", "tensor_parallel.autotp_size: found 2, but a module of one's own is not divided"),
     ],
 )

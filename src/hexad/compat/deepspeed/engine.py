@@ -71,7 +71,7 @@ class DeepSpeedEngine(nn.Module):
         self._cast_buffers()
         basic = self._optimizer(optimizer, parameters)
         # Without an optimizer: one that keeps nothing.
-        self._engine = self._make(basic or torch.optim.SGD(_trained(module), lr=0.0))
+        self._engine = self._make(basic or torch.optim.SGD(_trained(module) or [torch.zeros(1)], lr=0.0))
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
         gathered.register(self._engine)
@@ -81,11 +81,13 @@ class DeepSpeedEngine(nn.Module):
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self.gradient_average = True
-        self._passes: int | None = 0  # backward passes since the last update
+        self._passes = 0  # backward passes since the last update
+        self._limit: int | None = None  # that reductions wait for; None: until the update
         self._boundary: bool | None = None
         self._no_sync = False
         self._norm: float | None = None
         self._applied = False
+        self._begin()
         self._report()
 
     # What it is made of
@@ -93,7 +95,10 @@ class DeepSpeedEngine(nn.Module):
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
         mesh = world.mesh_of(Layout(world=world.world_size()), self.device)
-        return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
+        engine = Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
+        if self.zero_optimization_stage() == 3:
+            self._module.register_state_dict_pre_hook(gathered.refuse_shards)
+        return engine
 
     def _cast_buffers(self) -> None:
         wanted = self._config.keys.data_types.buffer_dtype
@@ -108,6 +113,8 @@ class DeepSpeedEngine(nn.Module):
         wanted: Any = _trained(self._module) if parameters is None else list(parameters)
         if given is None and keys.optimizer is None:
             return None
+        if not wanted:  # of a pipeline's stage without parameters: torch refuses an empty list
+            wanted = [nn.Parameter(torch.zeros(1))]
         if given is None:
             assert keys.optimizer is not None
             found = from_keys(keys.optimizer, wanted)
@@ -119,6 +126,9 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError(
                 f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
             )
+        held = set(self._module.parameters())
+        for group in found.param_groups:
+            group["params"] = [each for each in group["params"] if each in held]
         found.param_groups[:] = [group for group in found.param_groups if group["params"]]
         check_sharded(found, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
         listed = [each for group in found.param_groups for each in group["params"]]
@@ -130,12 +140,9 @@ class DeepSpeedEngine(nn.Module):
 
     def _scheduler(self, given: Any) -> Any:
         keys = self._config.keys.scheduler
-        if given is not None and not callable(given):
-            return given
-        if callable(given) and not hasattr(given, "step"):
-            return given(self.optimizer)
         if given is not None:
-            return given
+            # Not of the face around it: torch's schedulers want to see that optimizer's steps.
+            return given if hasattr(given, "step") else given(self.basic_optimizer)
         if keys is None or self.basic_optimizer is None:
             return None
         kinds = {**vars(torch.optim.lr_scheduler), **SCHEDULES}
@@ -200,18 +207,22 @@ class DeepSpeedEngine(nn.Module):
             if isinstance(loss, torch.Tensor):
                 found = f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}"
             raise HexadError(f"backward: found {found}, expected a scalar loss with a graph")
-        managed = self._config.keys.managed_gradient_accumulation
-        if self._passes == 0:
-            # With a boundary by hand (accelerate) the number is the most; with 1 there is no telling.
-            known = self._boundary is not False or self.gradient_accumulation_steps() > 1
-            counted = managed and not self._no_sync and known
-            self._engine.begin(self.gradient_accumulation_steps() if counted else None)
-        self._passes = (self._passes or 0) + 1
-        if managed and scale_wrt_gas:
+        if self._limit is not None and self._passes >= self._limit:
+            self._engine.extend()
+        self._passes += 1
+        if self._config.keys.managed_gradient_accumulation and scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         scaled = loss.float() * self._engine.scaler.scale if self._engine.scaler.active else loss
         scaled.backward(retain_graph=retain_graph)
         return loss.detach()
+
+    def _begin(self) -> None:
+        """Accept gradients from here on: also of a loss that another engine differentiates."""
+        managed, passes = self._config.keys.managed_gradient_accumulation, self.gradient_accumulation_steps()
+        # With a boundary by hand (accelerate) the number is the most; with 1 there is no telling.
+        known = managed and not self._no_sync and (self._boundary is not False or passes > 1)
+        self._limit = passes if known else None
+        self._engine.begin(self._limit)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` updates."""
@@ -222,8 +233,10 @@ class DeepSpeedEngine(nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide it by hand; gradients are then reduced in :meth:`step`."""
+        """Decide it by hand."""
         self._boundary = is_boundary
+        if not self._engine.gradients.contributed:
+            self._begin()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -240,6 +253,8 @@ class DeepSpeedEngine(nn.Module):
         if self._no_sync:
             raise HexadError("no_sync: found inside another no_sync")
         self._no_sync = True
+        if not self._engine.gradients.contributed:
+            self._begin()
         try:
             yield
         finally:
@@ -261,13 +276,14 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
-        if not self._passes:
+        if not self._engine.gradients.contributed:
             raise HexadError("step: found no backward pass since the last update; call backward before")
         passes, self._passes = self._passes, 0
         self._engine.reduce()
         mean = self._config.keys.gradient_allreduce_op == "mean"
         before = self._engine.updates
         self._norm = self._engine.update(None, divisor=self.dp_world_size if mean else 1)
+        self._begin()
         self._applied = self._engine.updates > before
         assert self.optimizer is not None
         self.optimizer.overflow, self.optimizer._global_grad_norm = not self._applied, self._norm

@@ -81,6 +81,33 @@ def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
     bucket.adopt()
 
 
+_collects = False
+"""Whether :func:`state_dict` asks a module for what it has."""
+
+
+@contextmanager
+def _collecting() -> Iterator[None]:
+    global _collects
+    _collects = True
+    try:
+        yield
+    finally:
+        _collects = False
+
+
+def refuse_shards(*_: Any) -> None:
+    """Refuse the ``state_dict`` of a module that ZeRO 3 shards: it would have placeholders.
+
+    Raises:
+        HexadError: unless :func:`state_dict` asks.
+    """
+    if not _collects:
+        raise HexadError(
+            "state_dict: found ZeRO stage 3, which shards the values; call engine.module_state_dict() or "
+            "engine.save_16bit_model() on all ranks"
+        )
+
+
 def state_dict(engine: Engine, module: nn.Module, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """A module's ``state_dict`` with complete values on the host, on every rank; all ranks together."""
     engine.gatherer.settle()
@@ -91,7 +118,9 @@ def state_dict(engine: Engine, module: nn.Module, exclude_frozen: bool = False) 
             values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
         engine.gatherer.leave(bucket)
     found: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    with _collecting():
+        held = module.state_dict(keep_vars=True)
+    for name, value in held.items():
         frozen = isinstance(value, nn.Parameter) and not value.requires_grad
         if not (frozen and exclude_frozen):
             found[name] = values[value] if value in values else value.detach().to("cpu", copy=True)

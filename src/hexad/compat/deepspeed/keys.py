@@ -99,7 +99,9 @@ Dtype = Literal["fp32", "fp16", "bf16"]
 class DataTypes(Section):
     """``data_types``."""
 
-    grad_accum_dtype: Annotated[Dtype | None, Is("`precision.accumulate`; fp16 is refused")] = None
+    grad_accum_dtype: Annotated[
+        Dtype | None, Is("`precision.accumulate: bf16` with `communication_data_type: bf16`; else fp32")
+    ] = None
     param_dtype: Annotated[Dtype | None, Refused("parameters have the format of fp16 or bf16")] = None
     buffer_dtype: Annotated[Dtype | None, Is("format of the module's buffers")] = None
     keep_in_fp32_modules: Annotated[

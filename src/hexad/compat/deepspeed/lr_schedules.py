@@ -96,10 +96,11 @@ class WarmupLR(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in self.optimizer.param_groups]
+            warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
         self.warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self.warmup.steps, self.warmup.kind
         if last_batch_iteration == -1:
             self._set(self.min_lrs)
 
@@ -160,6 +161,7 @@ class WarmupCosineLR(Schedule):
         self.total_num_steps, self.cos_min_ratio = total_num_steps, cos_min_ratio
         self.warmup_min_ratio = warmup_min_ratio
         self.warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self.warmup.steps, self.warmup.kind
         _check_total(total_num_steps, self.warmup.steps)
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         if last_batch_iteration == -1:
@@ -271,6 +273,7 @@ class OneCycle(Schedule):
                 f"{cycle_first_step_size} and {cycle_second_step_size}"
             )
         self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
         stairs = cycle_second_stair_count
         self.stairs = cycle_first_stair_count, cycle_first_stair_count if stairs is None else stairs
         self.decay_step_size = decay_step_size

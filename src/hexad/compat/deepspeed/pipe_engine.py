@@ -74,7 +74,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._module.train()
         count = self.gradient_accumulation_steps()
         batches = self._batches(data_iter, count)
-        self._engine.begin(count)
         total = self._engine.accumulate(batches, scale=1.0 / count)
         self._passes = count
         self._update({})

@@ -71,8 +71,6 @@ def _common(config: DeepSpeedConfig, gpu: bool) -> dict[str, Any]:
         precision["reduce"] = "bf16"
         if keys.data_types.grad_accum_dtype == "bf16":
             precision["accumulate"] = "bf16"
-    if keys.data_types.grad_accum_dtype == "fp16":
-        raise ConfigError("data_types.grad_accum_dtype", "found fp16; use fp32, or bf16 in bf16 runs")
     if keys.fp16.enabled:
         scaler = keys.fp16
         precision |= {

@@ -61,6 +61,7 @@ class Gradients:
         self._reducing: dict[int, deque[tuple[Pending, torch.Tensor, bool]]] = {}
         self._summing: list[tuple[Pending, torch.Tensor]] = []
         self._deferred: Deferred | None = None
+        self._extended, self._later = False, dict[int, torch.Tensor]()
         self._places: dict[torch.Tensor, tuple[int, int]] = {}
         for number, bucket in enumerate(buckets):
             for member, declared in enumerate(bucket.members):
@@ -128,10 +129,25 @@ class Gradients:
         """
         self._rounds.begin(microbatches)
         self._wait()
+        self._extended = False
+        for number in list(self._later):
+            self._pool.give(self._buckets[number], self._later.pop(number))
         for bucket in self._buckets:
             if not bucket.plan.keeps_gradients and bucket.gradients is not None:
                 self._pool.give(bucket, bucket.gradients)
                 bucket.gradients = None
+
+    def extend(self) -> None:
+        """Have another microbatch than :meth:`begin` was called with, whose gradients are reduced apart
+        and added."""
+        self._rounds.extend()
+        self._wait()
+        self._extended = True
+
+    @property
+    def contributed(self) -> bool:
+        """Whether anything has been contributed in this step."""
+        return self._rounds.contributed()
 
     def finish(self) -> None:
         """Reduce what has not been reduced yet and wait for everything; a gradient that nothing contributed
@@ -157,6 +173,12 @@ class Gradients:
 
     def _whole(self, number: int) -> torch.Tensor:
         bucket = self._buckets[number]
+        if bucket.plan.keeps_gradients and not self._rounds.first(
+            number
+        ):  # those of the step stay as they are
+            if number not in self._later:
+                self._later[number] = self._pool.take(bucket, bucket.gradient.dtype)
+            return self._later[number]
         if bucket.gradients is None:
             bucket.gradients = self._pool.take(bucket, bucket.gradient.dtype)
         return bucket.gradients
@@ -176,18 +198,21 @@ class Gradients:
         self._reducing.setdefault(number, deque()).append((pending, gradients, first))
         if not bucket.plan.keeps_gradients:
             bucket.gradients = None
+        self._later.pop(number, None)
 
     def retire(self, number: int, last: bool) -> None:
         """Wait for a bucket's oldest reduction."""
         bucket = self._buckets[number]
         pending, gradients, first = self._reducing[number].popleft()
         shard = pending.wait()
+        replicas = self._sharding[bucket.traits.grid].replicas
+        if self._extended:  # what there was is the sum of all replicas already
+            shard = all_reduce(self._narrowed(shard, replicas).contiguous(), replicas)
         if shard.data_ptr() != bucket.gradient.data_ptr():
             Dense(shard).add_to(bucket.gradient, first)
-        if not bucket.plan.keeps_gradients:
+        if bucket.gradients is not gradients:
             self._pool.give(bucket, gradients)
-        if last:
-            replicas = self._sharding[bucket.traits.grid].replicas
+        if last and not self._extended:
             sent = self._narrowed(bucket.gradient, replicas)
             self._summing.append((all_reduce_async(sent, replicas), bucket.gradient))
 

@@ -113,6 +113,23 @@ class Rounds:
             if self._missing[bucket] == 0:
                 self._complete(bucket)
 
+    def extend(self) -> None:
+        """Have another microbatch than :meth:`begin` was called with, after what there is has been reduced;
+        on all data ranks together."""
+        self.finish()
+        self._turn = len(self._buckets) - 1
+        for bucket, plan in enumerate(self._buckets):
+            self._left[bucket], self._due[bucket] = 1, list(plan.uses)
+            self._renew(bucket)
+
+    def contributed(self) -> bool:
+        """Whether anything has been contributed to a gradient in this step."""
+        return not all(self._first) or not all(map(all, self._fresh))
+
+    def first(self, bucket: int) -> bool:
+        """Whether nothing of the bucket has been reduced in this step."""
+        return self._first[bucket]
+
     def finish(self) -> None:
         """Reduce what has not been reduced yet, and retire everything."""
         while any(self._left):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from hexad.train.engine import Engine
 
 from .. import world
 from . import gathered, saved
+from .accessors import Accessors
 from .config import DeepSpeedConfig, without_effect
 from .data import Loader, loader_of
 from .lr_schedules import SCHEDULES
@@ -28,7 +29,7 @@ CLIP_EPSILON = 1e-6
 """DeepSpeed adds it to the norm that it divides by."""
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(Accessors):
     """Trains any module: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
 
     The loss is the mean over a rank's samples; gradients are averaged over ranks and accumulated backward
@@ -413,115 +414,6 @@ class DeepSpeedEngine(nn.Module):
         """Whether complete weights can be had: always."""
         return True
 
-    # What scripts ask
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, with the values of the last update where it is not sharded (ZeRO 3)."""
-        self._engine.gatherer.settle()
-        return self._module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("_module")
-            if module is not None and hasattr(module, name):
-                return getattr(module, name)
-            raise
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """What was read."""
-        return self._config.tree
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number."""
-        return self._engine.mesh.rank
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self._engine.mesh.layout.world
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks that have other samples."""
-        return self._engine.mesh.data.size
-
-    def train_batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self._config.batch.total
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a backward pass."""
-        return self._config.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backward passes of a step."""
-        return self._config.batch.accumulation
-
-    def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0 for none."""
-        return self._engine.optimizer.clip
-
-    def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-        return self._config.keys.zero_optimization.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
-        return self._config.keys.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
-        return self._config.keys.bf16.enabled
-
-    def steps_per_print(self) -> int | None:
-        """Steps between lines of the log."""
-        return self._config.keys.steps_per_print
-
-    def loss_scale(self) -> float:
-        """Of the next step."""
-        return self._engine.scaler.scale
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last step, before clipping; None before the first."""
-        return self._norm
-
-    def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` changed the weights."""
-        return self._applied
-
-    def get_lr(self) -> list[float]:
-        """Of every group."""
-        return (
-            []
-            if self.basic_optimizer is None
-            else [group["lr"] for group in self.basic_optimizer.param_groups]
-        )
-
-    def get_mom(self) -> list[Any]:
-        """Momentum or betas of every group."""
-        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        return [group.get("betas", group.get("momentum")) for group in groups]
-
-    def set_lr(self, lr: float) -> None:
-        """Of every group."""
-        for group in [] if self.basic_optimizer is None else self.basic_optimizer.param_groups:
-            group["lr"] = lr
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the first gradient of a step overwrites the last one's."""
-
-    def destroy(self) -> None:
-        """Nothing is left behind."""
-
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -538,6 +430,3 @@ def _cast(value: Any, to: torch.dtype | torch.device) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_cast(each, to) for each in value)
     return value
-
-
-__all__ = ["DeepSpeedEngine", "Iterable"]

@@ -48,6 +48,7 @@ def _layout(arguments: Namespace, world: int | None) -> None:
             f"found {tensor} x pipeline {pipeline} x context {arguments.context_parallel_size}, which do not "
             f"divide the {arguments.world_size} ranks; change one of them",
         )
+    arguments.virtual_pipeline_model_parallel_size = None
     arguments.data_parallel_size = arguments.world_size // model
     if arguments.global_batch_size is None:
         arguments.global_batch_size = arguments.micro_batch_size * arguments.data_parallel_size

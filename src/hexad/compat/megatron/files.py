@@ -25,6 +25,7 @@ class MockData:
 
     prefix: str
     sequence: int
+    kind = "data"
 
     def write(self) -> None:
         """Write it, if it is not there; several processes may.
@@ -62,6 +63,7 @@ class Gpt2Tokenizer:
     directory: str
     vocab: str
     merges: str
+    kind = "tokenizer"
 
     def write(self) -> None:
         """Write it; several processes may.

@@ -46,10 +46,15 @@ class Translation:
             lines += ["", f"{group}:", *(f"  {name}: {_flow(value)}" for name, value in settings.items())]
         return "\n".join(lines) + "\n"
 
-    def write_files(self) -> None:
-        """Write what the run reads and the line only describes."""
+    def write_files(self, *kinds: str) -> None:
+        """Write what the run reads and the line only describes; of some kinds only, if any are named.
+
+        Raises:
+            HexadError: they cannot be written.
+        """
         for each in self.files:
-            each.write()
+            if not kinds or each.kind in kinds:
+                each.write()
 
 
 def _flow(value: Any) -> str:

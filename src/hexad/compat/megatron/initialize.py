@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hexad.config import Config, HexadError
-from hexad.model.configuration import build_config
+from hexad.model.configuration import load_config
+from hexad.model.transformer import factored_mesh
 from hexad.train.environment import Environment, environment
 from hexad.train.launch import join, pick_device
 
@@ -32,6 +33,7 @@ class _Started:
     arguments: Namespace
     translation: Translation
     tokenizer: Tokenizer | None
+    settings: tuple[str, ...]
 
 
 _started: _Started | None = None
@@ -43,6 +45,7 @@ def initialize_megatron(
     ignore_unknown_args: bool = False,
     allow_no_cuda: bool = True,
     skip_mpu_initialization: bool = False,
+    settings: Iterable[str] = (),
 ) -> None:
     """Read ``sys.argv``, join the world, make the groups, and seed the random number generators.
 
@@ -55,6 +58,7 @@ def initialize_megatron(
         ignore_unknown_args: leave out flags that nobody knows.
         allow_no_cuda: has no effect: everything runs on CPUs too.
         skip_mpu_initialization: neither join a world nor make groups.
+        settings: Hexad's own beyond the flags, as ``parallel.schedule=zb_v``.
 
     Raises:
         ConfigError: flags that are not known, malformed, do not fit the world, or that Hexad cannot honour.
@@ -63,6 +67,7 @@ def initialize_megatron(
     global _started
     if _started is not None:
         raise HexadError("initialize_megatron: has been called before; call destroy_megatron first")
+    settings = tuple(settings)
     line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
     arguments, here = line.arguments, _here()
     derive(arguments, here.world)
@@ -75,8 +80,9 @@ def initialize_megatron(
             print(f"hexad: {note}", file=sys.stderr)
     if not skip_mpu_initialization:
         _start(arguments, here)
+        _divide_heads(load_config(translation.tree, settings))
     tokenizer = build_tokenizer(translation, arguments)
-    _started = _Started(arguments, translation, tokenizer)
+    _started = _Started(arguments, translation, tokenizer, settings)
 
 
 def destroy_megatron() -> None:
@@ -122,6 +128,14 @@ def _start(arguments: Namespace, here: Environment) -> None:
     torch.manual_seed(seed)
 
 
+def _divide_heads(config: Config) -> None:
+    """Where several tensor ranks hold each key/value head, the mesh knows which ones."""
+    mesh = parallel_state.get_mesh()
+    found = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
+    if found is not mesh:
+        parallel_state.use_mesh(found, parallel_state.get_virtual_pipeline_model_parallel_world_size())
+
+
 def _dtype(arguments: Namespace) -> torch.dtype:
     return torch.half if arguments.fp16 else torch.bfloat16 if arguments.bf16 else torch.float32
 
@@ -160,4 +174,5 @@ def get_config() -> Config:
         HexadError: before :func:`initialize_megatron`.
         ConfigError: settings that do not fit each other.
     """
-    return build_config(_current().translation.tree)
+    started = _current()
+    return load_config(started.translation.tree, started.settings)

@@ -397,6 +397,11 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _state().virtual
 
 
+def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
+    """Say how many stages a pipeline rank has."""
+    _state().virtual = size
+
+
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """The current one of this rank's stages; None where it has one."""
     return _state().virtual_rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable
+from math import lcm
 
 from hexad.config import blaming
 from hexad.dataset import tokenizer as own
@@ -66,7 +67,8 @@ def build_tokenizer(translation: Translation, arguments: Namespace) -> Tokenizer
         ConfigError: it cannot be loaded.
     """
     name, vocab = translation.tree["data"].get("tokenizer"), translation.tree["model"].get("vocab")
-    multiple = arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
+    # Hexad's own padding, so that there is no other.
+    multiple = lcm(arguments.make_vocab_size_divisible_by, 64) * arguments.tensor_model_parallel_size
     if name is None:
         arguments.padded_vocab_size = None if vocab is None else -(-vocab // multiple) * multiple
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,16 @@ def resolved_model() -> Resolved:
         raise HexadError("--vocab-size: is missing; GPTModel needs it, or --tokenizer-type")
     model = config.model.model_copy(update={"vocab": vocab})
     return resolve(config.model_copy(update={"model": model}), parallel_state.get_mesh().layout)
+
+
+def _check_tied(one_rank: bool, zero: int) -> None:
+    """Refuse layouts in which a tied embedding cannot be shared; ``one_rank`` holds two stages with it."""
+    if one_rank or zero == 3:
+        what = "the first and the last stage on one rank" if one_rank else "ZeRO 3"
+        raise HexadError(
+            f"GPTModel: found tied embeddings with {what}, which cannot share them; add "
+            "--untie-embeddings-and-output-weights"
+        )
 
 
 class GPTModel(Transformer):
@@ -78,20 +89,26 @@ class GPTModel(Transformer):
                 f"GPTModel: found pre_process {pre_process} and post_process {post_process} on stage "
                 f"{number} of {len(placement)}; expected {wanted[0]} and {wanted[1]}"
             )
-        if config.model.tied_embeddings and len(placement) > 1 and placement[0] == placement[-1]:
-            raise HexadError(
-                "GPTModel: the first and the last stage are on one rank and cannot share the embedding; add "
-                "--untie-embeddings-and-output-weights, or use another schedule"
-            )
+        if config.model.tied_embeddings:
+            _check_tied(len(placement) > 1 and placement[0] == placement[-1], config.parallel.zero)
         shard = make_shard(config.parallel, mesh, DTYPES[config.precision.dtype])
         whole = ModelInventory(config.model, shard.sequence, shard.tensor.size)
         super().__init__(whole.stages(plan.layers, placement, mesh.pipeline.rank)[number], shard)
+        self._head_is_a_layer()
         initialise(declared_parameters(self), config.run.seed)
         self.parallel_output, self.pre_process, self.post_process = parallel_output, pre_process, post_process
         self.passes, self.seed = 0, config.run.seed
         self._isolated, self._data_rank = config.data.documents == "isolate", mesh.data.rank
         self._checked = False
         self._input: torch.Tensor | None = None
+
+    def _head_is_a_layer(self) -> None:
+        """The backward pass of the logits needs the head's weight, as that of a layer. Hexad's own loss
+        computes its gradients in the forward pass, and does not."""
+        if self.head is not None and "weight" in self.head.declarations:
+            declaration = self.head.declarations["weight"]
+            weights = tuple(replace(weight, apart=declaration.tied) for weight in declaration.weights)
+            self.head.declarations["weight"] = replace(declaration, weights=weights)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """What the stage before has computed, ``[tokens (/ size), hidden]``, or a list of that; None on the

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexad.config import HexadError
+from hexad.config import Config, HexadError
+from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
+from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
 
 from . import parallel_state
@@ -58,15 +60,16 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
         parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
         stages[number] = model_provider(pre_process=number == 0, post_process=number == len(placement) - 1)
     compute = partial(_compute, {stage: number for number, stage in stages.items()}, len(placement) - 1)
-    return Engine(stages, mesh, resolved.config, plan=resolved.plan, compute=compute, boundary=_boundary)
+    boundary = partial(_boundary, resolved.config, mesh)
+    return Engine(stages, mesh, resolved.config, plan=resolved.plan, compute=compute, boundary=boundary)
 
 
-def _boundary(_: Any) -> torch.Tensor:
+def _boundary(config: Config, mesh: Mesh, _: Any) -> torch.Tensor:
     """An empty tensor for what crosses a stage boundary."""
-    arguments, mesh = get_args(), parallel_state.get_mesh()
-    rows = arguments.micro_batch_size * arguments.seq_length
-    rows //= mesh.tensor.size if arguments.sequence_parallel else 1
-    return torch.empty((rows, arguments.hidden_size), dtype=arguments.params_dtype, device=mesh.device)
+    tokens = config.batch.micro * config.data.sequence
+    rows = tokens // (mesh.tensor.size if config.parallel.sequence_parallel else 1)
+    dtype = DTYPES[config.precision.dtype]
+    return torch.empty((rows, config.model.hidden), dtype=dtype, device=mesh.device)
 
 
 def _compute(
@@ -151,7 +154,8 @@ def _evaluate(model: Engine, step: _Step, microbatches: int) -> None:
     last = model.plan.schedule.stages - 1
     numbers = {stage: number for number, stage in model.stages.items()}
     stages = {number: partial(_compute, numbers, last, stage) for number, stage in model.stages.items()}
-    executor = Executor(schedule, stages, mesh.pipeline, _boundary, model.gradients, mesh.device)
+    boundary = partial(_boundary, model.config, mesh)
+    executor = Executor(schedule, stages, mesh.pipeline, boundary, model.gradients, mesh.device)
     executor.run([step] * microbatches)
 
 

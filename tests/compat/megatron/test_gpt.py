@@ -240,14 +240,14 @@ def _by_the_language_model() -> tuple[list[float], list[float]]:
     """The same steps by Hexad's own engine: the model of the configuration, a mean over tokens."""
     import hexad
 
-    with script(*SIZES, *GROUPED, "--lr-decay-style", "constant", settings=SINGLE):
+    line = [*SIZES, *GROUPED, "--lr-decay-style", "constant", "--lr", "1e-2"]
+    with script(*line, settings=SINGLE):
         from hexad.compat.megatron.gpt import resolved_model
 
         engine = hexad.Engine(resolved_model(), megatron.get_mesh())
         found = []
         for step in range(3):
             rows = [hexad.Microbatch(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches(step)]
-            object.__setattr__(engine.config.optimizer, "lr", 1e-2)
             found.append(engine.train_step(rows))
         return [each.loss for each in found], [each.grad_norm for each in found]
 

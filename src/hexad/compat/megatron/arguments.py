@@ -14,7 +14,7 @@ from .flag import Flag
 from .flags import GROUPS
 
 ExtraArguments = Callable[[argparse.ArgumentParser], object]
-"""Adds flags to the parser that it is called with."""
+"""Adds flags to the parser that it is called with, and may return another one."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,14 @@ def parse(
         ConfigError: a flag that is not known, naming the nearest one, that is malformed or that Hexad cannot
             honour.
     """
-    parser = _Parser(prog="hexad megatron --", allow_abbrev=False, add_help=False)
+    parser: argparse.ArgumentParser = _Parser(prog="hexad megatron --", allow_abbrev=False, add_help=False)
     for title, group in GROUPS.items():
         section = parser.add_argument_group(title)
         for flag in group:
             _declare(section, flag)
     if extra is not None:
-        extra(parser)
+        given_back = extra(parser)
+        parser = given_back if isinstance(given_back, argparse.ArgumentParser) else parser
     found, unknown = parser.parse_known_args(list(words))
     if unknown and not ignore_unknown:
         raise _unknown(unknown[0], parser)

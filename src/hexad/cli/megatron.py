@@ -28,6 +28,8 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks. What has
     no effect is reported on stderr; what Hexad cannot honour is refused.
     """
+    from hexad.compat.megatron.arguments import naming_flags
+    from hexad.compat.megatron.checkpoint import refuse_forgotten
     from hexad.compat.megatron.translate import translate
 
     here = environment()
@@ -43,13 +45,18 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
     if here.rank == 0:
         for note in translation.notes:
             click.echo(f"hexad megatron: {note}", err=True)
+    if not here.restart:  # which resumes
+        refuse_forgotten(translation.tree["run"]["dir"], translation.tree["checkpoint"]["resume"])
     translation.write_files()
     path = _written(translation.yaml(), Path(translation.tree["run"]["dir"]))
 
     from .train import train
 
     assert train.callback is not None
-    status: int = train.callback(path=str(path), overrides=(), nproc=nproc, dry_run=False, as_json=as_json)
+    with naming_flags():
+        status: int = train.callback(
+            path=str(path), overrides=(), nproc=nproc, dry_run=False, as_json=as_json
+        )
     return status
 
 

@@ -99,10 +99,11 @@ def test_gpt2_tokenizer_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     printed = call("megatron", "--print-config", "--", *flags)
     assert printed.status == 0 and not Path("run").exists()
     assert call("megatron", "--", *flags).status == 0
+    assert "add --save run --load run to resume" in call("megatron", "--", *flags).error
     assert Path("run/megatron.yaml").read_text() == printed.out
     tree = yaml.safe_load(Path("run/config.yaml").read_text())
     assert tree["model"]["vocab"] == trained.get_vocab_size()
-    again = call("megatron", "--json", "--", *flags, "--train-iters", "3", "--lr-decay-iters", "2")
+    again = call("megatron", "--json", "--", *flags, "--load", "run", "--train-iters", "3")
     assert again.status == 0 and json.loads(again.out)["step"] == 3, again.err
     missing = call("megatron", "--", *flags, "--vocab-file", "none.json", "--save", "other")
     assert missing.status == 2 and "--vocab-file: none.json: no such file" in missing.error
@@ -113,4 +114,10 @@ def test_command_line(tmp_path: Path) -> None:
     assert document["config"]["batch"] == {"micro": 1, "global": 8} and document["notes"]
     assert call("megatron", "--", *SMALL, "--num-expert", "8").error.startswith("--num-expert: not a flag")
     assert "give it" in call("megatron", "--").error
+    wrong = call(
+        "megatron", "--", *SMALL, "--tensor-model-parallel-size", "3", "--save", str(tmp_path / "new")
+    )
+    assert (
+        wrong.error.startswith("parallel.tensor: found 3") and "(--tensor-model-parallel-size)" in wrong.error
+    )
     assert call("megatron", "--help").status == 0

@@ -295,7 +295,16 @@ def test_flags(more: str, group: str, wanted: dict[str, Any]) -> None:
             "leaves 3 of 4 layers for 2",
         ),
         ("--pp-partition-method type:mlp --pipeline-model-parallel-size 2", "--pp-partition-method", "use"),
-        ("--no-load-optim --load tests", "--no-load-optim", "--finetune"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "--num-virtual-stages-per-pipeline-rank",
+            "leave it out",
+        ),
+        (
+            "--context-parallel-size 2 --hierarchical-context-parallel-sizes 1 2",
+            "--hierarchical-context-parallel-sizes",
+            "use a2a+p2p",
+        ),
     ],
 )
 def test_refused(more: str, field: str, text: str) -> None:
@@ -339,10 +348,18 @@ def test_loading(tmp_path: Path) -> None:
     assert tree["checkpoint"]["resume"] == "must" and tree["run"]["dir"] == f"{at}/new"
     tree = translate([*SMALL, "--save", f"{at}/new", "--load", f"{at}/old", "--save-interval", "7"]).tree
     assert tree["checkpoint"]["load"] == f"{at}/old" and tree["checkpoint"]["every"] == 7
+    assert tree["checkpoint"]["resume"] == "never"
+    assert small("--save", f"{at}/new")["checkpoint"]["resume"] == "never"
+    assert small("--save", f"{at}/new", "--load", f"{at}/new")["checkpoint"]["resume"] == "auto"
     tree = translate([*SMALL, "--load", f"{at}/old", "--finetune", "--no-load-optim", "--no-load-rng"]).tree
     assert tree["model"]["load"] == f"{at}/old" and "load" not in tree["checkpoint"]
     found = translate([*SMALL, "--load", f"{at}/nothing"])
     assert "load" not in found.tree["checkpoint"] and any("does not exist" in note for note in found.notes)
+    assert problem(*SMALL, "--save", at, "--load", at, "--finetune").field == "--finetune"
+    (tmp_path / "old" / "checkpoints").mkdir()
+    for save in ("old", "new"):
+        line = [*SMALL, "--save", f"{at}/{save}", "--load", f"{at}/old", "--no-load-optim"]
+        assert problem(*line).field == "--no-load-optim"
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("100")
     for flags in (["--load", f"{at}/old"], ["--save", f"{at}/old", "--load", f"{at}/old"]):
         assert "hexad checkpoint import" in str(problem(*SMALL, *flags))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -128,6 +129,22 @@ def refuse(arguments: Namespace, given: Sequence[Flag]) -> None:
             value = getattr(arguments, flag.attribute)
             found = "" if flag.kind is bool else f"found {shown(value)}, but "
             raise ConfigError(flag.name, f"{found}{flag.note}; leave it out")
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Add to errors that name a setting the flags that determine it.
+
+    Raises:
+        ConfigError: in place of one without flags.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        flags = [flag.name for group in GROUPS.values() for flag in group if flag.target == error.field]
+        if not flags or error.field == "checkpoint.resume":
+            raise
+        raise ConfigError(error.field, f"{error.problem} ({' or '.join(flags[:3])})") from None
 
 
 def shown(value: Any) -> str:

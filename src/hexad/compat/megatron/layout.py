@@ -31,6 +31,8 @@ def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
         found |= _context(arguments)
     if arguments.pipeline_model_parallel_size > 1:
         found |= _stages(arguments)
+    else:
+        _refuse_without_pipeline(arguments)
     if arguments.num_distributed_optimizer_instances > 1:
         found["replicas"] = arguments.num_distributed_optimizer_instances
     if arguments.use_tp_pp_dp_mapping:
@@ -38,6 +40,22 @@ def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
     if arguments.ddp_bucket_size:
         found["bucket_mb"] = arguments.ddp_bucket_size * 4 / 2**20
     return {"parallel": found, "memory": _memory(arguments)}
+
+
+def _refuse_without_pipeline(arguments: Namespace) -> None:
+    """Refuse to divide layers among one pipeline rank."""
+    for name in (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
+    ):
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                flag, f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
+            )
 
 
 def _zero(arguments: Namespace) -> int:
@@ -59,6 +77,10 @@ def _context(arguments: Namespace) -> dict[str, Any]:
             f"found {' '.join(arguments.cp_comm_type)}, expected one of {', '.join(_CONTEXT)} for all layers",
         )
     found: dict[str, Any] = {"context_method": _CONTEXT[kind]}
+    if kind != "a2a+p2p" and sizes is not None:
+        raise ConfigError(
+            "--hierarchical-context-parallel-sizes", f"found with --cp-comm-type {kind}; use a2a+p2p"
+        )
     if kind == "a2a+p2p":
         if sizes is None or len(sizes) != 2 or sizes[0] * sizes[1] != arguments.context_parallel_size:
             raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,15 +12,13 @@ import yaml
 from hexad.config import ConfigError
 
 from .arguments import Line, parse
+from .checkpoint import DEFAULT_DIRECTORY, checkpoint_settings
 from .data import data_settings
 from .derive import derive
 from .files import Gpt2Tokenizer, MockData
 from .layout import layout_settings
 from .model import model_settings
 from .training import schedule_settings
-
-DEFAULT_DIRECTORY = "runs/megatron"
-"""``run.dir`` without ``--save``."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,14 @@ def translated(line: Line, need_data: bool = True) -> Translation:
     model = model_settings(arguments)
     if data.vocab is not None:
         model["vocab"] = data.vocab
-    start, checkpoint = _checkpoint(arguments, directory, notes)
+    checkpoint, weights, begun = checkpoint_settings(arguments)
+    notes += begun
+    if weights is not None:
+        model["load"] = weights
     validated = "validation" in data.settings or data.settings.get("split", (0, 0))[1]
     tree = {
         "run": _run(arguments, directory),
-        "model": {**model, **start},
+        "model": model,
         "data": data.settings,
         "batch": {"micro": arguments.micro_batch_size, "global": arguments.global_batch_size},
         **layout_settings(arguments),
@@ -159,54 +159,6 @@ def _precision(arguments: Namespace) -> dict[str, Any]:
         "loss_scale_hysteresis": arguments.hysteresis,
         "loss_scale_min": arguments.min_loss_scale,
     }
-
-
-def _checkpoint(
-    arguments: Namespace, directory: str, notes: list[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``model.load``, and saving and resuming; adds to ``notes``."""
-    found: dict[str, Any] = {
-        "every": arguments.save_interval or 0 if arguments.save else 0,
-        "keep": 10**9,  # Megatron-LM deletes none
-        "asynchronous": arguments.async_save,
-    }
-    load = arguments.load
-    if not arguments.save:
-        notes.append(f"without --save: the last checkpoint, metrics and logs are in {directory}")
-    same = load is not None and arguments.save is not None and Path(load) == Path(arguments.save)
-    weights, start = arguments.pretrained_checkpoint, {}
-    if arguments.finetune and load is not None and not same:
-        weights, load = load, None
-    if same and arguments.exit_on_missing_checkpoint:
-        found["resume"] = "must"
-    if load is not None and not same:
-        _refuse_foreign("--load", load)
-        if arguments.no_load_optim:
-            raise ConfigError(
-                "--no-load-optim",
-                f"found with --load {load}; a checkpoint is resumed completely: leave it out, or add "
-                "--finetune to begin with the weights only",
-            )
-        if Path(load).is_dir() or arguments.exit_on_missing_checkpoint:
-            found["load"] = load
-        else:
-            notes.append(f"--load: {load} does not exist: the run begins with initial weights")
-    if weights is not None:
-        _refuse_foreign("--load" if arguments.finetune else "--pretrained-checkpoint", weights)
-        start = {"load": weights}
-    if load is not None and load == arguments.save:
-        _refuse_foreign("--load", load)
-    return start, found
-
-
-def _refuse_foreign(flag: str, directory: str) -> None:
-    """A checkpoint of Megatron-LM is recognised by its tracker file."""
-    if (Path(directory) / "latest_checkpointed_iteration.txt").exists():
-        raise ConfigError(
-            flag,
-            f"{directory} holds checkpoints of Megatron-LM, which Hexad does not read; convert them to "
-            "Hugging Face's format and use 'hexad checkpoint import'",
-        )
 
 
 def _log(arguments: Namespace) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hexad
 from hexad.compat import megatron
 from hexad.compat.megatron import parallel_state
 from hexad.config import ConfigError, HexadError
@@ -111,6 +112,22 @@ def test_world_of_a_launcher(pool: Pool) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert pool.apart(2, _under_a_launcher, port) == pool.run(2, _joins_a_world, True)
+
+
+def _mesh_of_a_run() -> float:
+    settings = {"run": {"dir": "runs/none", "device": "cpu"}, "precision": {"dtype": "fp64"}}
+    with hexad.launch(hexad.load_config(settings)) as run:
+        parallel_state.use_mesh(run.mesh)
+        layer = megatron.ColumnParallelLinear(4, 6, config=megatron.ModelParallelConfig(torch.float64))
+        total = layer(torch.ones(3, 1, 4, dtype=torch.float64))[0].detach().sum()
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        parallel_state.destroy_model_parallel()
+    assert not dist.is_initialized()
+    return float(total)
+
+
+def test_mesh_of_a_run(pool: Pool) -> None:
+    assert pool.run(1, _mesh_of_a_run)[0] != 0
 
 
 def test_import_needs_no_torch(tmp_path: Path) -> None:

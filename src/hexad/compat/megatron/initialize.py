@@ -108,10 +108,7 @@ def _start(arguments: Namespace, here: Environment) -> None:
         torch.cuda.set_device(device)
     if not dist.is_initialized() and here.world > 1:
         join(here, here.world, device, 60.0 * arguments.distributed_timeout_minutes)
-    elif not dist.is_initialized():
-        # Scripts use groups of one rank too.
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.make_world_of_one(device)
     parallel_state.initialize_model_parallel(
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,

@@ -100,13 +100,10 @@ def _same_number_of_groups() -> None:
 
 def use_mesh(mesh: Mesh, virtual_pipeline_model_parallel_size: int | None = None) -> None:
     """Answer for an existing mesh, such as that of :func:`hexad.launch`; all its ranks call this together.
-
-    Raises:
-        HexadError: there is no default process group.
+    In a world of one it makes the default process group, if there is none.
     """
     global _current
-    if not dist.is_initialized():
-        raise HexadError("use_mesh: found no process group; call torch.distributed.init_process_group before")
+    make_world_of_one(mesh.device)
     alone = dist.new_group([dist.get_rank()], timeout=mesh.timeout, use_local_synchronization=True)
     pairs = (("data", "context"), ("tensor", "pipeline"), ("tensor", "context"), ("tensor", "data"))
     together = {"-".join(pair): mesh.combined(*pair) for pair in (*pairs, ("tensor", "data", "context"))}
@@ -114,6 +111,13 @@ def use_mesh(mesh: Mesh, virtual_pipeline_model_parallel_size: int | None = None
     _current = _State(mesh, alone, together, embedding, virtual_pipeline_model_parallel_size)
     if virtual_pipeline_model_parallel_size is not None:
         _current.virtual_rank = 0
+
+
+def make_world_of_one(device: torch.device) -> None:
+    """The default process group of this process alone, if there is none: scripts use groups of one rank."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def destroy_model_parallel() -> None:

@@ -259,6 +259,12 @@ LAYOUTS = [  # those after the first three are in the slow sweep
     (2, "--pipeline-model-parallel-size 2", []),
     (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", []),
     (2, "--pipeline-model-parallel-size 2", ["parallel.schedule=zb_h1", "parallel.zero=2"]),
+    (
+        2,
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method uniform",
+        ["parallel.schedule=zb_h1"],
+    ),
+    (2, "--use-torch-fsdp2 --recompute-activations", []),
     (4, "--tensor-model-parallel-size 4 --use-distributed-optimizer", []),
 ]
 

@@ -11,6 +11,7 @@ from hexad.config import HexadError
 from hexad.model.attention_kernels import Spans
 from hexad.model.dropout import DropoutKey
 from hexad.model.inventory import ModelInventory
+from hexad.model.recompute import Recompute
 from hexad.model.transformer import DTYPES, Transformer, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.resolve import Resolved, resolve
@@ -93,7 +94,8 @@ class GPTModel(Transformer):
             _check_tied(len(placement) > 1 and placement[0] == placement[-1], config.parallel.zero)
         shard = make_shard(config.parallel, mesh, DTYPES[config.precision.dtype])
         whole = ModelInventory(config.model, shard.sequence, shard.tensor.size)
-        super().__init__(whole.stages(plan.layers, placement, mesh.pipeline.rank)[number], shard)
+        stage = whole.stages(plan.layers, placement, mesh.pipeline.rank)[number]
+        super().__init__(stage, shard, Recompute.from_settings(config.memory))
         self._head_is_a_layer()
         initialise(declared_parameters(self), config.run.seed)
         self.parallel_output, self.pre_process, self.post_process = parallel_output, pre_process, post_process

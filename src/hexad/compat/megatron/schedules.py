@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hexad.config import Config, HexadError
+from hexad.config.schema import MemorySettings
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
@@ -60,8 +61,12 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
         parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
         stages[number] = model_provider(pre_process=number == 0, post_process=number == len(placement) - 1)
     compute = partial(_compute, {stage: number for number, stage in stages.items()}, len(placement) - 1)
-    boundary = partial(_boundary, resolved.config, mesh)
-    return Engine(stages, mesh, resolved.config, plan=resolved.plan, compute=compute, boundary=boundary)
+    # GPTModel has been told what to recompute; an engine knows nothing of the layers of modules.
+    config = resolved.config.model_copy(
+        update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
+    )
+    boundary = partial(_boundary, config, mesh)
+    return Engine(stages, mesh, config, plan=resolved.plan, compute=compute, boundary=boundary)
 
 
 def _boundary(config: Config, mesh: Mesh, _: Any) -> torch.Tensor:

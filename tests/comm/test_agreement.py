@@ -205,7 +205,7 @@ def _joined(rank: int, world: int, path: str, largest: int) -> int:
     launch.meet = lambda *arguments: dist.FileStore(path, world)  # type: ignore[assignment]
     try:
         with small_groups(2):
-            launch.join(Environment(rank, world), world, torch.device("cpu"), TIMEOUT)
+            launch._join(Environment(rank, world), world, torch.device("cpu"), TIMEOUT)
             mesh = Mesh.create(Layout(world=world, tensor=2, data=world // 2), torch.device("cpu"))
         launch.Run(mesh, Environment(), None).identical("x", 1)  # type: ignore[arg-type]
         found = _established() - before

@@ -169,7 +169,7 @@ def _joined(config: Config, here: Environment, layout: Layout, device: torch.dev
     if here.world > 1:
         if device.type == "cuda":
             flight_recorder.enable(config.run.dir)
-        store = join(here, layout.world, device, config.run.timeout)
+        store = _join(here, layout.world, device, config.run.timeout)
     idle = here.world - layout.world if here.rank == 0 else 0
     try:
         with _meeting():
@@ -226,15 +226,8 @@ def host_threads(environment: Mapping[str, str], local_world: int, offload: bool
     return max(1, cores // local_world)
 
 
-def join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:
-    """Make the default process group of the first ``members`` ranks; returns the store of all ranks.
-
-    Every rank of ``here.world`` calls this together.
-
-    Raises:
-        HexadError: the rendezvous failed.
-        CommError: a rank is gone.
-    """
+def _join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:
+    """Make the default process group of the first ``members`` ranks; returns the store of all ranks."""
     store = meet(here, members, timeout)
     if members > _LARGEST_MESH:
         # gloo would connect every pair of ranks, in a group that only users' own code may need.

@@ -7,17 +7,18 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from hexad.compat import world
 from hexad.config import Config, HexadError
 from hexad.model.configuration import load_config
 from hexad.model.transformer import factored_mesh
 from hexad.train.environment import Environment, environment
-from hexad.train.launch import join, pick_device
 
 from . import parallel_state
 from .arguments import ExtraArguments, parse
@@ -79,7 +80,7 @@ def initialize_megatron(
         for note in translation.notes:
             print(f"hexad: {note}", file=sys.stderr)
     if not skip_mpu_initialization:
-        _start(arguments, here)
+        _start(arguments)
         _divide_heads(load_config(translation.tree, settings))
     tokenizer = build_tokenizer(translation, arguments)
     _started = _Started(arguments, translation, tokenizer, settings)
@@ -101,14 +102,10 @@ def _here() -> Environment:
     return Environment(dist.get_rank(), dist.get_world_size(), *known, here.launcher)
 
 
-def _start(arguments: Namespace, here: Environment) -> None:
+def _start(arguments: Namespace) -> None:
     """World, mesh and seeds."""
-    device = pick_device("cpu" if arguments.distributed_backend == "gloo" else "auto", here)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized() and here.world > 1:
-        join(here, here.world, device, 60.0 * arguments.distributed_timeout_minutes)
-    parallel_state.make_world_of_one(device)
+    timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
+    device = world.join(timeout, "gloo" if arguments.distributed_backend == "gloo" else None)
     parallel_state.initialize_model_parallel(
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,

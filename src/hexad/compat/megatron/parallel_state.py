@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hexad.comm import gather_objects
+from hexad.compat import world
 from hexad.config import HexadError
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
@@ -88,8 +89,8 @@ def initialize_model_parallel(
 def _same_number_of_groups() -> None:
     """Torch names the groups of some ranks after how many this process has made: if ranks have made different
     numbers, the groups of a mesh would never be completed."""
-    world = Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
-    counts = gather_objects(len(dist.distributed_c10d._world.pg_names), world)
+    everyone = Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+    counts = gather_objects(len(dist.distributed_c10d._world.pg_names), everyone)
     other = next((count for count in counts if count != counts[0]), None)
     if other is not None:
         raise HexadError(
@@ -103,21 +104,14 @@ def use_mesh(mesh: Mesh, virtual_pipeline_model_parallel_size: int | None = None
     In a world of one it makes the default process group, if there is none.
     """
     global _current
-    make_world_of_one(mesh.device)
+    world.join(mesh.timeout, None if mesh.device.type == "cuda" else "gloo")
     alone = dist.new_group([dist.get_rank()], timeout=mesh.timeout, use_local_synchronization=True)
     pairs = (("data", "context"), ("tensor", "pipeline"), ("tensor", "context"), ("tensor", "data"))
     together = {"-".join(pair): mesh.combined(*pair) for pair in (*pairs, ("tensor", "data", "context"))}
-    embedding = mesh.pair(mesh.pipeline, 0, mesh.pipeline.size - 1)
+    embedding = mesh.some(mesh.pipeline, 0, mesh.pipeline.size - 1)
     _current = _State(mesh, alone, together, embedding, virtual_pipeline_model_parallel_size)
     if virtual_pipeline_model_parallel_size is not None:
         _current.virtual_rank = 0
-
-
-def make_world_of_one(device: torch.device) -> None:
-    """The default process group of this process alone, if there is none: scripts use groups of one rank."""
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def destroy_model_parallel() -> None:

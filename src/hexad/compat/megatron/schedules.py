@@ -13,8 +13,6 @@ from torch import nn
 from hexad.config import Config, HexadError
 from hexad.config.schema import MemorySettings
 from hexad.model.transformer import DTYPES
-from hexad.parallel.pipeline.executor import Executor
-from hexad.parallel.pipeline.schedule import forward_schedule
 from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
 
@@ -146,22 +144,12 @@ def forward_backward(
         )
     step = _Step(forward_step_func, dict(zip(sorted(model.stages), iterators)))
     if forward_only:
-        _evaluate(model, step, num_microbatches)
+        model.total_loss([step] * num_microbatches)
     else:
         model.begin(num_microbatches)
         data = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         model.accumulate([step] * num_microbatches, 1.0 / (num_microbatches * data))
     return step.reported
-
-
-def _evaluate(model: Engine, step: _Step, microbatches: int) -> None:
-    schedule, mesh = forward_schedule(model.plan.schedule.placement, microbatches), model.mesh
-    last = model.plan.schedule.stages - 1
-    numbers = {stage: number for number, stage in model.stages.items()}
-    stages = {number: partial(_compute, numbers, last, stage) for number, stage in model.stages.items()}
-    boundary = partial(_boundary, model.config, mesh)
-    executor = Executor(schedule, stages, mesh.pipeline, boundary, model.gradients, mesh.device)
-    executor.run([step] * microbatches)
 
 
 def get_num_microbatches() -> int:

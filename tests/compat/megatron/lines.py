@@ -1,5 +1,5 @@
-"""Launch lines of Megatron-LM as projects have published them: the flags, one list each, with the paths that
-their scripts leave to the user."""
+"""Launch lines as they are published for Megatron-LM, one list of flags each, with the paths that scripts leave
+to the user. Under each is its source; those without a path are composed of the flags that its pages recommend."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Launch lines as they are published for Megatron-LM, one list of flags each, with the paths that scripts leave
-to the user. Under each is its source; those without a path are composed of the flags that its pages recommend."""
+"""Launch lines as they are published for Megatron-LM, one list of flags each, with the paths that scripts
+leave to the user. Under each is its source; those without a path are composed of the flags that its pages
+recommend."""
 
 from __future__ import annotations
 

@@ -379,6 +379,8 @@ def test_scripts_own_flags() -> None:
         lambda parser: parser.add_argument("--my-flag", type=int, default=1),
         ignore_unknown=True,
     )
+    with pytest.raises(ConfigError, match="--rampup-batch-size"):
+        parse(SMALL, {"rampup_batch_size": ["1", "1", "9"]})
     derive(line.arguments)
     found = line.arguments
     assert (found.my_flag, found.tokenizer_type, found.kv_channels, found.own) == (3, "NullTokenizer", 8, 1)

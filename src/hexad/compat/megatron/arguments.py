@@ -24,7 +24,7 @@ class Line:
 
     Attributes:
         arguments: every known flag's value, and those of the script's own flags.
-        given: the flags that the line contains.
+        given: the flags that have another value than their default.
         notes: what has no effect, for the user.
     """
 
@@ -72,17 +72,13 @@ def parse(
     found, unknown = parser.parse_known_args(list(words))
     if unknown and not ignore_unknown:
         raise _unknown(unknown[0], parser)
-    # Arguments of this table have no default in the parser: what it has found of them was given.
-    attributes = vars(found)
-    given = tuple(
-        flag for group in GROUPS.values() for flag in group if _differs(flag, attributes, flag.attribute)
-    )
-    for group in GROUPS.values():
-        for flag in group:
-            attributes.setdefault(flag.attribute, _copied(flag.default))
+    attributes, flags = vars(found), [flag for group in GROUPS.values() for flag in group]
+    for flag in flags:
+        attributes.setdefault(flag.attribute, _copied(flag.default))
     for name, value in (defaults or {}).items():
         if attributes.get(name) is None:
             attributes[name] = value
+    given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
     refuse(found, given)
     return Line(found, given, _notes(given))
 
@@ -97,11 +93,8 @@ def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:
         section.add_argument(*names, type=flag.kind, choices=flag.choices or None, **rest)
 
 
-def _differs(flag: Flag, attributes: Mapping[str, Any], name: str) -> bool:
-    """Whether the line gives the flag, with another value than the default."""
-    if name not in attributes:
-        return False
-    value = attributes[name]
+def _differs(flag: Flag, value: Any) -> bool:
+    """Whether a flag has another value than its default."""
     return bool((tuple(value) if isinstance(value, list) else value) != flag.default)
 
 

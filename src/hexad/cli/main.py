@@ -18,6 +18,7 @@ from .messages import fail_once, print_once
 _COMMANDS = {
     "demo": ("hexad.cli.demo", "demo", "Train a small model on real text, on this machine."),
     "train": ("hexad.cli.train", "train", "Train a model from a configuration."),
+    "megatron": ("hexad.cli.megatron", "megatron", "Train by a launch line of Megatron-LM."),
     "evaluate": ("hexad.cli.evaluate", "evaluate", "Loss and bits per byte of a model on data sets."),
     "generate": ("hexad.cli.generate", "generate", "Continue a prompt with a trained model."),
     "data": ("hexad.cli.data", "data", "Build and inspect datasets."),
@@ -68,7 +69,7 @@ def hexad(debug: bool) -> None:
 def main() -> None:
     """Entry point: a user's error is one line on stderr and exit status 2."""
     # At once: what a command imports takes seconds.
-    if "train" in sys.argv[1:]:
+    if {"train", "megatron"} & set(sys.argv[1:]):
         hold_back_notice()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())

@@ -109,6 +109,7 @@ _FORMS = {
     "data.train": ("a prefix or [[weight, prefix], ...]", "[weight, prefix]"),
     "data.validation": ("a prefix, [[weight, prefix], ...] or {name: prefix, ...}", "[weight, prefix]"),
     "parallel.split": ("'cost', 'even' or [layers, ...]", "an integer"),
+    "data.split": ("[training, validation, testing] or null", "a number"),
     "model.train": ("'all' or [pattern, ...]", "a string"),
     "model.lora.targets": ("'all' or [pattern, ...]", "a string"),
     "optimizer.betas": ("[beta1, beta2]", "a number"),

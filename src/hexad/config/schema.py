@@ -65,6 +65,10 @@ class DataSettings(Settings):
     """A ``.bin/.idx`` prefix, or a blend ``[[weight, prefix], ...]``."""
     validation: Source | dict[Name, Source] | None = None
     """Like ``train``, for evaluation; or several sets by name, ``{web: prefix, code: prefix}``."""
+    split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] | None = None
+    """Proportions of ``train``'s documents for training, validation and testing, as Megatron-LM's
+    ``--split``: the first documents are trained on, and where ``validation`` is null, those that follow are
+    evaluated. Of a blend each data set is split. null: all are trained on."""
     tokenizer: Name = "byte"
     """``byte``, or a directory or file: Hugging Face ``tokenizer.json``, SentencePiece ``.model``, or
     ``.tiktoken``."""
@@ -91,6 +95,13 @@ class DataSettings(Settings):
             raise ValueError("a prefix or [[weight, prefix], ...], not an empty list")
         return value
 
+    @field_validator("split")
+    @classmethod
+    def _trains(cls, value: tuple[float, float, float] | None) -> tuple[float, float, float] | None:
+        if value is not None and not value[0]:
+            raise ValueError("three proportions, the first of them above 0: it is what is trained on")
+        return value
+
     @field_validator("bos", mode="before")
     @classmethod
     def _no(cls, value: Any) -> Any:
@@ -98,10 +109,23 @@ class DataSettings(Settings):
 
     @property
     def validation_sets(self) -> dict[str, Source]:
-        """Name -> data of every validation set; one without a name is called ``validation``."""
+        """Name -> data of every validation set; one without a name is called ``validation``. A part of the
+        training data (:meth:`part`) is named like these."""
         if isinstance(self.validation, dict):
             return self.validation
-        return {} if self.validation is None else {"validation": self.validation}
+        found = self.validation
+        if found is None and self.split is not None and self.split[1]:
+            found = self.train
+        return {} if found is None else {"validation": found}
+
+    def part(self, training: bool) -> tuple[float, float] | None:
+        """Which documents of ``train`` (begin, end, as fractions) are for training, or for validation where
+        ``validation`` names no data; None: all of what is named."""
+        if self.split is None or (not training and self.validation is not None):
+            return None
+        total = sum(self.split)
+        begin, end = 0.0, self.split[0] / total
+        return (begin, end) if training else (end, end + self.split[1] / total)
 
 
 class BatchSettings(Settings):

@@ -219,7 +219,7 @@ class IndexedDataset:
     def __len__(self) -> int:
         return self.documents
 
-    def identity(self) -> tuple[int, int, str]:
+    def identity(self) -> tuple[object, ...]:
         """Size, time of the last change, and a hash of parts of the index: what tells it from others without
         reading all of it."""
         found = self._idx.stat()

@@ -25,6 +25,7 @@ from hexad.parallel.context.slice import Slicing
 from .blend import Blend
 from .indexed import IndexedDataset
 from .microbatch import IGNORED, Microbatch
+from .part import part_of
 from .samples import Samples, SampleSource, Source
 from .sidecar import open_built
 from .tokenizer import Tokenizer, bos_ids
@@ -48,6 +49,7 @@ class DataLoader:
     Args:
         data: a prefix, or a blend ``[[weight, prefix], ...]``.
         sequence: inputs per sample, in tokens.
+        part: which documents of each data set to take (begin, end, as fractions); None: all.
         documents: ``join``, or ``isolate``: positions whose target lies in the next document get no label,
             and microbatches contain the offsets of documents.
         packing: ``cut`` documents into samples, take ``whole`` ones, which isolates them, or ``auto``: whole
@@ -77,6 +79,7 @@ class DataLoader:
         data: Data,
         *,
         sequence: int,
+        part: tuple[float, float] | None = None,
         documents: Literal["join", "isolate"] = "join",
         packing: Packing = "auto",
         too_long: TooLong = "refuse",
@@ -110,7 +113,7 @@ class DataLoader:
         self._slicing, self._context_rank = slicing, context_rank
         self._blend = Blend([weight for weight, _ in blend])
         try:
-            opened = [open_built(prefix, vocab, eod, bos) for _, prefix in blend]
+            opened = [part_of(open_built(prefix, vocab, eod, bos), part) for _, prefix in blend]
             self._sources = [
                 self._source(each, number, seed, packing, too_long, cache_dir, patience)
                 for number, each in enumerate(opened)
@@ -316,6 +319,7 @@ def loader_from_config(
     return DataLoader(
         data,
         sequence=config.data.sequence,
+        part=config.data.part(which == "train"),
         documents=config.data.documents,
         packing=config.data.packing,
         too_long=config.data.too_long,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,11 +73,19 @@ class TokenMask:
                 "train on every token)"
             )
         self._bits = np.asarray(np.memmap(path, mode="r", dtype=np.uint8))[HEADER.size :]
+        self._first = 0
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether the tokens at some positions of the dataset are trained."""
+        positions = positions + self._first
         shifts = (positions & 7).astype(np.uint8)
         return ((self._bits[positions >> 3] >> shifts) & 1).astype(np.bool_)
+
+    def after(self, position: int) -> TokenMask:
+        """The same mask of the tokens from a position on, which are then counted from 0."""
+        found = copy(self)
+        found._first += position
+        return found
 
     def verify(self) -> None:
         """Compare the number of bits with the header's: reads the whole file.

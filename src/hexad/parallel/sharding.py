@@ -147,11 +147,21 @@ def declared_parameters(*stages: nn.Module) -> list[Declared]:
                     found[parameter] = replace(found[parameter], uses=found[parameter].uses + 1)
                 last[parameter] = stage
             elif isinstance(module, ShardedModule) and name in module.declarations:
-                found[parameter] = Declared(parameter, module.declarations[name], module.shard.positions)
+                declaration = _placed(module.declarations[name], path)
+                found[parameter] = Declared(parameter, declaration, module.shard.positions)
             else:
                 declaration = _replicated(f"{path}.{name}".removeprefix("."), parameter)
                 found[parameter], last[parameter] = Declared(parameter, declaration, {}, plain=True), stage
     return list(found.values())
+
+
+def _placed(declaration: Parameter, path: str) -> Parameter:
+    """A declaration whose name is that of the attribute alone is named by where its module is: the module did
+    not know that when it was made."""
+    if "." in declaration.name or not path:
+        return declaration
+    weights = (replace(each, name=f"{path}.{each.name}", unit=path) for each in declaration.weights)
+    return replace(declaration, name=f"{path}.{declaration.name}", weights=tuple(weights))
 
 
 def freeze(*modules: nn.Module) -> None:

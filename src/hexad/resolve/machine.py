@@ -10,6 +10,7 @@ import yaml
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
 from hexad.config import Config, ConfigError, blaming
+from hexad.dataset.part import part_of
 from hexad.dataset.sidecar import open_built, prefixes
 from hexad.dataset.tokenizer import Tokenizer, bos_ids, load_tokenizer
 from hexad.dataset.whole_samples import check_samples
@@ -77,7 +78,8 @@ def check_data(config: Config) -> int:
     for field, data in wanted.items():
         for prefix in prefixes(data):
             with blaming(field):
-                opened = open_built(prefix, vocab, tokenizer.eod, bos)
+                part = settings.part(field == "data.train")
+                opened = part_of(open_built(prefix, vocab, tokenizer.eod, bos), part)
                 check_samples(opened, settings.packing, settings.sequence, settings.too_long)
     training_templates(config)
     return tokenizer.vocab_size

@@ -37,7 +37,15 @@ def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def cross_entropy_sum_(
     logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
 ) -> torch.Tensor:
-    """Sum of ``-log softmax(logits)[label]`` over the tokens that have a label, in nats.
+    """Sum of :func:`token_losses_`: a scalar, equal on all ranks of the axis."""
+    return token_losses_(logits, labels, vocab, axis, scale).sum()
+
+
+@torch.no_grad()
+def token_losses_(
+    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
+) -> torch.Tensor:
+    """``-log softmax(logits)[label]`` of every token, in nats; 0 where it has no label.
 
     Each rank works relative to its own maximum, so that its logits are read once before anything is sent.
 
@@ -50,7 +58,7 @@ def cross_entropy_sum_(
         scale: see ``logits``.
 
     Returns:
-        A scalar, equal on all ranks of the axis.
+        ``[tokens]`` in the logits' format, equal on all ranks of the axis.
     """
     first = axis.rank * logits.shape[1]
     real = min(max(vocab - first, 0), logits.shape[1])
@@ -70,7 +78,7 @@ def cross_entropy_sum_(
         # One element of each row: no need to add by atomic operations, as scatter_add_ does.
         at = rows[:, None]
         logits.scatter_(1, at, logits.gather(1, at).sub_(weight.mul_(here)[:, None]))
-    return (sums.log() + highest - targets).masked_fill_(ignored, 0).sum()
+    return (sums.log() + highest - targets).masked_fill_(ignored, 0)
 
 
 @torch.no_grad()

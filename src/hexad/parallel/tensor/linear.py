@@ -194,6 +194,13 @@ def column_linear(
     return _ColumnLinear.apply(x, shard, None, weight, bias)
 
 
+def row_linear(x: torch.Tensor, weight: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """``x W^T`` for this rank's columns of W, summed over the ranks; see :class:`RowParallelLinear`."""
+    if _plain(shard):
+        return _plain_linear(x, weight, None, shard)
+    return _RowLinear.apply(x, weight, shard, False, None)
+
+
 class ColumnParallelLinear(AdaptedLinear):
     """Linear layers that share an input, fused into one multiplication, with the outputs divided over the
     tensor axis: each by itself, so that this rank's output is ``[first's shard | second's shard | ...]``.

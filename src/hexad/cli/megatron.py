@@ -1,0 +1,73 @@
+"""``hexad megatron``: run, or print as a configuration, a launch line of Megatron-LM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hexad.config import ConfigError
+from hexad.train.environment import environment
+
+from .options import json_option, print_json
+
+CONFIGURATION = "megatron.yaml"
+"""In the run's directory: the translation that runs."""
+
+
+@click.command("megatron", context_settings={"ignore_unknown_options": True})
+@click.option("--print-config", is_flag=True, help="Print the run.yaml and start nothing.")
+@click.option(
+    "--nproc", type=click.IntRange(1), help="Local ranks to start. [default: as few as the degrees allow]"
+)
+@json_option
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="-- FLAGS")
+def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[str, ...]) -> int:
+    """Train by the flags of Megatron-LM's pretrain_gpt.py.
+
+    Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks. What has
+    no effect is reported on stderr; what Hexad cannot honour is refused.
+    """
+    from hexad.compat.megatron.arguments import naming_flags
+    from hexad.compat.megatron.checkpoint import refuse_forgotten
+    from hexad.compat.megatron.translate import translate
+
+    here = environment()
+    if here.joined and nproc is not None:
+        raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
+    translation = translate(flags, here.world if here.joined else nproc)
+    if print_config:
+        if as_json:
+            print_json({"config": translation.tree, "notes": translation.notes})
+        else:
+            click.echo(translation.yaml(), nl=False)
+        return 0
+    if here.rank == 0:
+        for note in translation.notes:
+            click.echo(f"hexad megatron: {note}", err=True)
+    if not here.restart:  # which resumes
+        refuse_forgotten(translation.tree["run"]["dir"], translation.tree["checkpoint"]["resume"])
+    translation.write_files()
+    path = _written(translation.yaml(), Path(translation.tree["run"]["dir"]))
+
+    from .train import train
+
+    assert train.callback is not None
+    with naming_flags():
+        status: int = train.callback(
+            path=str(path), overrides=(), nproc=nproc, dry_run=False, as_json=as_json
+        )
+    return status
+
+
+def _written(text: str, directory: Path) -> Path:
+    """The configuration as a file; every rank that a launcher has started writes the same."""
+    from hexad.dataset.files import write_whole
+
+    path = directory / CONFIGURATION
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda stream: stream.write(text.encode()))
+    except OSError as error:
+        raise ConfigError("--save", f"{path} cannot be written: {error.strerror}") from None
+    return path

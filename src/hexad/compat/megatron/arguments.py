@@ -1,0 +1,154 @@
+"""The flags of a Megatron-LM launch line as the namespace that ``get_args()`` returns. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from hexad.config import ConfigError, HexadError, did_you_mean
+
+from .flag import Flag
+from .flags import GROUPS
+
+ExtraArguments = Callable[[argparse.ArgumentParser], object]
+"""Adds flags to the parser that it is called with, and may return another one."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A launch line.
+
+    Attributes:
+        arguments: every known flag's value, and those of the script's own flags.
+        given: the flags that have another value than their default.
+        notes: what has no effect, for the user.
+    """
+
+    arguments: Namespace
+    given: tuple[Flag, ...]
+    notes: tuple[str, ...]
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises what a user can fix."""
+
+    def error(self, message: str) -> NoReturn:
+        flag, _, problem = message.removeprefix("argument ").partition(": ")
+        if flag.startswith("--"):
+            raise ConfigError(flag.split("/")[0], problem)
+        raise HexadError(message)
+
+
+def parse(
+    words: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+    extra: ExtraArguments | None = None,
+    ignore_unknown: bool = False,
+) -> Line:
+    """Read a launch line.
+
+    Args:
+        words: without the program's name.
+        defaults: values of attributes for which Megatron-LM has no default and that the line does not set.
+        extra: adds a script's own flags to the parser, as Megatron-LM's ``extra_args_provider``.
+        ignore_unknown: leave out flags that nobody knows.
+
+    Raises:
+        ConfigError: a flag that is not known, naming the nearest one, that is malformed or that Hexad cannot
+            honour.
+    """
+    parser: argparse.ArgumentParser = _Parser(prog="hexad megatron --", allow_abbrev=False, add_help=False)
+    for title, group in GROUPS.items():
+        section = parser.add_argument_group(title)
+        for flag in group:
+            _declare(section, flag)
+    if extra is not None:
+        given_back = extra(parser)
+        parser = given_back if isinstance(given_back, argparse.ArgumentParser) else parser
+    found, unknown = parser.parse_known_args(list(words))
+    if unknown and not ignore_unknown:
+        raise _unknown(unknown[0], parser)
+    attributes, flags = vars(found), [flag for group in GROUPS.values() for flag in group]
+    for flag in flags:
+        attributes.setdefault(flag.attribute, _copied(flag.default))
+    for name, value in (defaults or {}).items():
+        if attributes.get(name) is None:
+            attributes[name] = value
+    given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
+    refuse(found, given)
+    return Line(found, given, _notes(given))
+
+
+def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:
+    names = (flag.name, *flag.aliases)
+    rest: dict[str, Any] = {"dest": flag.attribute, "default": argparse.SUPPRESS}
+    if flag.kind is bool:
+        section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
+    else:
+        rest |= {"nargs": "+"} if flag.several else {}
+        section.add_argument(*names, type=flag.kind, choices=flag.choices or None, **rest)
+
+
+def _differs(flag: Flag, value: Any) -> bool:
+    """Whether a flag has another value than its default."""
+    return bool((tuple(value) if isinstance(value, list) else value) != flag.default)
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> ConfigError:
+    """The error for a word that no flag takes."""
+    if not word.startswith("-"):
+        return ConfigError("hexad megatron", f"found the word {word!r} where a flag is expected")
+    name = word.partition("=")[0]
+    known = {option for action in parser._actions for option in action.option_strings}
+    return ConfigError(name, f"not a flag of Megatron-LM that Hexad knows{did_you_mean(name, known)}")
+
+
+def refuse(arguments: Namespace, given: Sequence[Flag]) -> None:
+    """Refuse what Hexad cannot honour.
+
+    Raises:
+        ConfigError: the first such flag, with what was found and what to do.
+    """
+    for flag in given:
+        if flag.effect == "refused":
+            value = getattr(arguments, flag.attribute)
+            found = "" if flag.kind is bool else f"found {shown(value)}, but "
+            raise ConfigError(flag.name, f"{found}{flag.note}; leave it out")
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """Add to errors that name a setting the flags that determine it.
+
+    Raises:
+        ConfigError: in place of one without flags.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        flags = [flag.name for group in GROUPS.values() for flag in group if flag.target == error.field]
+        if not flags or error.field == "checkpoint.resume":
+            raise
+        raise ConfigError(error.field, f"{error.problem} ({' or '.join(flags[:3])})") from None
+
+
+def shown(value: Any) -> str:
+    """A value as it stands on the line."""
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _notes(given: Sequence[Flag]) -> tuple[str, ...]:
+    """The flags without effect, those with the same reason in one line."""
+    reasons: dict[str, list[str]] = {}
+    for flag in given:
+        if flag.effect == "none":
+            reasons.setdefault(flag.note, []).append(flag.name)
+    return tuple(f"{', '.join(names)}: no effect: {reason}" for reason, names in reasons.items())

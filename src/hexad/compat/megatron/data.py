@@ -1,0 +1,166 @@
+"""Data and tokenizer of a launch line. No torch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hexad.config import ConfigError
+
+from .files import Gpt2Tokenizer, MockData
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a line says of its data.
+
+    Attributes:
+        settings: of the group ``data``.
+        vocab: ``model.vocab`` where it is not the tokenizer's.
+        notes: for the user.
+        files: what must be written before the run starts.
+    """
+
+    settings: dict[str, Any]
+    vocab: int | None
+    notes: tuple[str, ...]
+    files: tuple[MockData | Gpt2Tokenizer, ...]
+
+
+def data_settings(arguments: Namespace, directory: str, need_data: bool = True) -> Data:
+    """Data and tokenizer.
+
+    Args:
+        arguments: completed.
+        directory: of the run, for what is written.
+        need_data: the line must name some.
+
+    Raises:
+        ConfigError: flags that are missing, exclude each other, or that Hexad cannot honour.
+    """
+    notes: list[str] = []
+    files: list[MockData | Gpt2Tokenizer] = []
+    settings = {"sequence": arguments.seq_length, **_documents(arguments)}
+    settings |= _source(arguments, directory, files, need_data)
+    tokenizer, vocab = _tokenizer(arguments, directory, files, notes, need_data)
+    return Data(settings | tokenizer, vocab, tuple(notes), tuple(files))
+
+
+def _source(
+    arguments: Namespace, directory: str, files: list[MockData | Gpt2Tokenizer], need_data: bool
+) -> dict[str, Any]:
+    """Where samples come from; adds what is to be written to ``files``."""
+    sources = ["data_path", "data_args_path", "train_data_path", "mock_data"]
+    given = [name for name in sources if getattr(arguments, name)]
+    if len(given) != 1:
+        if not given and not need_data:
+            return {}
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(
+            "--data-path",
+            f"found {flags or 'no data'}; give --data-path, --train-data-path or --mock-data",
+        )
+    if arguments.dataloader_type not in (None, "single"):
+        raise ConfigError("--dataloader-type", f"found {arguments.dataloader_type}; use single")
+    if arguments.mock_data:
+        data = MockData(f"{directory}/mock-data", arguments.seq_length)
+        files.append(data)
+        return {"train": data.prefix, "split": _split(arguments.split)}
+    if arguments.train_data_path:
+        found: dict[str, Any] = {}
+        found["train"] = _blend("--train-data-path", arguments.train_data_path)
+        if arguments.valid_data_path:
+            found["validation"] = _blend("--valid-data-path", arguments.valid_data_path)
+        return found
+    words = arguments.data_path
+    if arguments.data_args_path:
+        try:
+            words = Path(arguments.data_args_path).read_text(encoding="utf-8").split()
+        except OSError as error:
+            raise ConfigError("--data-args-path", f"{arguments.data_args_path}: {error.strerror}") from None
+    return {"train": _blend("--data-path", words), "split": _split(arguments.split)}
+
+
+def _documents(arguments: Namespace) -> dict[str, Any]:
+    """Megatron-LM's three switches together are isolated documents."""
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(arguments, name)]
+    if len(missing) == len(names):
+        return {"documents": "join"}
+    if missing:
+        given = next(name for name in names if getattr(arguments, name)).replace("_", "-")
+        raise ConfigError(
+            f"--{given}",
+            f"found without {' and '.join(missing)}; documents are isolated by all three, or joined without "
+            "any: add or remove them",
+        )
+    return {"documents": "isolate"}
+
+
+def _blend(flag: str, words: Sequence[str]) -> str | list[list[Any]]:
+    """A prefix, or weights and prefixes."""
+    if len(words) == 1:
+        return words[0]
+    pairs = list(zip(words[::2], words[1::2]))
+    try:
+        if len(words) % 2:
+            raise ValueError
+        return [[float(weight), prefix] for weight, prefix in pairs]
+    except ValueError:
+        raise ConfigError(
+            flag, f"found {' '.join(words)}; expected one prefix, or WEIGHT PREFIX WEIGHT PREFIX ..."
+        ) from None
+
+
+def _split(text: str) -> list[float]:
+    """Three proportions."""
+    try:
+        numbers = [float(each) for each in text.replace("/", ",").split(",")]
+    except ValueError:
+        numbers = []
+    if not 0 < len(numbers) <= 3 or min(numbers) < 0 or not sum(numbers):
+        raise ConfigError("--split", f"found {text!r}, expected up to three proportions, such as 969,30,1")
+    return [*numbers, 0.0, 0.0][:3]
+
+
+def _tokenizer(
+    arguments: Namespace,
+    directory: str,
+    files: list[MockData | Gpt2Tokenizer],
+    notes: list[str],
+    need_data: bool,
+) -> tuple[dict[str, Any], int | None]:
+    """``data.tokenizer``, and ``model.vocab`` where it is not the tokenizer's."""
+    kind, model = arguments.tokenizer_type, arguments.tokenizer_model
+    if kind is None and arguments.vocab_file:
+        kind = "GPT2BPETokenizer"
+    if kind is None and arguments.mock_data and arguments.vocab_size:
+        kind = "NullTokenizer"
+    if kind is None and not need_data:
+        return {}, arguments.vocab_size
+    if kind is None:
+        raise ConfigError("--tokenizer-type", "is missing; give it")
+    if kind == "NullTokenizer":
+        vocab = (arguments.vocab_size or 0) + 1  # with the end of a document
+        if vocab < 257:
+            raise ConfigError(
+                "--vocab-size", f"found {arguments.vocab_size} with NullTokenizer; use 256 or more"
+            )
+        notes.append("NullTokenizer: texts, where there are any, are bytes (data.tokenizer byte)")
+        return {"tokenizer": "byte"}, vocab
+    if kind == "GPT2BPETokenizer":
+        if not (arguments.vocab_file and arguments.merge_file):
+            raise ConfigError("--vocab-file", "GPT2BPETokenizer needs --vocab-file and --merge-file")
+        path = f"{directory}/tokenizer"
+        files.append(Gpt2Tokenizer(path, arguments.vocab_file, arguments.merge_file))
+    else:
+        path = arguments.tokenizer_name_or_path if kind == "PretrainedFromHF" else model
+        if not path:
+            flag = "--tokenizer-name-or-path" if kind == "PretrainedFromHF" else "--tokenizer-model"
+            raise ConfigError(flag, f"is missing; {kind} is loaded from it")
+    if arguments.vocab_size:
+        notes.append("--vocab-size: no effect: the vocabulary is the tokenizer's")
+    return {"tokenizer": path}, None

@@ -1,0 +1,185 @@
+"""Megatron-LM's ``GPTModel`` over Hexad's transformer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hexad.config import HexadError
+from hexad.model.attention_kernels import Spans
+from hexad.model.dropout import DropoutKey
+from hexad.model.inventory import ModelInventory
+from hexad.model.recompute import Recompute
+from hexad.model.transformer import DTYPES, Transformer, make_shard
+from hexad.parallel.sharding import declared_parameters, initialise
+from hexad.resolve import Resolved, resolve
+
+from . import parallel_state
+from .cross_entropy import vocab_parallel_cross_entropy
+from .initialize import get_args, get_config
+from .mappings import gather_from_tensor_model_parallel_region
+
+
+def resolved_model() -> Resolved:
+    """The model, layout and stages that the flags describe. Its vocabulary is ``padded_vocab_size``: padding
+    is part of the softmax, as in Megatron-LM.
+
+    Raises:
+        HexadError: neither a tokenizer nor ``--vocab-size`` is given.
+        ConfigError: settings that do not fit each other.
+    """
+    config, vocab = get_config(), get_args().padded_vocab_size
+    if vocab is None:
+        raise HexadError("--vocab-size: is missing; GPTModel needs it, or --tokenizer-type")
+    model = config.model.model_copy(update={"vocab": vocab})
+    return resolve(config.model_copy(update={"model": model}), parallel_state.get_mesh().layout)
+
+
+def _check_tied(one_rank: bool, zero: int) -> None:
+    """Refuse layouts in which a tied embedding cannot be shared; ``one_rank`` holds two stages with it."""
+    if one_rank or zero == 3:
+        what = "the first and the last stage on one rank" if one_rank else "ZeRO 3"
+        raise HexadError(
+            f"GPTModel: found tied embeddings with {what}, which cannot share them; add "
+            "--untie-embeddings-and-output-weights"
+        )
+
+
+class GPTModel(Transformer):
+    """The model of ``get_args()``, or this rank's current pipeline stage of it.
+
+    Initial values are Hexad's: the same in every layout.
+
+    Args:
+        num_tokentypes: 0.
+        parallel_output: return this rank's columns of the logits; otherwise all.
+        pre_process: this stage has the embedding.
+        post_process: this stage has the output head.
+
+    Attributes:
+        passes: training passes so far, which dropout is keyed by.
+
+    Raises:
+        HexadError: before ``initialize_megatron``, or stages that are not those of the layout.
+        ConfigError: flags that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        num_tokentypes: int = 0,
+        parallel_output: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+    ) -> None:
+        if num_tokentypes:
+            raise HexadError(f"GPTModel: found num_tokentypes {num_tokentypes}; use 0")
+        resolved, mesh = resolved_model(), parallel_state.get_mesh()
+        config, plan = resolved.config, resolved.plan
+        if mesh.context.size > 1:
+            raise HexadError(
+                "GPTModel: context parallel is for 'hexad megatron': use --context-parallel-size 1"
+            )
+        placement = plan.schedule.placement
+        own = [number for number, rank in enumerate(placement) if rank == mesh.pipeline.rank]
+        number = own[parallel_state.get_virtual_pipeline_model_parallel_rank() or 0]
+        wanted = (number == 0, number == len(placement) - 1)
+        if (pre_process, post_process) != wanted:
+            raise HexadError(
+                f"GPTModel: found pre_process {pre_process} and post_process {post_process} on stage "
+                f"{number} of {len(placement)}; expected {wanted[0]} and {wanted[1]}"
+            )
+        if config.model.tied_embeddings:
+            _check_tied(len(placement) > 1 and placement[0] == placement[-1], config.parallel.zero)
+        shard = make_shard(config.parallel, mesh, DTYPES[config.precision.dtype])
+        whole = ModelInventory(config.model, shard.sequence, shard.tensor.size)
+        stage = whole.stages(plan.layers, placement, mesh.pipeline.rank)[number]
+        super().__init__(stage, shard, Recompute.from_settings(config.memory))
+        self._head_is_a_layer()
+        initialise(declared_parameters(self), config.run.seed)
+        self.parallel_output, self.pre_process, self.post_process = parallel_output, pre_process, post_process
+        self.passes, self.seed = 0, config.run.seed
+        self._isolated, self._data_rank = config.data.documents == "isolate", mesh.data.rank
+        self._checked = False
+        self._input: torch.Tensor | None = None
+
+    def _head_is_a_layer(self) -> None:
+        """The backward pass of the logits needs the head's weight, as that of a layer. Hexad's own loss
+        computes its gradients in the forward pass, and does not."""
+        if self.head is not None and "weight" in self.head.declarations:
+            declaration = self.head.declarations["weight"]
+            weights = tuple(replace(weight, apart=bool(declaration.tied)) for weight in declaration.weights)
+            self.head.declarations["weight"] = replace(declaration, weights=weights)
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """What the stage before has computed, ``[tokens (/ size), hidden]``, or a list of that; None on the
+        first stage."""
+        self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(  # type: ignore[override]  # Megatron-LM's signature
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Losses, logits or hidden states.
+
+        Args:
+            input_ids: int64 ``[b, s]``, on every stage.
+            position_ids: int64 ``[b, s]``; None for 0, 1, ... With ``--reset-position-ids`` they say where
+                documents begin, and are needed.
+            attention_mask: bool, true where nothing is seen, causal; None for the same. Documents are
+                isolated by ``position_ids``.
+            labels: int64 ``[b, s]``; -100 for no loss.
+
+        Returns:
+            On the last stage with ``labels``: the losses of all tokens, ``[b, s]``, in at least float32.
+            Without: logits, ``[b, s, padded vocab / size]``, or of all columns without ``parallel_output``.
+            On other stages: hidden states for the next one.
+
+        Raises:
+            HexadError: positions or a mask that Hexad does not compute; only the first pass looks.
+        """
+        tokens = input_ids.contiguous()
+        self._check(tokens, position_ids, attention_mask)
+        hidden = super().forward(
+            tokens, self._spans(tokens, position_ids), inputs=self._input, key=self._key(tokens)
+        )
+        if self.head is None:
+            return hidden
+        logits = self.logits(hidden).unflatten(0, tuple(tokens.shape))
+        if labels is not None:
+            return vocab_parallel_cross_entropy(logits, labels)
+        return logits if self.parallel_output else gather_from_tensor_model_parallel_region(logits)
+
+    def _spans(self, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> Spans | None:
+        if not self._isolated or position_ids is None:
+            return None
+        starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()
+        return Spans(tokens.numel(), len(tokens), (*starts, tokens.numel()))
+
+    def _key(self, tokens: torch.Tensor) -> DropoutKey | None:
+        if not self.training or not torch.is_grad_enabled():
+            return None
+        self.passes += 1
+        return DropoutKey(self.seed, self.passes, self._data_rank * len(tokens))
+
+    def _check(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        if self._isolated and position_ids is None:
+            raise HexadError("position_ids: found None with --reset-position-ids; pass them")
+        if self._isolated or mask is None or mask.numel() < 2:
+            wrong_mask = False
+        else:
+            wrong_mask = not bool((mask.bool() == (places > places[:, None])).all())
+        if wrong_mask:
+            raise HexadError("attention_mask: found one that is not causal; pass None")
+        if not self._isolated and position_ids is not None and not bool((position_ids == places).all()):
+            raise HexadError("position_ids: found others than 0, 1, ...; add --reset-position-ids")

@@ -1,0 +1,172 @@
+"""Megatron-LM's start of a script: arguments, process groups, random seeds, tokenizer."""
+
+from __future__ import annotations
+
+import random
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hexad.compat import world
+from hexad.config import Config, HexadError
+from hexad.model.configuration import load_config
+from hexad.model.transformer import factored_mesh
+from hexad.train.environment import Environment, environment
+
+from . import parallel_state
+from .arguments import ExtraArguments, parse
+from .derive import derive
+from .tokenizer import Tokenizer, build_tokenizer
+from .translate import Translation, translated
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What the functions below return."""
+
+    arguments: Namespace
+    translation: Translation
+    tokenizer: Tokenizer | None
+    settings: tuple[str, ...]
+
+
+_started: _Started | None = None
+
+
+def initialize_megatron(
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+    allow_no_cuda: bool = True,
+    skip_mpu_initialization: bool = False,
+    settings: Iterable[str] = (),
+) -> None:
+    """Read ``sys.argv``, join the world, make the groups, and seed the random number generators.
+
+    The world is that of ``torch.distributed`` if the script has called ``init_process_group``, else that of
+    torchrun or SLURM, else this process. All its ranks call this together.
+
+    Args:
+        extra_args_provider: adds the script's own flags to an ``argparse`` parser.
+        args_defaults: values of arguments that have no default in Megatron-LM and that the line does not set.
+        ignore_unknown_args: leave out flags that nobody knows.
+        allow_no_cuda: has no effect: everything runs on CPUs too.
+        skip_mpu_initialization: neither join a world nor make groups.
+        settings: Hexad's own beyond the flags, as ``parallel.schedule=zb_v``.
+
+    Raises:
+        ConfigError: flags that are not known, malformed, do not fit the world, or that Hexad cannot honour.
+        HexadError: it has been called before.
+    """
+    global _started
+    if _started is not None:
+        raise HexadError("initialize_megatron: has been called before; call destroy_megatron first")
+    settings = tuple(settings)
+    line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
+    arguments, here = line.arguments, _here()
+    derive(arguments, here.world)
+    translation = translated(line, need_data=False)
+    arguments.rank, arguments.local_rank = here.rank, here.local_rank
+    arguments.params_dtype = _dtype(arguments)
+    arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
+    if here.rank == 0:
+        for note in translation.notes:
+            print(f"hexad: {note}", file=sys.stderr)
+    if not skip_mpu_initialization:
+        _start(arguments)
+        _divide_heads(load_config(translation.tree, settings))
+    tokenizer = build_tokenizer(translation, arguments)
+    _started = _Started(arguments, translation, tokenizer, settings)
+
+
+def destroy_megatron() -> None:
+    """Forget arguments, mesh and tokenizer. Process groups are torch's."""
+    global _started
+    _started = None
+    parallel_state.destroy_model_parallel()
+
+
+def _here() -> Environment:
+    """This process's rank: in the world that exists, or in the one that a launcher describes."""
+    here = environment()
+    if not dist.is_initialized():
+        return here
+    known = (here.local_rank, here.local_world) if here.joined else (0, 1)
+    return Environment(dist.get_rank(), dist.get_world_size(), *known, here.launcher)
+
+
+def _start(arguments: Namespace) -> None:
+    """World, mesh and seeds."""
+    timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
+    device = world.join(timeout, "gloo" if arguments.distributed_backend == "gloo" else None)
+    parallel_state.initialize_model_parallel(
+        arguments.tensor_model_parallel_size,
+        arguments.pipeline_model_parallel_size,
+        arguments.virtual_pipeline_model_parallel_size,
+        arguments.context_parallel_size,
+        order="tp-cp-ep-pp-dp" if arguments.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        distributed_timeout_minutes=arguments.distributed_timeout_minutes,
+        device=device,
+    )
+    # Megatron-LM's rule: pipeline ranks have other weights, all others the same.
+    seed = arguments.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _divide_heads(config: Config) -> None:
+    """Where several tensor ranks hold each key/value head, the mesh knows which ones."""
+    mesh = parallel_state.get_mesh()
+    found = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
+    if found is not mesh:
+        parallel_state.use_mesh(found, parallel_state.get_virtual_pipeline_model_parallel_world_size())
+
+
+def _dtype(arguments: Namespace) -> torch.dtype:
+    return torch.half if arguments.fp16 else torch.bfloat16 if arguments.bf16 else torch.float32
+
+
+def _current() -> _Started:
+    if _started is None:
+        raise HexadError("there are no arguments yet: call initialize_megatron")
+    return _started
+
+
+def get_args() -> Namespace:
+    """The arguments, with Megatron-LM's names.
+
+    Raises:
+        HexadError: before :func:`initialize_megatron`.
+    """
+    return _current().arguments
+
+
+def get_tokenizer() -> Tokenizer:
+    """The tokenizer that the flags name.
+
+    Raises:
+        HexadError: before :func:`initialize_megatron`, or without ``--tokenizer-type``.
+    """
+    tokenizer = _current().tokenizer
+    if tokenizer is None:
+        raise HexadError("--tokenizer-type: is missing; get_tokenizer needs it")
+    return tokenizer
+
+
+def get_config() -> Config:
+    """Hexad's settings, for :class:`hexad.Engine`.
+
+    Raises:
+        HexadError: before :func:`initialize_megatron`.
+        ConfigError: settings that do not fit each other.
+    """
+    started = _current()
+    return load_config(started.translation.tree, started.settings)

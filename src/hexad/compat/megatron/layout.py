@@ -1,0 +1,211 @@
+"""The layout of a launch line: degrees, stages, ZeRO, recomputation. No torch."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from typing import Any
+
+from hexad.config import ConfigError
+
+_CONTEXT = {"p2p": "ring", "a2a": "ulysses", "allgather": "all_gather", "a2a+p2p": "ulysses_ring"}
+"""``--cp-comm-type`` -> ``parallel.context_method``."""
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""``--data-parallel-sharding-strategy``, by level of ZeRO."""
+
+
+def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
+    """The groups ``parallel`` and ``memory``.
+
+    Raises:
+        ConfigError: flags that exclude each other, do not fit, or that Hexad cannot honour.
+    """
+    found: dict[str, Any] = {
+        "tensor": arguments.tensor_model_parallel_size,
+        "sequence": arguments.sequence_parallel,
+        "context": arguments.context_parallel_size,
+        "pipeline": arguments.pipeline_model_parallel_size,
+        "zero": _zero(arguments),
+    }
+    if arguments.context_parallel_size > 1:
+        found |= _context(arguments)
+    if arguments.pipeline_model_parallel_size > 1:
+        found |= _stages(arguments)
+    else:
+        _refuse_without_pipeline(arguments)
+    if arguments.num_distributed_optimizer_instances > 1:
+        found["replicas"] = arguments.num_distributed_optimizer_instances
+    if arguments.use_tp_pp_dp_mapping:
+        found["order"] = "tensor-context-expert-pipeline-data"
+    if arguments.ddp_bucket_size:
+        found["bucket_mb"] = arguments.ddp_bucket_size * 4 / 2**20
+    return {"parallel": found, "memory": _memory(arguments)}
+
+
+def _refuse_without_pipeline(arguments: Namespace) -> None:
+    """Refuse to divide layers among one pipeline rank."""
+    for name in (
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
+    ):
+        if getattr(arguments, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                flag, f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
+            )
+
+
+def _zero(arguments: Namespace) -> int:
+    if arguments.zero_stage is not None:
+        return int(arguments.zero_stage)
+    if arguments.use_torch_fsdp2:
+        return 3
+    if arguments.use_megatron_fsdp:
+        return _STRATEGIES.index(arguments.data_parallel_sharding_strategy)
+    return 1 if arguments.use_distributed_optimizer else 0
+
+
+def _context(arguments: Namespace) -> dict[str, Any]:
+    kinds, sizes = set(arguments.cp_comm_type), arguments.hierarchical_context_parallel_sizes
+    kind = kinds.pop()
+    if kinds or kind not in _CONTEXT:
+        raise ConfigError(
+            "--cp-comm-type",
+            f"found {' '.join(arguments.cp_comm_type)}, expected one of {', '.join(_CONTEXT)} for all layers",
+        )
+    found: dict[str, Any] = {"context_method": _CONTEXT[kind]}
+    if kind != "a2a+p2p" and sizes is not None:
+        raise ConfigError(
+            "--hierarchical-context-parallel-sizes", f"found with --cp-comm-type {kind}; use a2a+p2p"
+        )
+    if kind == "a2a+p2p":
+        if sizes is None or len(sizes) != 2 or sizes[0] * sizes[1] != arguments.context_parallel_size:
+            raise ConfigError(
+                "--hierarchical-context-parallel-sizes",
+                f"found {sizes}, expected two numbers whose product is --context-parallel-size "
+                f"{arguments.context_parallel_size}",
+            )
+        found["context_ulysses"] = sizes[0]
+    return found
+
+
+def _stages(arguments: Namespace) -> dict[str, Any]:
+    """``virtual_stages``, ``schedule`` and ``split``."""
+    pipeline = arguments.pipeline_model_parallel_size
+    if arguments.pipeline_model_parallel_layout is not None:
+        sizes = _from_text(arguments.pipeline_model_parallel_layout, arguments.num_layers, pipeline)
+        split: str | list[int] = sizes
+        virtual = len(sizes) // pipeline
+    else:
+        virtual = _virtual(arguments, pipeline)
+        split = _split(arguments, pipeline, virtual)
+    arguments.virtual_pipeline_model_parallel_size = virtual if virtual > 1 else None
+    found: dict[str, Any] = {"schedule": "interleaved" if virtual > 1 else "1f1b", "virtual_stages": virtual}
+    group = arguments.microbatch_group_size_per_vp_stage
+    if group is not None and virtual > 1:
+        found["schedule_group"] = group
+    return {**found, "split": split}
+
+
+def _virtual(arguments: Namespace, pipeline: int) -> int:
+    """Stages per pipeline rank."""
+    each, number = (
+        arguments.num_layers_per_virtual_pipeline_stage,
+        arguments.num_virtual_stages_per_pipeline_rank,
+    )
+    if number is not None or each is None:
+        return number or 1
+    layers = arguments.num_layers + _extra(arguments)[0] + _extra(arguments)[1]
+    if layers % (pipeline * each):
+        raise ConfigError(
+            "--num-layers-per-virtual-pipeline-stage",
+            f"found {each}, which with pipeline {pipeline} does not divide {layers} layers; use a divisor of "
+            f"{layers / pipeline:g}",
+        )
+    return int(layers // pipeline // each)
+
+
+def _extra(arguments: Namespace) -> tuple[int, int]:
+    """What embedding and loss count as, in layers."""
+    return (
+        int(arguments.account_for_embedding_in_pipeline_split),
+        int(arguments.account_for_loss_in_pipeline_split),
+    )
+
+
+def _split(arguments: Namespace, pipeline: int, virtual: int) -> str | list[int]:
+    """Layers per stage."""
+    layers = arguments.num_layers
+    first, last = arguments.decoder_first_pipeline_num_layers, arguments.decoder_last_pipeline_num_layers
+    if first is not None or last is not None:
+        end = "first" if first is not None else "last"
+        ends = [each for each in (first, last) if each is not None]
+        others, left = pipeline - len(ends), layers - sum(ends)
+        sizes = [*ends[: first is not None], *[left // max(others, 1)] * others, *ends[first is not None :]]
+        if sum(sizes) != layers or any(size % virtual for size in sizes):
+            raise ConfigError(
+                f"--decoder-{end}-pipeline-num-layers",
+                f"found {' and '.join(map(str, ends))}, which leaves {left} of {layers} layers for {others} "
+                f"pipeline ranks of {virtual} stages; change it",
+            )
+        return [size // virtual for size in sizes] * virtual
+    embedding, loss = _extra(arguments)
+    method = arguments.pp_partition_method
+    if method is not None and method != "uniform":
+        kinds = set(method.removeprefix("type:").split("|"))
+        if not method.startswith("type:") or not {"transformer"} <= kinds <= {"transformer", "embedding"}:
+            raise ConfigError(
+                "--pp-partition-method",
+                f"found {method!r}; use uniform, type:transformer or type:transformer|embedding",
+            )
+        if "embedding" in kinds:  # the tied head counts as one too
+            embedding = loss = 1
+    if not embedding + loss:
+        return "even"
+    stages = pipeline * virtual
+    if (layers + embedding + loss) % stages:
+        raise ConfigError(
+            "--num-layers",
+            f"found {layers}, with embedding and loss {layers + embedding + loss}, which do not divide by "
+            f"{stages} stages; change one of them",
+        )
+    each = (layers + embedding + loss) // stages
+    return [each - embedding * (n == 0) - loss * (n == stages - 1) for n in range(stages)]
+
+
+def _from_text(text: str, layers: int, pipeline: int) -> list[int]:
+    """``--pipeline-model-parallel-layout``: stages of ``E`` (embedding), ``t`` (layers) and ``L`` (loss),
+    separated by ``|``; ``x*3`` and ``(...)*3`` repeat."""
+    plain = re.sub(r"[\s,]", "", text)
+    while (shorter := re.sub(r"\(([^()]*)\)\*(\d+)", lambda m: m[1] * int(m[2]), plain)) != plain:
+        plain = shorter
+    plain = re.sub(r"([EtL|])\*(\d+)", lambda m: m[1] * int(m[2]), plain)
+    stages = plain.split("|")
+    found = [stage.count("t") for stage in stages]
+    well_formed = re.fullmatch(r"E[t|]*L", plain) is not None
+    if not well_formed or sum(found) != layers or len(stages) % pipeline:
+        raise ConfigError(
+            "--pipeline-model-parallel-layout",
+            f"found {text!r}: {len(stages)} stages of {sum(found)} layers; expected E, t and L of {layers} "
+            f"layers, and a multiple of {pipeline} stages",
+        )
+    return found
+
+
+def _memory(arguments: Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"offload": "optimizer"} if arguments.optimizer_cpu_offload else {}
+    kind = arguments.recompute_granularity
+    if kind is None and arguments.recompute_activations:
+        kind = "selective"
+    if kind is None and arguments.checkpoint_activations:
+        return {"recompute": "full", **found}
+    if kind == "full" and arguments.recompute_method is None:
+        raise ConfigError("--recompute-granularity", "found full without --recompute-method; add uniform")
+    if kind == "full" and arguments.recompute_method == "block":
+        if arguments.recompute_num_layers is None:
+            raise ConfigError("--recompute-method", "found block without --recompute-num-layers; give it")
+        found["recompute_layers"] = arguments.recompute_num_layers
+    return {"recompute": kind or "none", **found}

@@ -1,0 +1,158 @@
+"""Megatron-LM's ``tensor_parallel.mappings``: identities, sums, gathers and slices over the tensor ranks,
+each with its counterpart in the backward pass.
+
+``group`` is a group of :mod:`~hexad.compat.megatron.parallel_state`; None for that of the tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hexad.comm import all_gather, all_reduce, reduce_scatter
+from hexad.comm import all_to_all as exchange
+from hexad.config import HexadError
+from hexad.topology.mesh import Axis
+
+from .parallel_state import axis_of
+
+Group = dist.ProcessGroup | None
+Operation = Callable[[torch.Tensor, Axis], torch.Tensor]
+
+
+class _Mapping(torch.autograd.Function):
+    """An operation in the forward pass, another one in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, axis: Axis, forward: Operation, backward: Operation
+    ) -> torch.Tensor:
+        ctx.axis, ctx.backward_operation = axis, backward
+        return forward(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.backward_operation(gradient, ctx.axis), None, None, None
+
+
+def _mapped(x: torch.Tensor, group: Group, forward: Operation, backward: Operation) -> torch.Tensor:
+    result: torch.Tensor = _Mapping.apply(x, axis_of(group), forward, backward)
+    return result
+
+
+def _identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def _slice_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    if x.shape[0] % axis.size:
+        raise HexadError(f"found {x.shape[0]} rows, which do not divide by the group's {axis.size} ranks")
+    return x.chunk(axis.size)[axis.rank].clone(memory_format=torch.contiguous_format)
+
+
+def _gather_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return _identity(x, axis) if axis.size == 1 else all_gather(x.contiguous(), axis)
+
+
+def _scatter_sum_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    return _identity(x, axis) if axis.size == 1 else reduce_scatter(x.contiguous(), axis)
+
+
+def _last(operation: Operation) -> Operation:
+    """The same along the last dim."""
+
+    def moved(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return operation(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
+
+    return moved
+
+
+_slice_last, _gather_last, _scatter_sum_last = map(_last, (_slice_first, _gather_first, _scatter_sum_first))
+
+
+def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """The same tensor; gradients are summed over the ranks."""
+    return _mapped(input_, group, _identity, _sum)
+
+
+def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """The sum over the ranks; gradients are passed on."""
+    return _mapped(input_, group, _sum, _identity)
+
+
+def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """``[..., h]`` -> this rank's ``[..., h / size]``; gradients are gathered."""
+    return _mapped(input_, group, _slice_last, _gather_last)
+
+
+def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """``[..., h / size]`` -> ``[..., h]``; of gradients this rank's slice is passed on."""
+    return _mapped(input_, group, _gather_last, _slice_last)
+
+
+def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """``[s, ...]`` -> this rank's ``[s / size, ...]``; gradients are gathered."""
+    return _mapped(input_, group, _slice_first, _gather_first)
+
+
+def gather_from_sequence_parallel_region(
+    input_: torch.Tensor, tensor_parallel_output_grad: bool = True, group: Group = None
+) -> torch.Tensor:
+    """``[s / size, ...]`` -> ``[s, ...]``. Gradients are summed and scattered; without
+    ``tensor_parallel_output_grad``, where all ranks have the same ones, this rank's slice is passed on."""
+    backward = _scatter_sum_first if tensor_parallel_output_grad else _slice_first
+    return _mapped(input_, group, _gather_first, backward)
+
+
+def reduce_scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+    """``[s, ...]`` -> this rank's ``[s / size, ...]`` of the sum; gradients are gathered."""
+    return _mapped(input_, group, _scatter_sum_first, _gather_first)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(
+    input_: torch.Tensor, group: Group = None
+) -> torch.Tensor:
+    """``[..., h / size]`` -> ``[..., h]``; gradients are summed and scattered."""
+    return _mapped(input_, group, _gather_last, _scatter_sum_last)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(
+    input_: torch.Tensor, group: Group = None
+) -> torch.Tensor:
+    """``[..., h]`` -> this rank's ``[..., h / size]`` of the sum; gradients are gathered."""
+    return _mapped(input_, group, _scatter_sum_last, _gather_last)
+
+
+def all_to_all(
+    group: Group,
+    input_: torch.Tensor,
+    output_split_sizes_: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Rows to every rank and rows from every rank, in rank order; gradients return the same way.
+
+    Args:
+        group: see the module.
+        input_: ``[rows, ...]``.
+        output_split_sizes_: rows from each rank; by default equal parts.
+        input_split_sizes: rows to each rank; by default equal parts.
+    """
+
+    def sent(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        if axis.size == 1:
+            return _identity(x, axis)
+        return exchange(x.contiguous(), axis, input_split_sizes, output_split_sizes_)
+
+    def returned(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        if axis.size == 1:
+            return _identity(x, axis)
+        return exchange(x.contiguous(), axis, output_split_sizes_, input_split_sizes)
+
+    return _mapped(input_, group, sent, returned)

@@ -1,0 +1,159 @@
+"""Megatron-LM's ``get_forward_backward_func`` over Hexad's executor: any schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexad.config import Config, HexadError
+from hexad.config.schema import MemorySettings
+from hexad.model.transformer import DTYPES
+from hexad.topology.mesh import Mesh
+from hexad.train.engine import Engine
+
+from . import parallel_state
+from .gpt import resolved_model
+from .initialize import get_args
+
+LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
+ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, LossFunction]]
+
+
+@dataclass
+class _Step:
+    """What the stages of one call compute with.
+
+    Attributes:
+        forward: the script's ``forward_step``.
+        iterators: of data, by stage.
+        reported: what the loss function reports, by microbatch.
+    """
+
+    forward: ForwardStep
+    iterators: dict[int, Any]
+    reported: list[Any] = field(default_factory=list)
+
+
+def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
+    """This rank's stages, with their gradients and optimizer; all ranks call this together.
+
+    Args:
+        model_provider: called with ``pre_process`` and ``post_process`` for every stage of this rank; returns
+            a :class:`GPTModel`, or a module with its ``set_input_tensor`` whose hidden states have the same
+            shape.
+
+    Raises:
+        ConfigError: flags that do not fit each other.
+    """
+    resolved, mesh = resolved_model(), parallel_state.get_mesh()
+    placement = resolved.plan.schedule.placement
+    own = [number for number, rank in enumerate(placement) if rank == mesh.pipeline.rank]
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(len(own) if len(own) > 1 else None)
+    stages: dict[int, nn.Module] = {}
+    for place, number in enumerate(own):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
+        stages[number] = model_provider(pre_process=number == 0, post_process=number == len(placement) - 1)
+    compute = partial(_compute, {stage: number for number, stage in stages.items()}, len(placement) - 1)
+    # GPTModel has been told what to recompute; an engine knows nothing of the layers of modules.
+    config = resolved.config.model_copy(
+        update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
+    )
+    boundary = partial(_boundary, config, mesh)
+    return Engine(stages, mesh, config, plan=resolved.plan, compute=compute, boundary=boundary)
+
+
+def _boundary(config: Config, mesh: Mesh, _: Any) -> torch.Tensor:
+    """An empty tensor for what crosses a stage boundary."""
+    tokens = config.batch.micro * config.data.sequence
+    rows = tokens // (mesh.tensor.size if config.parallel.sequence_parallel else 1)
+    dtype = DTYPES[config.precision.dtype]
+    return torch.empty((rows, config.model.hidden), dtype=dtype, device=mesh.device)
+
+
+def _compute(
+    numbers: dict[nn.Module, int],
+    last: int,
+    stage: nn.Module,
+    step: _Step,
+    inputs: torch.Tensor | None,
+    _: float | None,
+) -> torch.Tensor:
+    """A stage's pass of one microbatch."""
+    set_input_tensor: Callable[[torch.Tensor | None], None] = stage.set_input_tensor  # type: ignore[assignment]
+    set_input_tensor(inputs)
+    number = numbers[stage]
+    output, loss_function = step.forward(step.iterators.get(number), stage)
+    if number != last:
+        return output
+    loss, *counted, reported = loss_function(output)
+    step.reported.append(reported)
+    result: torch.Tensor = loss / counted[0] if counted else loss
+    return result
+
+
+def get_forward_backward_func() -> Callable[..., list[Any]]:
+    """:func:`forward_backward`, which runs any schedule."""
+    return forward_backward
+
+
+def forward_backward(
+    *,
+    forward_step_func: ForwardStep,
+    data_iterator: Iterator[Any] | list[Iterator[Any]],
+    model: Engine,
+    num_microbatches: int,
+    seq_length: int | None = None,
+    micro_batch_size: int | None = None,
+    forward_only: bool = False,
+) -> list[Any]:
+    """Forward and backward passes of one step.
+
+    As in Megatron-LM, losses are averaged over microbatches and data ranks, and loss functions return
+    ``(loss, reported)``, or ``(sum, count, reported)``, whose quotient is the loss. ``model.reduce()`` and
+    ``model.update(lr)`` follow.
+
+    Args:
+        forward_step_func: ``forward_step(data_iterator, model)`` returns the output, and the loss function of
+            the last stage's.
+        data_iterator: of this rank's microbatches; a list of one per stage of this rank where it has several.
+        model: from :func:`setup_model`.
+        num_microbatches: of this data rank.
+        seq_length, micro_batch_size: those of the flags.
+        forward_only: evaluate.
+
+    Returns:
+        On the rank of the last stage what its loss function has reported, by microbatch; elsewhere nothing.
+
+    Raises:
+        HexadError: other shapes than those of the flags, or too few iterators.
+    """
+    arguments = get_args()
+    for name, given in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
+        if given not in (None, getattr(arguments, name)):
+            raise HexadError(f"{name}: found {given}, expected that of the flags, {getattr(arguments, name)}")
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+    if len(iterators) != len(model.stages):
+        raise HexadError(
+            f"data_iterator: found {len(iterators)} for {len(model.stages)} stages of this rank; pass a list "
+            "of one for each"
+        )
+    step = _Step(forward_step_func, dict(zip(sorted(model.stages), iterators)))
+    if forward_only:
+        model.total_loss([step] * num_microbatches)
+    else:
+        model.begin(num_microbatches)
+        data = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        model.accumulate([step] * num_microbatches, 1.0 / (num_microbatches * data))
+    return step.reported
+
+
+def get_num_microbatches() -> int:
+    """Microbatches of a step and data rank."""
+    arguments = get_args()
+    per_pass = arguments.micro_batch_size * arguments.data_parallel_size
+    return int(arguments.global_batch_size // per_pass)

@@ -1,0 +1,123 @@
+"""Published launch lines at a small size: ``hexad megatron`` runs them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ...train.command import call
+from . import lines
+from .test_translate import SMALL, without
+
+SIZES = lines.words("""
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --kv-channels 8
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4
+    --log-interval 1 --eval-interval 2 --eval-iters 1 --save-interval 2 --distributed-backend gloo
+""")
+DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--mock-data")
+TOKENIZER = ("--tokenizer-type", "--tokenizer-model", "--vocab-file", "--merge-file", "--vocab-size")
+STEPS = {
+    "iterations": ["--train-iters", "2", "--lr-decay-iters", "8"],
+    "samples": ["--train-samples", "8", "--lr-decay-samples", "32", "--lr-warmup-samples", "4"],
+}
+# Line -> (flags that are refused or need a package, further flags).
+RUNS = {
+    "GPT3_175B": (
+        ("--rampup-batch-size", "--tensorboard-dir"),
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    ),
+    "GPT2_345M": ((), ""),
+    "GPT3_345M": ((), "--num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 1"),
+    "LLAMA2_7B": (("--wandb-project",), "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"),
+    "LLAMA3_8B": (
+        ("--decoupled-lr", "--decoupled-min-lr", "--tensorboard-dir", "--profile"),
+        "--num-query-groups 2",
+    ),
+    "LLAMA3_70B": (
+        ("--recompute-num-layers", "--recompute-method"),
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-query-groups 2 "
+        "--num-virtual-stages-per-pipeline-rank 2 --recompute-method uniform",
+    ),
+    "BLOOM_176B": (
+        (
+            "--embed-layernorm",
+            "--position-embedding-type",
+            "--rampup-batch-size",
+            "--train-weighted-split-paths-path",
+            "--valid-weighted-split-paths-path",
+            "--tensorboard-dir",
+            "--tokenizer-name-or-path",
+        ),
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2",
+    ),
+    "LLAMA3_LONG": (
+        ("--pretrained-checkpoint", "--hierarchical-context-parallel-sizes"),
+        "--tensor-model-parallel-size 1 --context-parallel-size 2 --cp-comm-type p2p --num-query-groups 2",
+    ),
+}
+QUICK = ("GPT2_345M", "LLAMA3_LONG")
+"""The others start processes for as long, and are in the slow sweep."""
+
+
+def line_of(name: str, save: Path) -> list[str]:
+    """A published line with small sizes and mock data."""
+    gone, more = RUNS[name]
+    line = without(getattr(lines, name), *gone, *DATA, *TOKENIZER)
+    kind = "samples" if "--train-samples" in line else "iterations"
+    where = ["--save", str(save), "--load", str(save)]
+    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "300"]
+    warmup = ["--lr-warmup-iters", "1"] if "--lr-warmup-iters" in line else []
+    return [*line, *SIZES, *STEPS[kind], *warmup, *where, *data, *more.split()]
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
+def test_published_line_runs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    save = tmp_path / "run"
+    found = call("megatron", "--", *line_of(name, save))
+    assert found.status == 0, found.err
+    metrics = [json.loads(each) for each in (save / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in metrics] == [1, 2]
+    assert all(math.isfinite(each["loss"]) and 4 < each["loss"] < 8 for each in metrics)
+    assert (save / "checkpoints" / "latest").read_text().strip() == "step-00000002"
+
+
+def test_gpt2_tokenizer_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: the line is printed as the file that runs, and a second call resumes."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    monkeypatch.chdir(tmp_path)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(["a line of text"] * 8, vocab_size=300, special_tokens=["<|endoftext|>"])
+    trained.save_model(".")
+    flags = [*without(SMALL, "--tokenizer-type", "--vocab-size"), "--train-iters", "2", "--save", "run"]
+    flags += ["--vocab-file", "vocab.json", "--merge-file", "merges.txt", "--log-interval", "1"]
+    printed = call("megatron", "--print-config", "--", *flags)
+    assert printed.status == 0 and not Path("run").exists()
+    assert call("megatron", "--", *flags).status == 0
+    assert "add --save run --load run to resume" in call("megatron", "--", *flags).error
+    assert Path("run/megatron.yaml").read_text() == printed.out
+    tree = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert tree["model"]["vocab"] == trained.get_vocab_size()
+    again = call("megatron", "--json", "--", *flags, "--load", "run", "--train-iters", "3")
+    assert again.status == 0 and json.loads(again.out)["step"] == 3, again.err
+    missing = call("megatron", "--", *flags, "--vocab-file", "none.json", "--save", "other")
+    assert missing.status == 2 and "--vocab-file: none.json: no such file" in missing.error
+
+
+def test_command_line(tmp_path: Path) -> None:
+    document = json.loads(call("megatron", "--print-config", "--json", "--nproc", "4", "--", *SMALL).out)
+    assert document["config"]["batch"] == {"micro": 1, "global": 8} and document["notes"]
+    assert call("megatron", "--", *SMALL, "--num-expert", "8").error.startswith("--num-expert: not a flag")
+    assert "give it" in call("megatron", "--").error
+    wrong = call(
+        "megatron", "--", *SMALL, "--tensor-model-parallel-size", "3", "--save", str(tmp_path / "new")
+    )
+    assert (
+        wrong.error.startswith("parallel.tensor: found 3") and "(--tensor-model-parallel-size)" in wrong.error
+    )
+    assert call("megatron", "--help").status == 0

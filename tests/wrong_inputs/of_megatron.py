@@ -1,0 +1,39 @@
+"""Wrong launch lines of Megatron-LM: what follows ``hexad megatron``."""
+
+from __future__ import annotations
+
+_SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 1 --train-iters 4 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 256 "
+    "--eval-iters 0 --save new-megatron"
+)
+_STARTED = "parallel.tensor: found 3"
+"""Refused after notes have been printed."""
+_MORE = (
+    ("--data-path", "--data-path: expected at least one argument"),
+    ("--data-path data/train 0.5", "--data-path: found data/train 0.5"),
+    ("--data-path data/train --split 1,2,3,4", "--split: found '1,2,3,4'"),
+    ("--mock-data --num-layer 2", "--num-layer: not a flag of Megatron-LM that Hexad knows (did you mean"),
+    ("--mock-data --num-layers 2.5", "--num-layers: invalid int value: '2.5'"),
+    ("--mock-data twice", "found the word 'twice'"),
+    ("--mock-data --num-experts 8", "--num-experts: found 8, but experts are not supported yet"),
+    ("--mock-data --rampup-batch-size 1 1 100", "--rampup-batch-size: found 1 1 100"),
+    ("--mock-data --position-embedding-type alibi", "--position-embedding-type: found alibi"),
+    ("--mock-data --normalization RMSNorm", "--normalization: found RMSNorm"),
+    ("--mock-data --optimizer sgd", "--optimizer: found sgd"),
+    ("--mock-data --fp16 --bf16", "--bf16: found beside --fp16"),
+    ("--mock-data --train-samples 9", "--train-samples: found beside --train-iters"),
+    ("--mock-data --lr-warmup-samples 9", "use --lr-warmup-iters"),
+    ("--mock-data --eod-mask-loss", "--eod-mask-loss: found without --reset-position-ids"),
+    ("--mock-data --tensor-model-parallel-size 3", _STARTED),
+    ("--mock-data --tokenizer-type GPT2BPETokenizer", "--vocab-file: GPT2BPETokenizer needs"),
+    ("--mock-data --tokenizer-type HuggingFaceTokenizer", "--tokenizer-model: is missing"),
+    ("--mock-data --tokenizer-type X", "--tokenizer-type: invalid choice: 'X'"),
+    ("--mock-data --window-size 4", "--window-size: found '4'"),
+)
+MEGATRON = (
+    ("megatron", "--num-layers: is missing"),
+    ("megatron --nproc 0 -- --bf16", "--nproc"),
+    ("megatron --num-layers 4", "--hidden-size: is missing"),
+    *((f"megatron -- {_SMALL} {more}", says, says == _STARTED) for more, says in _MORE),
+)

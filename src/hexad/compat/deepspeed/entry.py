@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hexad.config import HexadError
+from hexad.model.transformer import Transformer
 
 from .. import world
 from .config import read_config
@@ -76,9 +77,9 @@ def initialize(
             f"initialize: found --deepspeed_config {named} and config= too; pass the configuration once"
         )
     device = world.join()
-    _check_model_parallel(mpu, mesh_param)
-    pipeline = isinstance(model, PipelineModule)
-    data_ranks = model.mesh.data.size if isinstance(model, PipelineModule) else world.world_size()
+    kind, data_ranks = _kind(model)
+    if kind is DeepSpeedEngine:
+        _check_model_parallel(mpu, mesh_param)
     checked = read_config(given[0], data_ranks, strict)
     keys = checked.keys
     for name, degree in (
@@ -90,11 +91,25 @@ def initialize(
                 f"{name}: found {degree}, but a module of one's own is not divided; use 1, or one of Hexad's "
                 "models (hexad config from-deepspeed)"
             )
-    kind = PipelineEngine if pipeline else DeepSpeedEngine
     engine = kind(
         model, checked, device, optimizer, model_parameters, lr_scheduler, training_data, collate_fn
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _kind(model: nn.Module) -> tuple[type[DeepSpeedEngine], int]:
+    """The class of a model's engine, and the number of data ranks."""
+    if isinstance(model, PipelineModule):
+        return PipelineEngine, model.mesh.data.size
+    if isinstance(model, Transformer):
+        from hexad.compat.megatron.gpt import GPTModel
+        from hexad.compat.megatron.parallel_state import get_mesh
+
+        from .megatron_engine import MegatronEngine
+
+        if isinstance(model, GPTModel):
+            return MegatronEngine, get_mesh().data.size
+    return DeepSpeedEngine, world.world_size()
 
 
 def _check_model_parallel(mpu: Any, mesh_param: Any) -> None:

@@ -1,0 +1,167 @@
+"""The engine around Megatron-LM's ``GPTModel``: tensor, sequence and pipeline ranks, stepped by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hexad.comm import broadcast, receive_async, send_async
+from hexad.compat.megatron import parallel_state
+from hexad.compat.megatron.gpt import GPTModel, resolved_model
+from hexad.config import Config, ConfigError, HexadError
+from hexad.topology.mesh import Axis
+from hexad.train.engine import Engine
+
+from .engine import DeepSpeedEngine
+from .translate import engine_config
+
+_RESULT, _GRADIENT = 1 << 20, (1 << 20) + 1
+"""Message tags, beyond those of schedules."""
+
+
+@dataclass
+class _Link:
+    """What a rank's stage exchanges with its neighbours.
+
+    Attributes:
+        axis: of the pipeline.
+        device: of this rank.
+        shape, dtype: of hidden states.
+    """
+
+    axis: Axis
+    device: torch.device
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def receive(self, source: int, tag: int) -> torch.Tensor:
+        """Hidden states, or their gradient."""
+        empty = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return receive_async(empty, self.axis, source, tag).wait()
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        """To a neighbour."""
+        send_async(tensor.contiguous(), self.axis, to, tag).wait()
+
+
+class _HandOver(torch.autograd.Function):
+    """A stage's result, in place of which the last stage's is returned: every rank computes the loss, and
+    differentiates it. The gradient of this stage's result is the next one's."""
+
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor, result: torch.Tensor, link: _Link) -> torch.Tensor:
+        context.link = link
+        return result
+
+    @staticmethod
+    def backward(context: Any, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        link: _Link = context.link
+        return link.receive(link.axis.rank + 1, _GRADIENT), None, None
+
+
+class MegatronEngine(DeepSpeedEngine):
+    """Trains a ``GPTModel``, whose ranks are those of ``initialize_megatron``.
+
+    With pipeline ranks, ``engine(...)`` passes one microbatch through all stages, and every rank is given the
+    last stage's result; ``backward`` passes gradients back. Stages wait for each other meanwhile:
+    ``get_forward_backward_func`` of :mod:`hexad.compat.megatron` runs schedules.
+    """
+
+    _module: GPTModel
+
+    def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
+        resolved, mesh = resolved_model(), parallel_state.get_mesh()
+        placement = resolved.plan.schedule.placement
+        if len(placement) > mesh.pipeline.size:
+            raise HexadError(
+                "initialize: found several stages per rank (--num-layers-per-virtual-pipeline-stage); "
+                "use one, or get_forward_backward_func"
+            )
+        settings = self._settings(resolved.config)
+        hidden = settings.model.hidden
+        tokens = settings.batch.micro * settings.data.sequence
+        rows = tokens // (mesh.tensor.size if settings.parallel.sequence_parallel else 1)
+        self._link = _Link(mesh.pipeline, self.device, (rows, hidden), self._module.dtype)
+        number = mesh.pipeline.rank
+        return Engine(
+            {number: self._module},
+            mesh,
+            settings,
+            plan=resolved.plan,
+            optimizer=optimizer,
+            boundary=lambda _: torch.empty(rows, hidden),
+        )
+
+    def _settings(self, flags: Config) -> Config:
+        """The flags' settings, with the file's for state, precision and clipping.
+
+        Raises:
+            ConfigError: both name a format, and not the same.
+        """
+        file = engine_config(self._config, self.device.type == "cuda")
+        if file.precision.dtype != flags.precision.dtype:
+            raise ConfigError(
+                "fp16.enabled, bf16.enabled",
+                f"found {file.precision.dtype}, but the flags (--fp16, --bf16) make a model in "
+                f"{flags.precision.dtype}; use the same",
+            )
+        micro = self._config.batch.micro
+        if micro != flags.batch.micro:
+            raise ConfigError(
+                "train_micro_batch_size_per_gpu",
+                f"found {micro}, but --micro-batch-size is {flags.batch.micro}; use the same",
+            )
+        parallel = flags.parallel.model_copy(update={"zero": file.parallel.zero})
+        return flags.model_copy(
+            update={
+                "parallel": parallel,
+                "precision": file.precision,
+                "optimizer": file.optimizer,
+                # The model has been told what to recompute.
+                "memory": file.memory,
+                "checkpoint": file.checkpoint,
+                "batch": flags.batch.model_copy(update={"global_": self._config.batch.total}),
+            }
+        )
+
+    def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        """The model's result of a microbatch; of the last stage's model on every rank."""
+        pipeline, module = self._link.axis, self._module
+        if pipeline.size == 1:
+            result: torch.Tensor = super().forward(*inputs, **named)
+            return result
+        received = None
+        if pipeline.rank > 0:
+            received = self._link.receive(pipeline.rank - 1, _RESULT)
+            if torch.is_grad_enabled():
+                received.requires_grad_()
+                received.register_post_accumulate_grad_hook(self._send_back)
+        module.set_input_tensor(received)
+        found: torch.Tensor = super().forward(*inputs, **named)
+        last = pipeline.rank == pipeline.size - 1
+        if not last:
+            self._link.send(found.detach(), pipeline.rank + 1, _RESULT)
+        final = found.detach().contiguous() if last else self._empty(inputs, named)
+        final = broadcast(final, pipeline, pipeline.size - 1)
+        if last or not found.requires_grad:
+            return found if last else final
+        handed: torch.Tensor = _HandOver.apply(found, final, self._link)
+        return handed
+
+    def _send_back(self, received: torch.Tensor) -> None:
+        assert received.grad is not None
+        self._link.send(received.grad, self._link.axis.rank - 1, _GRADIENT)
+        received.grad = None
+
+    def _empty(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
+        """Like the last stage's result: losses, or logits."""
+        tokens = inputs[0] if inputs else named["input_ids"]
+        labels = named.get("labels", inputs[3] if len(inputs) > 3 else None)
+        if labels is not None:
+            wide = torch.promote_types(self._module.dtype, torch.float32)
+            return torch.empty(tuple(tokens.shape), dtype=wide, device=self.device)
+        vocab, mesh = int(resolved_model().config.model.vocab), self._engine.mesh
+        width = vocab // mesh.tensor.size if self._module.parallel_output else vocab
+        return torch.empty((*tokens.shape, width), dtype=self._module.dtype, device=self.device)

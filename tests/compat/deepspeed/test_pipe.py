@@ -106,7 +106,13 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("1 stage", "2 stages, ZeRO 3", "interleaved", "zb_v, tied on one rank", "recomputed")
+"""The others are in the slow sweep."""
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_losses_are_those_of_one_process(pool: Pool, name: str) -> None:
     world, stages, zero, more = CASES[name]
     expected = alone(3, 4)

@@ -50,7 +50,8 @@ def theirs(directory: Path) -> Any:
     return log_of("package", 3, directory / "theirs")[0]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow  # importing transformers three times takes longer than training
+@pytest.mark.parametrize("stage", [1, 3])
 def test_the_trainer_gives_the_same_numbers(directory: Path, theirs: Any, stage: int) -> None:
     first, resumed = log_of("face", stage, directory / str(stage))
     close(first, theirs)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hexad.config import AgreedError
 from hexad.dataset.microbatch import Microbatch
 from hexad.model.configuration import build_config
-from hexad.optim import adamw
+from hexad.optim import optimizer
 from hexad.parallel.data import replicas
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
@@ -102,17 +102,17 @@ def test_one_rank_has_no_replicas() -> None:
 def clipped_apart() -> tuple[list[float], str]:
     """Two steps whose norms come out different on the second data rank, as sums in another order would."""
     engine = engine_of({"data": 2, "tensor": 2})
-    reduce = adamw.all_reduce
+    reduce = optimizer.all_reduce
 
     def disturbed(tensor: torch.Tensor, axis: Any, *rest: Any) -> torch.Tensor:
         result = reduce(tensor, axis, *rest)
         return result * (1 + 0.01 * engine.mesh.data.rank) if axis is engine.mesh.pipeline else result
 
-    adamw.all_reduce = disturbed  # type: ignore[assignment]
+    optimizer.all_reduce = disturbed  # type: ignore[assignment]
     try:
         norms = [step(engine) for _ in range(2)]
     finally:
-        adamw.all_reduce = reduce
+        optimizer.all_reduce = reduce
     try:
         engine.check_replicas()
     except AgreedError as error:

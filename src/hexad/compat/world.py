@@ -19,8 +19,8 @@ from hexad.topology.mesh import Mesh
 from hexad.train.environment import environment
 from hexad.train.launch import pick_device
 
-_meshes: dict[tuple[tuple[str, int], ...], tuple[dist.ProcessGroup | None, Mesh]] = {}
-"""By degrees: the default process group that it was made of, and the mesh."""
+_meshes: dict[Layout, tuple[dist.ProcessGroup | None, Mesh]] = {}
+"""By layout: the default process group that it was made of, and the mesh."""
 
 
 def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.device:
@@ -64,7 +64,6 @@ def mesh_of(layout: Layout, device: torch.device, timeout: float = 1800.0) -> Me
     group = dist.group.WORLD if dist.is_initialized() else None
     for stale in [key for key, (made_of, _) in _meshes.items() if made_of is not group]:
         del _meshes[stale]  # of a world that is gone
-    key = tuple(sorted(layout.degrees.items()))
-    if key not in _meshes:
-        _meshes[key] = group, Mesh.create(layout, device, timeout, Trace())
-    return _meshes[key][1]
+    if layout not in _meshes:
+        _meshes[layout] = group, Mesh.create(layout, device, timeout, Trace())
+    return _meshes[layout][1]

@@ -59,6 +59,9 @@ _OF_SCRIPTS = (
 )
 """What scripts add to a checkpoint: their options, and the states of NumPy's random numbers."""
 
+_OF_ENUMS = "builtins.getattr"
+"""Which Python 3.11.0 to 3.11.3 names for members of enumerations; not called either."""
+
 
 def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None) -> Any:
     """What ``torch.save`` wrote: tensors on the CPU, in Python's containers.
@@ -79,7 +82,7 @@ def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None)
             raise HexadError(f"{path}: damaged: the checksum of {damaged} does not match its content")
         if isinstance(given, io.BytesIO):
             given.seek(0)
-        with warnings.catch_warnings(), _inert_only((*_OF_SCRIPTS, *classes)):
+        with warnings.catch_warnings(), _inert_only((*_OF_SCRIPTS, _OF_ENUMS, *classes)):
             warnings.simplefilter("ignore")  # of deprecated storage classes
             return torch.load(given, map_location="cpu", weights_only=True, mmap=content is None)
     except HexadError:
@@ -115,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full in self._classes:
+        if full in self._classes or full == _OF_ENUMS:
             return Inert
         if full == "collections.OrderedDict":
             return OrderedDict

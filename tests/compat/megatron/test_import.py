@@ -129,7 +129,7 @@ class Evil:
         return self.function, self.arguments
 
 
-@pytest.mark.parametrize("function", [os.system, eval, getattr])
+@pytest.mark.parametrize("function", [os.system, eval])
 def test_code_is_not_run(function: Callable[..., Any], tmp_path: Path) -> None:
     shutil.copytree(saved("gpt2"), tmp_path / "given")
     mark, model = tmp_path / "run", run_file("gpt2", tmp_path)

@@ -69,7 +69,7 @@ class TorchOptimizer(Rule):
             if factor != 1:
                 gradient.mul_(factor)
             for member, tensor in held:
-                tensor.grad = gradient if member is None else bucket.view(gradient, member)
+                tensor.grad = gradient if member is None else bucket.view(gradient, member).view(tensor.shape)
         self.optimizer.step()
         for bucket, held in zip(self.buckets, self._held):
             for _, tensor in held:
@@ -85,17 +85,20 @@ class TorchOptimizer(Rule):
                 if member is None:
                     flat = states[tensor][key]
                 else:  # what a checkpoint overwrites is what the optimizer reads
-                    view = bucket.view(flat, member)
+                    view = bucket.view(flat, member).view(tensor.shape)
                     states[tensor][key] = view.copy_(states[tensor].get(key, view))
             yield f"optimizer.{key}", flat
 
     def prepare(self, kinds: Iterable[str]) -> None:
-        """Make the state that a checkpoint holds, where the optimizer has not made it yet.
+        """Make the state that a checkpoint holds, where the optimizer has not made it yet; forget all where
+        it holds none, as before the first update.
 
         Args:
             kinds: names as of :meth:`state`.
         """
         keys = [kind.removeprefix("optimizer.") for kind in kinds]
+        if not keys:
+            self.optimizer.state.clear()
         for held in self._held:
             for _, tensor in held:
                 for key in keys:
@@ -160,7 +163,9 @@ def _whole(bucket: Bucket) -> Held:
 
 
 def _one_by_one(bucket: Bucket) -> Held:
-    return [(member, bucket.view(bucket.master, member)) for member in range(len(bucket.members))]
+    views = [bucket.view(bucket.master, member) for member in range(len(bucket.members))]
+    # State of a single number would be taken for a count of steps.
+    return [(member, view if view.dim() else view.view(1)) for member, view in enumerate(views)]
 
 
 def _as_large(held: Held, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[str]:

@@ -120,6 +120,63 @@ def test_weights_alone_are_loaded(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, weights_only, str(tmp_path)) == [(True, 3), (True, 3)]
 
 
+class Odd(nn.Module):
+    """One parameter's name ends another's; one is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(7, 4), nn.Sequential(nn.Linear(4, 4)))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x).sum(1) * self.scale - y).square().mean()
+
+
+class MyAdamW(torch.optim.AdamW):
+    """Not one of torch's own, so that it is given complete parameters."""
+
+
+def odd_engine(own: bool) -> Any:
+    torch.manual_seed(5)
+    module = Odd()
+    optimizer = (MyAdamW if own else torch.optim.AdamW)(module.parameters(), lr=1e-2)
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 0 if own else 2}}
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def rolled_back(own: bool, directory: str) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Losses of steps 0 to 3, and of these again from checkpoints before the first and after the second."""
+    engine = odd_engine(own)
+    engine.save_checkpoint(directory, tag="begin")
+    first = steps(engine, 0, 2)
+    engine.save_checkpoint(directory, tag="middle")
+    second = steps(engine, 2, 4)
+    engine.backward(engine(*batch_of("mlp", 0, 9)))  # forgotten
+    engine.load_checkpoint(directory, "middle")
+    again = steps(engine, 2, 4)
+    engine.load_checkpoint(directory, "begin")
+    return first, second, again, steps(engine, 0, 2)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_odd_names_and_sizes_are_saved(pool: Pool, tmp_path: Path, own: bool) -> None:
+    for first, second, again, begun in pool.run(2, rolled_back, own, str(tmp_path)):
+        assert again == second
+        assert begun == first
+
+
+def tags(directory: str, validation: str) -> None:
+    engine = engine_of(0, checkpoint={"tag_validation": validation})
+    engine.save_checkpoint(directory, tag=f"of-{engine.global_rank}")
+
+
+def test_tags_are_compared(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, tags, str(tmp_path), "WARN")
+    assert (tmp_path / "latest").read_text() == "of-0"
+    with pytest.raises(RankError, match="rank 1 where rank 0 has 'of-0'; all ranks need the same"):
+        pool.run(2, tags, str(tmp_path), "Fail")
+
+
 # Complete values
 
 

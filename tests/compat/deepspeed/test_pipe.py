@@ -126,6 +126,38 @@ def test_shapes_may_change(pool: Pool) -> None:
         torch.testing.assert_close(losses, alone(3, 4, lengths), rtol=2e-6, atol=0)
 
 
+def without_parameters() -> float:
+    """A stage of functions, and one of parameters."""
+    torch.manual_seed(3)
+    module = deepspeed.PipelineModule(
+        [nn.Linear(3, 1), nn.Tanh(), nn.Flatten(0)],
+        num_stages=2,
+        loss_fn=nn.functional.mse_loss,
+        partition_method="uniform",
+    )
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    batches = iter([(torch.ones(2, 3), torch.full((2,), 0.3))] * 2)
+    engine.train_batch(batches)
+    with pytest.raises(HexadError, match="each with a part of the module"):
+        engine.save_16bit_model("nowhere")
+    return float(engine.train_batch(batches))
+
+
+def test_a_stage_may_have_no_parameters(pool: Pool) -> None:
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(3, 1), nn.Tanh(), nn.Flatten(0))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x, y = torch.ones(2, 3), torch.full((2,), 0.3)
+    for _ in range(2):
+        loss = nn.functional.mse_loss(module(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+    assert pool.run(2, without_parameters) == [pytest.approx(loss.item(), rel=1e-5)] * 2
+
+
 def saved(stages: int, zero: int, more: dict[str, Any], directory: str) -> list[float]:
     engine = engine_of(stages, zero, **more)
     batches = data(engine, 0, 4)

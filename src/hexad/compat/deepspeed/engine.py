@@ -73,6 +73,8 @@ class DeepSpeedEngine(Accessors):
         basic = self._optimizer(optimizer, parameters)
         # Without an optimizer: one that keeps nothing.
         self._engine = self._make(basic or torch.optim.SGD(_trained(module) or [torch.zeros(1)], lr=0.0))
+        if self.zero_optimization_stage() == 3:
+            module.register_state_dict_pre_hook(gathered.refuse_shards)
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
         gathered.register(self._engine)
@@ -91,14 +93,15 @@ class DeepSpeedEngine(Accessors):
         self._begin()
         self._report()
 
+    _keeps_groups = False
+    """Whether groups without parameters stay: where ranks have other parameters, so that numbers agree."""
+
     # What it is made of
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
         mesh = world.mesh_of(Layout(world=world.world_size()), self.device)
         engine = Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
-        if self.zero_optimization_stage() == 3:
-            self._module.register_state_dict_pre_hook(gathered.refuse_shards)
         return engine
 
     def _cast_buffers(self) -> None:
@@ -130,7 +133,8 @@ class DeepSpeedEngine(Accessors):
         held = set(self._module.parameters())
         for group in found.param_groups:
             group["params"] = [each for each in group["params"] if each in held]
-        found.param_groups[:] = [group for group in found.param_groups if group["params"]]
+        if not self._keeps_groups:
+            found.param_groups[:] = [group for group in found.param_groups if group["params"]]
         check_sharded(found, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
         listed = [each for group in found.param_groups for each in group["params"]]
         if len(set(listed)) < len(listed):
@@ -273,17 +277,18 @@ class DeepSpeedEngine(Accessors):
             raise HexadError("step: found inside no_sync; call it outside")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
+            if not self._engine.gradients.contributed:
+                raise HexadError("step: found no backward pass since the last update; call backward before")
             self._update(lr_kwargs or {})
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
-        if not self._engine.gradients.contributed:
-            raise HexadError("step: found no backward pass since the last update; call backward before")
         passes, self._passes = self._passes, 0
         self._engine.reduce()
         mean = self._config.keys.gradient_allreduce_op == "mean"
         before = self._engine.updates
         self._norm = self._engine.update(None, divisor=self.dp_world_size if mean else 1)
+        self._engine.gatherer.settle()  # scripts read parameters after a step
         self._begin()
         self._applied = self._engine.updates > before
         assert self.optimizer is not None
@@ -302,7 +307,7 @@ class DeepSpeedEngine(Accessors):
     def _skipped(self) -> None:
         self.skipped_steps += 1
         scaler = self._engine.scaler
-        if scaler.active and scaler.exhausted:
+        if scaler.active and scaler.exhausted and not self._config.keys.fp16.loss_scale:
             raise HexadError(
                 f"fp16: found gradients that are not finite at the smallest loss scale, {scaler.scale:g}; "
                 "check the data, lower the learning rate, or use bf16"
@@ -399,11 +404,21 @@ class DeepSpeedEngine(Accessors):
     ) -> bool:
         """Write the module's ``state_dict``, in the format that it computes in, to one file, on the first
         rank; a name ending in ``.safetensors`` writes that format. All ranks together."""
-        state = gathered.state_dict(self._engine, self._module, exclude_frozen_parameters)
+        state = self.module_state_dict(exclude_frozen_parameters)
         return saved.save_model(state, save_dir, save_filename, self._engine.mesh)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
-        """The module's ``state_dict`` with complete values, on every rank; all ranks together."""
+        """The module's ``state_dict`` with complete values, on every rank; all ranks together.
+
+        Raises:
+            HexadError: with tensor or pipeline ranks, none of which has the whole module.
+        """
+        mesh = self._engine.mesh
+        if mesh.tensor.size * mesh.pipeline.size > 1:
+            raise HexadError(
+                f"module_state_dict: found {mesh.tensor.size} tensor and {mesh.pipeline.size} pipeline "
+                "ranks, each with a part of the module; call save_checkpoint, and load it without these"
+            )
         return gathered.state_dict(self._engine, self._module, exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:

@@ -44,6 +44,13 @@ def gathered_parameters(
         enabled: False does nothing.
     """
     buckets = _buckets(params) if enabled else {}
+    for engine in buckets.values() if modifier_rank is not None else ():
+        mesh = engine.mesh
+        if mesh.tensor.size * mesh.pipeline.size > 1 or modifier_rank not in range(mesh.layout.world):
+            raise HexadError(
+                f"GatheredParameters: found modifier_rank {modifier_rank} in a world of {mesh.layout.world} "
+                "ranks; use one of them, and without tensor and pipeline ranks, which have other values"
+            )
     for bucket, engine in buckets.items():
         engine.gatherer.complete(bucket)
     try:
@@ -74,10 +81,9 @@ def _buckets(params: Any) -> dict[Bucket, Engine]:
 def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
     """Take over the values that a rank has."""
     assert bucket.whole is not None
-    for axis in engine.modules.copies:
-        if rank not in axis.ranks and axis.size > 1:
-            raise HexadError(f"GatheredParameters: found modifier_rank {rank}, expected one of {axis.ranks}")
-        broadcast(bucket.whole, axis, axis.ranks.index(rank) if axis.size > 1 else 0)
+    axis = engine.mesh.gradient_axis()
+    if axis.size > 1:
+        broadcast(bucket.whole, axis, axis.ranks.index(rank))
     bucket.adopt()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hexad.comm import broadcast, receive_async, send_async
 from hexad.compat.megatron import parallel_state
-from hexad.compat.megatron.gpt import GPTModel, resolved_model
+from hexad.compat.megatron.gpt import GPTModel, check_tied, resolved_model
 from hexad.config import Config, ConfigError, HexadError
 from hexad.topology.mesh import Axis
 from hexad.train.engine import Engine
@@ -80,6 +80,8 @@ class MegatronEngine(DeepSpeedEngine):
                 "use one, or get_forward_backward_func"
             )
         settings = self._settings(resolved.config)
+        if settings.model.tied_embeddings:
+            check_tied(False, settings.parallel.zero)
         hidden = settings.model.hidden
         tokens = settings.batch.micro * settings.data.sequence
         rows = tokens // (mesh.tensor.size if settings.parallel.sequence_parallel else 1)
@@ -92,6 +94,7 @@ class MegatronEngine(DeepSpeedEngine):
             plan=resolved.plan,
             optimizer=optimizer,
             boundary=lambda _: torch.empty(rows, hidden),
+            initialise=False,
         )
 
     def _settings(self, flags: Config) -> Config:

@@ -40,6 +40,7 @@ class PipelineEngine(DeepSpeedEngine):
     """Steps of a pipeline: :meth:`train_batch`, :meth:`eval_batch`. Works with every ZeRO stage."""
 
     _module: PipelineModule
+    _keeps_groups = True
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         module = self._module

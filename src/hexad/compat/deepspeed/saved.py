@@ -7,6 +7,7 @@ import argparse
 import base64
 import io
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from hexad.checkpoint.directory import CheckpointDirectory, make_visible, sync_d
 from hexad.checkpoint.loading import chosen
 from hexad.checkpoint.loading import load as load_chunks
 from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
-from hexad.comm import from_first
+from hexad.comm import agreed, first_difference, from_first
 from hexad.config import AgreedError, HexadError
 from hexad.topology.mesh import Mesh
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from hexad.train.engine import Engine
 
     from .engine import DeepSpeedEngine
+
+log = logging.getLogger("hexad")
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -97,18 +100,17 @@ def save(
         HexadError: ``client_state`` or the schedule's state holds what cannot be loaded safely.
     """
     validation = face._config.keys.checkpoint.tag_validation
-    first = from_first(lambda: tag, engine.mesh.world)
-    if first != tag and validation == "Fail":
-        raise HexadError(f"tag: found {tag!r} where rank 0 has {first!r}; all ranks need the same")
-    scheduler = face.lr_scheduler
-    progress = {
-        **engine.progress(),
-        "deepspeed": {
-            "counters": {name: getattr(face, name) for name in _COUNTERS},
-            "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), "lr_scheduler"),
-            "client_state": encoded(dict(client_state), "client_state"),
-        },
-    }
+    world = engine.mesh.world
+    first = from_first(lambda: tag, world)
+    difference = first_difference(tag, world) if validation != "Ignore" else None
+    if difference is not None:
+        one, rank, other = difference
+        text = f"tag: found {other!r} on rank {rank} where rank 0 has {one!r}"
+        if validation == "Fail":
+            raise AgreedError(f"{text}; all ranks need the same")
+        if not engine.mesh.rank:
+            log.warning("%s; that of rank 0 is used", text)
+    progress = agreed(lambda: _progress(face, engine, client_state), world)
     chunks = engine.chunks()
     if exclude_frozen:
         frozen = {
@@ -118,6 +120,18 @@ def save(
     checkpointer = Checkpointer(engine.config, engine.mesh, TagDirectory(directory, first, name_latest))
     checkpointer.save(chunks, progress, "save_checkpoint", last=True)
     checkpointer.close()
+
+
+def _progress(face: DeepSpeedEngine, engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    scheduler = face.lr_scheduler
+    return {
+        **engine.progress(),
+        "deepspeed": {
+            "counters": {name: getattr(face, name) for name in _COUNTERS},
+            "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), "lr_scheduler"),
+            "client_state": encoded(dict(client_state), "client_state"),
+        },
+    }
 
 
 def load(
@@ -134,15 +148,19 @@ def load(
     if path is None:
         return None, {}
     manifest = from_first(lambda: read_manifest(path), axis)
-    load_chunks(path, _chunks(engine, manifest, optimizer and not manifest.weights_only), axis)
+    # A checkpoint from before the first update has no tensors of the optimizer, but its settings.
+    resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
+    load_chunks(path, _chunks(engine, manifest, resumes), axis)
     progress = manifest.progress
-    if optimizer and not manifest.weights_only:
+    if resumes:
         engine.restored(progress)
     else:
         engine.publish()
     kept = progress.get("deepspeed", {})
     for name in _COUNTERS if optimizer else ():
         setattr(face, name, kept.get("counters", {}).get(name, progress["step"]))
+    face._passes = 0
+    face._begin()  # what was accumulated is forgotten
     if optimizer:  # of another accumulation, perhaps: a checkpoint is at the boundary of one
         face.micro_steps = face.global_steps * face.gradient_accumulation_steps()
     if schedule and face.lr_scheduler is not None and kept.get("scheduler") is not None:
@@ -178,11 +196,7 @@ def _chunks(engine: Engine, manifest: Manifest, optimizer: bool) -> list[Chunk]:
     """Of what is to be loaded. A ``torch.optim`` optimizer makes its state in its first step: here before."""
     if optimizer and hasattr(engine.optimizer.rule, "prepare"):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
-        held = {each.declaration.name for _, each in engine.modules.held}
-        kinds = {
-            name.removesuffix(f".{each}") for name in names for each in held if name.endswith(f".{each}")
-        }
-        engine.optimizer.rule.prepare(sorted(kinds))
+        engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))
     frozen = {f"model.{each.name}" for each in engine.modules.untrained} - manifest.tensors.keys()
     chunks = (
         each for each in engine.chunks() if each.name not in frozen

@@ -37,7 +37,7 @@ def resolved_model() -> Resolved:
     return resolve(config.model_copy(update={"model": model}), parallel_state.get_mesh().layout)
 
 
-def _check_tied(one_rank: bool, zero: int) -> None:
+def check_tied(one_rank: bool, zero: int) -> None:
     """Refuse layouts in which a tied embedding cannot be shared; ``one_rank`` holds two stages with it."""
     if one_rank or zero == 3:
         what = "the first and the last stage on one rank" if one_rank else "ZeRO 3"
@@ -91,7 +91,7 @@ class GPTModel(Transformer):
                 f"{number} of {len(placement)}; expected {wanted[0]} and {wanted[1]}"
             )
         if config.model.tied_embeddings:
-            _check_tied(len(placement) > 1 and placement[0] == placement[-1], config.parallel.zero)
+            check_tied(len(placement) > 1 and placement[0] == placement[-1], config.parallel.zero)
         shard = make_shard(config.parallel, mesh, DTYPES[config.precision.dtype])
         whole = ModelInventory(config.model, shard.sequence, shard.tensor.size)
         stage = whole.stages(plan.layers, placement, mesh.pipeline.rank)[number]

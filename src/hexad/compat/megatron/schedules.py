@@ -64,7 +64,9 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
     )
     boundary = partial(_boundary, config, mesh)
-    return Engine(stages, mesh, config, plan=resolved.plan, compute=compute, boundary=boundary)
+    return Engine(
+        stages, mesh, config, plan=resolved.plan, compute=compute, boundary=boundary, initialise=False
+    )
 
 
 def _boundary(config: Config, mesh: Mesh, _: Any) -> torch.Tensor:

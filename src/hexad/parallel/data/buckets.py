@@ -72,8 +72,8 @@ class Bucket:
         return self.members[0].declaration.weights[0].adapter
 
     def allocate(self, formats: Formats, host: bool) -> None:
-        """Make what stays in memory all the time. Declared parameters are zero until :meth:`initialise` or a
-        checkpoint sets them; others have the values that they came with.
+        """Make what stays in memory all the time. Parameters have the values that they came with; deferred
+        ones are zero until :meth:`initialise` or a checkpoint sets them.
 
         Args:
             formats: number formats.
@@ -83,7 +83,7 @@ class Bucket:
             HexadError: there is not enough memory for the parameters.
         """
         device = self.members[0].parameter.device
-        given = {member: each.parameter.data for member, each in enumerate(self.members) if each.plain}
+        given = {member: each.parameter.data for member, each in enumerate(self.members) if _has_values(each)}
         size = self.plan.size if self.plan.resident else self.plan.shard_size
         try:
             values = torch.zeros(size, dtype=formats.parameters, device=device)
@@ -215,6 +215,12 @@ class Bucket:
                     at = begin + position - first
                     view = flat[at : at + part.numel].view(part.sizes)
                     yield part, None if declared.plain else weight, view
+
+
+def _has_values(each: Declared) -> bool:
+    """Whether a parameter has memory of its own, not a placeholder."""
+    data = each.parameter.data
+    return each.plain or data.untyped_storage().nbytes() >= data.numel() * data.element_size()
 
 
 def make_buckets(

@@ -101,8 +101,7 @@ class DeepSpeedEngine(Accessors):
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
         mesh = world.mesh_of(Layout(world=world.world_size()), self.device)
-        engine = Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
-        return engine
+        return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
 
     def _cast_buffers(self) -> None:
         wanted = self._config.keys.data_types.buffer_dtype

@@ -68,7 +68,7 @@ class LossScaler:
         return {"scale": self.scale, "clean": self._clean, "patience": self._patience}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`; a fixed scale, or a run without fp16, stays as configured."""
+        """Resume from :meth:`state`; a fixed scale, or a run without fp16, stays as configured."""
         if state and self.active and self._dynamic:
             self.scale, self._clean = float(state["scale"]), int(state["clean"])
             self._patience = int(state["patience"])

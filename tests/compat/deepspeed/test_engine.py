@@ -416,7 +416,7 @@ def mistake(kind: str) -> None:
         ("no_sync", "no_sync: found zero_optimization.stage 2"),
         ("state_dict", "state_dict: found ZeRO stage 3, which shards the values"),
         ("optimizer.step", "call engine.step"),
-        ("parallel", "tensor_parallel.autotp_size: found 2, but a module of one's own is not divided"),
+        ("parallel", "tensor_parallel.autotp_size: found 2, but a user-defined module is not divided"),
     ],
 )
 def test_mistakes_are_named(kind: str, message: str) -> None:

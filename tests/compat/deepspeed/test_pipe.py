@@ -219,6 +219,13 @@ def mistake(kind: str) -> None:
         engine.step()
     if kind == "data":
         engine.train_batch(iter([torch.zeros(2)] * 4))
+    if kind == "end":
+        engine.train_batch(data(engine, 0, 1) if engine.is_first_stage() else iter([batch_of(0)]))
+    if kind == "one rank":
+        engine.train_batch(iter([torch.zeros(2)] * 4) if engine.is_last_stage() else data(engine, 0, 1))
+    if kind == "buffer":
+        tied = deepspeed.TiedLayerSpec("norm", nn.BatchNorm1d, 4)
+        deepspeed.PipelineModule([tied, nn.Linear(4, 4), tied], 2)
     if kind == "no data":
         engine.train_batch()
 
@@ -232,6 +239,9 @@ def mistake(kind: str) -> None:
         ("forward", "a pipeline makes complete steps"),
         ("step", "a pipeline makes complete steps"),
         ("data", r"found a Tensor as a microbatch, expected \(inputs, labels\)"),
+        ("end", "found 1 microbatches left in the data, expected 4"),
+        ("one rank", "found a Tensor as a microbatch"),
+        ("buffer", "TiedLayerSpec 'norm': found running_mean, which is not trained"),
         ("no data", "train_batch: found no data_iter and no training_data"),
     ],
 )

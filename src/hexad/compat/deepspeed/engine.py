@@ -70,6 +70,11 @@ class DeepSpeedEngine(Accessors):
         self._config, self.device = config, device
         self._module = module
         self._cast_buffers()
+        autocast = config.keys.torch_autocast
+        if autocast.enabled and autocast.dtype == "float16":
+            raise HexadError(
+                "torch_autocast.dtype: found float16, which needs a loss scale; use bfloat16 or fp16"
+            )
         basic = self._optimizer(optimizer, parameters)
         # Without an optimizer: one that keeps nothing.
         self._engine = self._make(basic or torch.optim.SGD(_trained(module) or [torch.zeros(1)], lr=0.0))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexad.config import HexadError
+from hexad.config import ConfigError, HexadError
 from hexad.model.transformer import Transformer
 
 from .. import world
@@ -52,11 +52,11 @@ def initialize(
         lr_scheduler: of the learning rate, or a function that makes one of the optimizer; by default the one
             that the configuration names.
         distributed_port: accepted; the launcher's ``MASTER_PORT`` counts.
-        mpu: tensor and pipeline ranks; not for modules of one's own.
+        mpu: tensor and pipeline ranks; not for user-defined modules.
         dist_init_required: accepted; the world is joined if nothing has.
         collate_fn: of the loader.
         config, config_params: a path or the keys themselves.
-        mesh_param: (data ranks, sequence ranks); only one sequence rank for modules of one's own.
+        mesh_param: (data ranks, sequence ranks); only one sequence rank for user-defined modules.
         strict: refuse unknown keys; otherwise warn about them.
 
     Returns:
@@ -82,13 +82,17 @@ def initialize(
         _check_model_parallel(mpu, mesh_param)
     checked = read_config(given[0], data_ranks, strict)
     keys = checked.keys
+    if keys.data_parallel_size not in (None, data_ranks):
+        raise ConfigError(
+            "data_parallel_size", f"found {keys.data_parallel_size} in a world of {data_ranks} data ranks"
+        )
     for name, degree in (
         ("tensor_parallel.autotp_size", keys.tensor_parallel.autotp_size),
         ("sequence_parallel_size", keys.sequence_parallel_size),
     ):
         if degree > 1:
             raise HexadError(
-                f"{name}: found {degree}, but a module of one's own is not divided; use 1, or one of Hexad's "
+                f"{name}: found {degree}, but a user-defined module is not divided; use 1, or one of Hexad's "
                 "models (hexad config from-deepspeed)"
             )
     engine = kind(
@@ -121,7 +125,7 @@ def _check_model_parallel(mpu: Any, mesh_param: Any) -> None:
         degree = max(degree, int(mesh_param[1]))
     if degree > 1:
         raise HexadError(
-            f"initialize: found {degree} model-parallel or sequence ranks, but a module of one's own is the "
+            f"initialize: found {degree} model-parallel or sequence ranks, but a user-defined module is the "
             "same on all ranks; use one of Hexad's models for these"
         )
 

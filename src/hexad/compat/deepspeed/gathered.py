@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from hexad.train.engine import Engine
 
 _engines: Any = WeakTensorKeyDictionary()
-"""The engine of every parameter that one holds."""
+"""A weak reference to the engine of every parameter that one holds."""
 
 
 def register(engine: Engine) -> None:
     """Remember whose an engine's parameters are."""
     for bucket in engine.buckets:
         for declared in bucket.members:
-            _engines[declared.parameter] = engine
+            _engines[declared.parameter] = weakref.ref(engine)
 
 
 @contextmanager
@@ -68,7 +69,8 @@ def _buckets(params: Any) -> dict[Bucket, Engine]:
     if isinstance(params, nn.Module):
         raise HexadError("GatheredParameters: found a module; pass module.parameters()")
     wanted = dict.fromkeys([params] if isinstance(params, torch.Tensor) else params)
-    engines = dict.fromkeys(_engines[parameter] for parameter in wanted if parameter in _engines)
+    known = (_engines[parameter]() for parameter in wanted if parameter in _engines)
+    engines = dict.fromkeys(engine for engine in known if engine is not None)
     return {
         bucket: engine
         for engine in engines

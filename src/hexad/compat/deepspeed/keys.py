@@ -1,7 +1,7 @@
 """Every key of DeepSpeed's JSON: its type, its default, and what it does here. No torch.
 
-Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-json/. ``docs/deepspeed.md`` is
-generated from these classes.
+Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-json/. ``docs/deepspeed-keys.md``
+is generated from these classes.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class Pipeline(Section):
 class TensorParallel(Section):
     """``tensor_parallel``."""
 
-    autotp_size: Annotated[int, Field(ge=0), Is("`parallel.tensor`; refused for modules of one's own")] = 0
+    autotp_size: Annotated[int, Field(ge=0), Is("`parallel.tensor`; refused for user-defined modules")] = 0
     tensor_parallel: Annotated[dict[str, Any] | None, KERNELS] = None
     tp_overlap_comm: Annotated[bool, ALWAYS] = False
 
@@ -320,7 +320,7 @@ class Keys(Section):
     pipeline: Pipeline = Pipeline()
     tensor_parallel: TensorParallel = TensorParallel()
     sequence_parallel_size: Annotated[
-        int, Field(ge=1), Is("`parallel.context` with `ulysses`; refused for modules of one's own")
+        int, Field(ge=1), Is("`parallel.context` with `ulysses`; refused for user-defined modules")
     ] = 1
     data_parallel_size: Annotated[int | None, Field(ge=1), Is("`parallel.data`")] = None
     checkpoint: Checkpoint = Checkpoint()

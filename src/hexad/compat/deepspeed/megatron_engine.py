@@ -122,7 +122,7 @@ class MegatronEngine(DeepSpeedEngine):
                 "parallel": parallel,
                 "precision": file.precision,
                 "optimizer": file.optimizer,
-                # The model has been told what to recompute.
+                # GPTModel wraps its own layers in recompute.
                 "memory": file.memory,
                 "checkpoint": file.checkpoint,
                 "batch": flags.batch.model_copy(update={"global_": self._config.batch.total}),

@@ -172,6 +172,7 @@ class PipelineModule(nn.Module):
                 if r == self.stage_id
             }
         )
+        self._check_ties()
         self._build(seed)
         self.to(device)
 
@@ -222,6 +223,27 @@ class PipelineModule(nn.Module):
             names = ", ".join(sorted({_name(spec) for spec in self.specs}))
             raise HexadError(f"partition_method: found no layer that matches {pattern!r}; there are {names}")
         return found
+
+    def _check_ties(self) -> None:
+        """Refuse, on all ranks alike, layers whose untrained values several ranks would each save."""
+        placement = self.plan.schedule.placement
+        ranks: dict[str, set[int]] = {}
+        for stage, part in enumerate(self.parts):
+            for spec in (self.specs[number] for number in part):
+                if isinstance(spec, TiedLayerSpec):
+                    ranks.setdefault(spec.key, set()).add(placement[stage])
+        for spec in self.specs:
+            if not isinstance(spec, TiedLayerSpec) or len(ranks[spec.key]) == 1:
+                continue
+            with torch.device("meta"):
+                layer = spec.build()
+            untrained = [name for name, each in layer.named_parameters() if not each.requires_grad]
+            untrained += [name for name, _ in layer.named_buffers()]
+            if untrained:
+                raise HexadError(
+                    f"TiedLayerSpec {spec.key!r}: found {untrained[0]}, which is not trained, in a layer that "
+                    "several pipeline ranks share; move it to a layer that is not tied"
+                )
 
     def _build(self, seed: tuple[Callable[[int], Any], int] | None) -> None:
         """Make this rank's layers."""

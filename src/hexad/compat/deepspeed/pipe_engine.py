@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hexad.comm import Pending, all_reduce, gather_objects, merged, receive_async, send_async
-from hexad.config import HexadError
+from hexad.comm import Pending, agreed, all_reduce, gather_objects, merged, receive_async, send_async
+from hexad.config import ConfigError, HexadError
 from hexad.train.engine import Engine
 
 from .engine import DeepSpeedEngine, _cast
@@ -43,10 +44,19 @@ class PipelineEngine(DeepSpeedEngine):
     _keeps_groups = True
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
-        module = self._module
+        module, keys = self._module, self._config.keys
+        for name, found in (
+            ("torch_autocast.enabled", keys.torch_autocast.enabled),
+            ("fp16.auto_cast", keys.fp16.enabled and keys.fp16.auto_cast),
+            ("managed_gradient_accumulation", not keys.managed_gradient_accumulation),
+        ):
+            if found:
+                raise ConfigError(
+                    name, "is not supported with a PipelineModule; remove it, or cast in a layer"
+                )
         settings = engine_config(self._config, self.device.type == "cuda", pipeline=module.num_stages)
-        found = {"schedule": module.schedule, "virtual_stages": module.virtual_stages}
-        parallel = settings.parallel.model_copy(update=found)
+        chosen = {"schedule": module.schedule, "virtual_stages": module.virtual_stages}
+        parallel = settings.parallel.model_copy(update=chosen)
         self._forms: dict[object, tuple[Form, ...]] = {}
         self._data_iterator: Iterator[Any] | None = None
         return Engine(
@@ -134,11 +144,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _batches(self, data_iter: Iterator[Any] | None, count: int) -> list[Batch]:
         """Microbatches of a step, with the forms of what crosses boundaries."""
-        pairs: list[Any] = [(None, None)] * count
-        if self.is_first_stage() or self.is_last_stage():
-            source = self._data(data_iter if data_iter is not None else self._data_iterator)
-            pairs = [_cast(_pair(next(source)), self.device) for _ in range(count)]
-        signatures = self._signatures([inputs for inputs, _ in pairs])
+        # What is wrong with the data of one rank must not leave the others waiting.
+        pairs, mine = agreed(lambda: self._read(data_iter, count), self._engine.mesh.world)
+        signatures = self._signatures(mine)
         # Data ranks may have other shapes than each other, but gather weights together (ZeRO 3).
         new = list(dict.fromkeys(each for each in signatures if each not in self._forms))
         for number in range(merged(len(new), self._engine.mesh.world, max)):
@@ -146,10 +154,26 @@ class PipelineEngine(DeepSpeedEngine):
             self._forms[wanted] = self._probe(pairs[signatures.index(wanted)][0])
         return [Batch(one, two, self._forms[each]) for (one, two), each in zip(pairs, signatures)]
 
-    def _signatures(self, inputs: Sequence[Any]) -> list[object]:
+    def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Any], list[object] | None]:
+        """This rank's microbatches, and on the first stage's rank what their shapes follow from.
+
+        Raises:
+            HexadError: there are too few, or one is not ``(inputs, labels)``.
+        """
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return [(None, None)] * count, None
+        source = self._data(data_iter if data_iter is not None else self._data_iterator)
+        pairs = [_cast(_pair(each), self.device) for each in islice(source, count)]
+        if len(pairs) < count:
+            raise HexadError(
+                f"train_batch: found {len(pairs)} microbatches left in the data, expected {count}; end the "
+                "loop before, or repeat the data (RepeatingLoader)"
+            )
+        return pairs, [_signature(inputs) for inputs, _ in pairs] if self.is_first_stage() else None
+
+    def _signatures(self, mine: list[object] | None) -> list[object]:
         """What the shapes of each microbatch follow from, the same on all pipeline ranks."""
         pipeline, first = self._engine.mesh.pipeline, self._module.plan.schedule.placement[0]
-        mine = [_signature(each) for each in inputs] if self.is_first_stage() else None
         found = gather_objects(mine, pipeline)[first] if pipeline.size > 1 else mine
         return list(found or [])
 

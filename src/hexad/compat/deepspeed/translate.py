@@ -53,6 +53,10 @@ def run_settings(config: DeepSpeedConfig) -> Translation:
         tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size
     if keys.sequence_parallel_size > 1:
         tree["parallel"] |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
+    if keys.gradient_allreduce_op == "sum":
+        raise ConfigError("gradient_allreduce_op", "found sum, but a run.yaml has the mean; use mean")
+    if keys.torch_autocast.enabled or (keys.fp16.enabled and keys.fp16.auto_cast):
+        notes.append("torch_autocast, fp16.auto_cast: precision.dtype is the format of everything here")
     if _offloads(keys.zero_optimization.offload_param):
         notes.append("zero_optimization.offload_param: parameters stay on the device")
     tree["optimizer"] |= _adamw(config, notes)

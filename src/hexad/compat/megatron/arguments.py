@@ -55,7 +55,7 @@ def parse(
         words: without the program's name.
         defaults: values of attributes for which Megatron-LM has no default and that the line does not set.
         extra: adds a script's own flags to the parser, as Megatron-LM's ``extra_args_provider``.
-        ignore_unknown: leave out flags that nobody knows.
+        ignore_unknown: ignore unknown flags.
 
     Raises:
         ConfigError: a flag that is not known, naming the nearest one, that is malformed or that Hexad cannot

@@ -56,7 +56,7 @@ def initialize_megatron(
     Args:
         extra_args_provider: adds the script's own flags to an ``argparse`` parser.
         args_defaults: values of arguments that have no default in Megatron-LM and that the line does not set.
-        ignore_unknown_args: leave out flags that nobody knows.
+        ignore_unknown_args: ignore unknown flags.
         allow_no_cuda: has no effect: everything runs on CPUs too.
         skip_mpu_initialization: neither join a world nor make groups.
         settings: Hexad's own beyond the flags, as ``parallel.schedule=zb_v``.

@@ -59,7 +59,7 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
         parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
         stages[number] = model_provider(pre_process=number == 0, post_process=number == len(placement) - 1)
     compute = partial(_compute, {stage: number for number, stage in stages.items()}, len(placement) - 1)
-    # GPTModel has been told what to recompute; an engine knows nothing of the layers of modules.
+    # GPTModel wraps its own layers in recompute; an engine does not know the layers of modules.
     config = resolved.config.model_copy(
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
     )

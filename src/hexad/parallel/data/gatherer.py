@@ -203,7 +203,7 @@ def _shares_memory(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns; those that are hidden elsewhere are done without."""
+    """The tensors in what a module returns; those in other objects are ignored."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -256,12 +255,6 @@ def batch_sizes(keys: Keys, ranks: int) -> Batch:
 def without_effect(keys: Keys) -> list[str]:
     """Keys that are given, differ from their default and have no effect here, each with the reason."""
     return [f"{name} ({mark.why})" for name, mark, _ in _marked(keys, NoEffect, "")]
-
-
-@cache
-def say_once(text: str) -> None:
-    """Warn, the first time."""
-    log.warning("%s", text)
 
 
 def nested(info: FieldInfo) -> type[Section] | None:

@@ -20,7 +20,7 @@ from .accessors import Accessors
 from .config import DeepSpeedConfig, without_effect
 from .data import Loader, loader_of
 from .lr_schedules import SCHEDULES
-from .optimizers import EngineOptimizer, Parameters, check_sharded, from_keys
+from .optimizers import EngineOptimizer, Parameters, client_optimizer, trained
 from .translate import engine_config
 
 log = logging.getLogger("hexad")
@@ -75,9 +75,9 @@ class DeepSpeedEngine(Accessors):
             raise HexadError(
                 "torch_autocast.dtype: found float16, which needs a loss scale; use bfloat16 or fp16"
             )
-        basic = self._optimizer(optimizer, parameters)
+        basic = client_optimizer(module, config.keys, optimizer, parameters, self._keeps_groups)
         # Without an optimizer: one that keeps nothing.
-        self._engine = self._make(basic or torch.optim.SGD(_trained(module) or [torch.zeros(1)], lr=0.0))
+        self._engine = self._make(basic or torch.optim.SGD(trained(module) or [torch.zeros(1)], lr=0.0))
         if self.zero_optimization_stage() == 3:
             module.register_state_dict_pre_hook(gathered.refuse_shards)
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
@@ -115,37 +115,6 @@ class DeepSpeedEngine(Accessors):
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer is not None and buffer.is_floating_point():
                     setattr(module, name, buffer.to(kind))
-
-    def _optimizer(self, given: Any, parameters: Parameters | None) -> torch.optim.Optimizer | None:
-        keys = self._config.keys
-        wanted: Any = _trained(self._module) if parameters is None else list(parameters)
-        if given is None and keys.optimizer is None:
-            return None
-        if not wanted:  # of a pipeline's stage without parameters: torch refuses an empty list
-            wanted = [nn.Parameter(torch.zeros(1))]
-        if given is None:
-            assert keys.optimizer is not None
-            found = from_keys(keys.optimizer, wanted)
-        elif isinstance(given, torch.optim.Optimizer):
-            found = given
-        elif callable(given):
-            found = given(wanted)
-        else:
-            raise HexadError(
-                f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
-            )
-        held = set(self._module.parameters())
-        for group in found.param_groups:
-            group["params"] = [each for each in group["params"] if each in held]
-        if not self._keeps_groups:
-            found.param_groups[:] = [group for group in found.param_groups if group["params"]]
-        check_sharded(found, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
-        listed = [each for group in found.param_groups for each in group["params"]]
-        if len(set(listed)) < len(listed):
-            raise HexadError("optimizer: found a parameter twice; each belongs to one group")
-        for parameter in set(_trained(self._module)) - set(listed):
-            parameter.requires_grad_(False)  # no optimizer would update it
-        return found
 
     def _scheduler(self, given: Any) -> Any:
         keys = self._config.keys.scheduler
@@ -432,10 +401,6 @@ class DeepSpeedEngine(Accessors):
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether complete weights can be had: always."""
         return True
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _cast(value: Any, to: torch.dtype | torch.device) -> Any:

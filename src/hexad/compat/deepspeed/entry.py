@@ -68,19 +68,12 @@ def initialize(
     """
     if model is None:
         raise HexadError("initialize: found no model; pass model=")
-    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    given = [each for each in (config, config_params, named) if each is not None]
-    if not given:
-        raise HexadError("initialize: found no configuration; pass config=, or --deepspeed_config")
-    if named is not None and len(given) > 1:
-        raise HexadError(
-            f"initialize: found --deepspeed_config {named} and config= too; pass the configuration once"
-        )
+    source = _source(args, config, config_params)
     device = world.join()
     kind, data_ranks = _kind(model)
     if kind is DeepSpeedEngine:
         _check_model_parallel(mpu, mesh_param)
-    checked = read_config(given[0], data_ranks, strict)
+    checked = read_config(source, data_ranks, strict)
     keys = checked.keys
     if keys.data_parallel_size not in (None, data_ranks):
         raise ConfigError(
@@ -99,6 +92,23 @@ def initialize(
         model, checked, device, optimizer, model_parameters, lr_scheduler, training_data, collate_fn
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _source(args: Any, *given: Any) -> Any:
+    """The one configuration, of ``args`` or of the call.
+
+    Raises:
+        HexadError: there is none, or one in both places.
+    """
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    found = [each for each in (*given, named) if each is not None]
+    if not found:
+        raise HexadError("initialize: found no configuration; pass config=, or --deepspeed_config")
+    if named is not None and len(found) > 1:
+        raise HexadError(
+            f"initialize: found --deepspeed_config {named} and config= too; pass the configuration once"
+        )
+    return found[0]
 
 
 def _kind(model: nn.Module) -> tuple[type[DeepSpeedEngine], int]:

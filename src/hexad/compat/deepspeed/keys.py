@@ -1,7 +1,7 @@
 """Every key of DeepSpeed's JSON: its type, its default, and what it does here. No torch.
 
-Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-json/. ``docs/deepspeed-keys.md``
-is generated from these classes.
+Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-json/.
+``docs/deepspeed-keys.md`` is generated from these classes.
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from hexad.config import ConfigError, HexadError
 from hexad.config.errors import did_you_mean
 from hexad.optim.torch_optimizer import is_elementwise
 
+from .keys import Keys
 from .keys import Optimizer as OptimizerKeys
 
 if TYPE_CHECKING:
@@ -116,6 +118,56 @@ def check_sharded(optimizer: torch.optim.Optimizer, stage: int, allowed: bool) -
             f"found {stage} with {type(optimizer).__name__}, which may need complete parameters, but would "
             "be given flat shards of several; use stage 0, or set zero_allow_untested_optimizer to true",
         )
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that require gradients."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def client_optimizer(
+    module: nn.Module, keys: Keys, given: Any, parameters: Parameters | None, keeps_groups: bool
+) -> torch.optim.Optimizer | None:
+    """The optimizer of a script, or that its configuration names; None if there is neither.
+
+    Args:
+        module: whose parameters it updates; those that it does not list no longer require gradients.
+        keys: of the configuration.
+        given: an optimizer, a function that makes one of parameters, or None.
+        parameters: parameters, or groups of them; by default all that require gradients.
+        keeps_groups: groups without parameters stay, so that their numbers agree on all ranks.
+
+    Raises:
+        HexadError: it is neither, has a parameter twice, or cannot be sharded.
+    """
+    wanted: Any = trained(module) if parameters is None else list(parameters)
+    if given is None and keys.optimizer is None:
+        return None
+    if not wanted:  # of a pipeline's stage without parameters: torch refuses an empty list
+        wanted = [nn.Parameter(torch.zeros(1))]
+    if given is None:
+        assert keys.optimizer is not None
+        found = from_keys(keys.optimizer, wanted)
+    elif isinstance(given, torch.optim.Optimizer):
+        found = given
+    elif callable(given):
+        found = given(wanted)
+    else:
+        raise HexadError(
+            f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
+        )
+    held = set(module.parameters())
+    for group in found.param_groups:
+        group["params"] = [each for each in group["params"] if each in held]
+    if not keeps_groups:
+        found.param_groups[:] = [group for group in found.param_groups if group["params"]]
+    check_sharded(found, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
+    listed = [each for group in found.param_groups for each in group["params"]]
+    if len(set(listed)) < len(listed):
+        raise HexadError("optimizer: found a parameter twice; each belongs to one group")
+    for parameter in set(trained(module)) - set(listed):
+        parameter.requires_grad_(False)  # no optimizer would update it
+    return found
 
 
 class EngineOptimizer(torch.optim.Optimizer):

@@ -241,8 +241,8 @@ class PipelineModule(nn.Module):
             untrained += [name for name, _ in layer.named_buffers()]
             if untrained:
                 raise HexadError(
-                    f"TiedLayerSpec {spec.key!r}: found {untrained[0]}, which is not trained, in a layer that "
-                    "several pipeline ranks share; move it to a layer that is not tied"
+                    f"TiedLayerSpec {spec.key!r}: found {untrained[0]}, which is not trained, in a layer "
+                    "that several pipeline ranks share; move it to a layer that is not tied"
                 )
 
     def _build(self, seed: tuple[Callable[[int], Any], int] | None) -> None:

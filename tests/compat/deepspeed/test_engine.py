@@ -180,16 +180,27 @@ def test_tags_are_compared(pool: Pool, tmp_path: Path) -> None:
 # Complete values
 
 
+def masters(engine: Any) -> list[torch.Tensor]:
+    """This rank's shard of all master values except those of ``last.weight``."""
+    kept = [each for each in engine._engine.chunks() if each.name != "model.last.weight"]
+    return [each.tensor.clone() for each in kept if each.name.startswith("model.")]
+
+
 def changed(stage: int) -> tuple[bool, list[float], float]:
     """Whether values are complete inside, what rank 1 has changed, and how far apart ranks are."""
-    engine = engine_of(stage)
+    engine = engine_of(stage, bf16={"enabled": True})
     steps(engine, 0, 2)
     layer = engine.module.last
+    before = masters(engine)
+    assert any(not torch.equal(each, each.bfloat16()) for each in before)
     with deepspeed.zero.GatheredParameters(layer.parameters(), modifier_rank=1):
+        with deepspeed.zero.GatheredParameters(layer.weight), torch.no_grad():
+            engine(*batch_of("mlp", 0, 0))
         whole = not layer.weight.isnan().any().item()
         if engine.global_rank == 1:
             with torch.no_grad():
                 layer.weight.fill_(0.25)
+    assert all(torch.equal(one, two) for one, two in zip(before, masters(engine), strict=True))
     steps_before = engine.module_state_dict()["last.weight"]
     steps(engine, 2, 3)
     after = engine.module_state_dict()["last.weight"]

@@ -58,11 +58,9 @@ def gathered_parameters(
         yield
     finally:
         for bucket, engine in buckets.items():
-            if modifier_rank is None:
-                engine.gatherer.leave(bucket)
-            else:
+            if modifier_rank is not None:
                 _adopt(bucket, engine, modifier_rank)
-                engine.gatherer.publish(bucket)
+            engine.gatherer.leave(bucket)
 
 
 def _buckets(params: Any) -> dict[Bucket, Engine]:
@@ -81,12 +79,13 @@ def _buckets(params: Any) -> dict[Bucket, Engine]:
 
 @torch.no_grad()
 def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
-    """Take over the values that a rank has."""
+    """Take over what a rank has changed."""
     assert bucket.whole is not None
     axis = engine.mesh.gradient_axis()
     if axis.size > 1:
         broadcast(bucket.whole, axis, axis.ranks.index(rank))
     bucket.adopt()
+    bucket.publish()
 
 
 _collects = False

@@ -152,10 +152,13 @@ class Bucket:
         return self.source, self.low
 
     def adopt(self) -> None:
-        """Take new values from the complete ones, which are here."""
+        """Take the values that were changed among the complete ones, which are here. Others keep their
+        masters, which have more digits."""
         shard = self.shard(self.whole)
         if self.master.data_ptr() != shard.data_ptr():
-            self.master.copy_(shard)
+            values = shard.to(self.master.device)
+            changed = values != self.master.to(shard.dtype)
+            self.master.copy_(torch.where(changed, values.to(self.master.dtype), self.master))
 
     def publish(self) -> None:
         """Copy new master values to where they are gathered from."""

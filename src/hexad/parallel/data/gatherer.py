@@ -7,6 +7,7 @@ while their layer computes; the next layer's are gathered meanwhile (FSDP: Zhao 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -47,6 +48,7 @@ class ParameterGatherer:
     ) -> None:
         self._buckets, self._sharding, self._pool, self._views = buckets, sharding, pool, views
         self._gathering: dict[int, Pending] = {}
+        self._held: Counter[int] = Counter()  # uses of complete() that have not ended
         if not hooks or all(bucket.plan.resident and bucket.plan.shards == 1 for bucket in buckets):
             return
         for stage in stages.values():
@@ -55,22 +57,30 @@ class ParameterGatherer:
     def publish(self, bucket: Bucket) -> None:
         """Hand the bucket's new master values to all ranks that need them."""
         number = self._buckets.index(bucket)
-        self._renew(number)
+        self._arrive(number)
+        if not bucket.plan.resident:
+            self._drop(bucket)
         bucket.publish()
         shards = self._sharding[bucket.traits.grid].shards
         if bucket.plan.resident and shards.size > 1:
             self._gathering[number] = all_gather_async(bucket.source, shards, out=bucket.whole)
+        elif self._held[number]:
+            self.fetch(number)
 
     def complete(self, bucket: Bucket) -> None:
-        """Have a bucket's complete values here, until :meth:`leave`; all ranks that hold shards together."""
+        """Have a bucket's complete values here, until as many calls of :meth:`leave`; all ranks that hold
+        shards together."""
         number = self._buckets.index(bucket)
+        self._held[number] += 1
         self.fetch(number)
         self._arrive(number)
 
     def leave(self, bucket: Bucket) -> None:
-        """End :meth:`complete`."""
+        """End one use by :meth:`complete`."""
+        number = self._buckets.index(bucket)
+        self._held[number] -= 1
         if not bucket.plan.resident:
-            self.release(self._buckets.index(bucket))
+            self.release(number)
 
     def settle(self) -> None:
         """Wait for everything that is being gathered."""
@@ -102,8 +112,11 @@ class ParameterGatherer:
             self._gathering[number] = all_gather_async(shard, shards, out=buffer)
 
     def release(self, number: int) -> None:
-        """Give up a bucket's values, if they are here."""
-        bucket = self._buckets[number]
+        """Give up a bucket's values, if they are here and :meth:`complete` does not hold them."""
+        if not self._held[number]:
+            self._drop(self._buckets[number])
+
+    def _drop(self, bucket: Bucket) -> None:
         if bucket.whole is not None:
             self._pool.give(bucket, bucket.detach())
 

@@ -120,6 +120,58 @@ def test_weights_alone_are_loaded(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, weights_only, str(tmp_path)) == [(True, 3), (True, 3)]
 
 
+class Wider(Mlp):
+    """More than an :class:`Mlp`; one buffer is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Linear(5, 5)
+        self.register_buffer("offset", torch.tensor([3.0]))
+        self.register_buffer("unsaved", torch.zeros(2), persistent=False)
+
+
+def test_checkpoints_of_other_modules_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless ``load_module_strict`` is False: what is lacking is unchanged, what is unknown is ignored."""
+    narrow, wide = (
+        deepspeed.initialize(model=module, config=config_of(1, gradient_accumulation_steps=2))[0]
+        for module in (Mlp(), Wider())
+    )
+    names = "gain.bias, gain.weight, offset"
+    for one, other, problem in (
+        (narrow, wide, f"missing: {names}"),
+        (wide, narrow, f"unexpected: {names}"),
+    ):
+        directory, before = str(tmp_path / problem[:7]), other.module_state_dict()
+        steps(one, 0, 2)
+        one.save_checkpoint(directory, client_state={"epoch": 2})
+        with pytest.raises(HexadError, match=rf"\({problem}\); load it into the same module"):
+            other.load_checkpoint(directory)
+        with caplog.at_level("WARNING", "hexad"):
+            _, state = other.load_checkpoint(directory, load_module_strict=False)
+        assert problem in caplog.text and state == {"epoch": 2}
+        assert other.global_steps == one.global_steps
+        for name, value in other.module_state_dict().items():
+            kept = before if name in names else one.module_state_dict()
+            assert torch.equal(value, kept[name])
+        steps(other, 2, 3)
+
+
+def test_counters_are_loaded_without_optimizer_states(tmp_path: Path) -> None:
+    """As DeepSpeed does; accumulation begins anew."""
+    one, two = (engine_of(1, gradient_accumulation_steps=2) for _ in range(2))
+    steps(one, 0, 2)
+    one.skipped_steps = 1
+    one.save_checkpoint(str(tmp_path), client_state={"epoch": 2})
+    for _ in range(3):
+        two.backward(two(*batch_of("mlp", 0, 0)))
+        two.step()
+    _, state = two.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert (two.global_steps, two.global_samples, two.skipped_steps) == (2, 12, 1)
+    assert state == {"epoch": 2} and two.lr_scheduler.state_dict() == one.lr_scheduler.state_dict()
+    assert two.micro_steps == 2
+    assert not two.is_gradient_accumulation_boundary()
+
+
 class Odd(nn.Module):
     """One parameter's name ends another's; one is a single number."""
 

@@ -355,22 +355,39 @@ class DeepSpeedEngine(Accessors):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load what :meth:`save_checkpoint` has saved, in whatever layout; all ranks together.
+        """Load what :meth:`save_checkpoint` has saved, in any layout; all ranks together.
+
+        Args:
+            load_dir: that was saved to.
+            tag: of the checkpoint; by default the latest.
+            load_module_strict: refuse a checkpoint that lacks parameters or persistent buffers of the module,
+                or has others. Otherwise these are unchanged or ignored, and a warning names them.
+            load_optimizer_states: as well as weights.
+            load_lr_scheduler_states: as well as weights.
+            load_module_only: weights, but no counters either.
+            custom_load_fn: None.
 
         Returns:
             the directory and the ``client_state``; (None, {}) where ``load_dir`` names no latest one.
 
         Raises:
-            HexadError: it is damaged, of another model, or was written by DeepSpeed.
+            HexadError: it is damaged, of another module, or was written by DeepSpeed.
         """
-        if custom_load_fn is not None or not load_module_strict:
-            name = "load_module_strict=False" if custom_load_fn is None else "custom_load_fn"
+        if custom_load_fn is not None:
             raise HexadError(
-                f"load_checkpoint: found {name}, which is not supported; load into the module before"
+                "load_checkpoint: found custom_load_fn, which is not supported; load into the module before"
             )
-        optimizer = load_optimizer_states and not load_module_only
-        schedule = load_lr_scheduler_states and not load_module_only
-        return saved.load(self, self._engine, load_dir, tag, optimizer, schedule)
+        everything = not load_module_only
+        return saved.load(
+            self,
+            self._engine,
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and everything,
+            schedule=load_lr_scheduler_states and everything,
+            counters=everything,
+        )
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -21,7 +21,7 @@ from hexad.checkpoint.directory import CheckpointDirectory, make_visible, sync_d
 from hexad.checkpoint.loading import chosen
 from hexad.checkpoint.loading import load as load_chunks
 from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
-from hexad.comm import agreed, first_difference, from_first
+from hexad.comm import agreed, first_difference, from_first, merged
 from hexad.config import AgreedError, HexadError
 from hexad.topology.mesh import Mesh
 
@@ -139,8 +139,10 @@ def load(
     engine: Engine,
     directory: str,
     tag: str | None,
+    strict: bool,
     optimizer: bool,
     schedule: bool,
+    counters: bool,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load a checkpoint, all ranks together; see :meth:`DeepSpeedEngine.load_checkpoint`."""
     axis = engine.mesh.world
@@ -150,19 +152,23 @@ def load(
     manifest = from_first(lambda: read_manifest(path), axis)
     # A checkpoint from before the first update has no tensors of the optimizer, but its settings.
     resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
-    load_chunks(path, _chunks(engine, manifest, resumes), axis)
+    lacking = _lacking(engine, path, manifest, strict)
+    load_chunks(path, _chunks(engine, manifest, resumes, lacking), axis)
     progress = manifest.progress
     if resumes:
         engine.restored(progress)
     else:
         engine.publish()
     kept = progress.get("deepspeed", {})
-    for name in _COUNTERS if optimizer else ():
-        setattr(face, name, kept.get("counters", {}).get(name, progress["step"]))
+    if counters:
+        engine.step, engine.samples = progress["step"], progress["samples"]
+        skipped = engine.step - progress.get("updates", engine.step)
+        of_run = dict(zip(_COUNTERS, (engine.step, engine.samples, skipped)))
+        for name, value in {**of_run, **kept.get("counters", {})}.items():
+            setattr(face, name, value)
     face._passes = 0
     face._begin()  # what was accumulated is forgotten
-    if optimizer:  # of another accumulation, perhaps: a checkpoint is at the boundary of one
-        face.micro_steps = face.global_steps * face.gradient_accumulation_steps()
+    face.micro_steps -= face.micro_steps % face.gradient_accumulation_steps()
     if schedule and face.lr_scheduler is not None and kept.get("scheduler") is not None:
         face.lr_scheduler.load_state_dict(decoded(kept["scheduler"]))
     state = kept.get("client_state")
@@ -192,16 +198,45 @@ def find(directory: str, tag: str | None) -> Path | None:
     raise HexadError(f"{path}: no such checkpoint")
 
 
-def _chunks(engine: Engine, manifest: Manifest, optimizer: bool) -> list[Chunk]:
+def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool) -> set[str]:
+    """Names of the module's tensors that a checkpoint does not have, the same on all ranks.
+
+    Raises:
+        AgreedError: there are such, or the checkpoint has others, and ``strict`` refuses both.
+    """
+    own = {each.name for each in engine.chunks() if each.name.startswith("model.")}
+    held = merged(own, engine.mesh.world, set.union)
+    stored = {name for name in manifest.tensors if name.startswith("model.")}
+    problems = [
+        f"{what}: {_shown(names)}"
+        for what, names in (("missing", held - stored), ("unexpected", stored - held))
+        if names
+    ]
+    text = f"{path}: found a checkpoint of another module ({'; '.join(problems)})"
+    if problems and strict:
+        raise AgreedError(f"{text}; load it into the same module, or with load_module_strict=False")
+    if problems and not engine.mesh.rank:
+        log.warning("%s; what is missing stays as it is, what is unexpected is ignored", text)
+    return {name.removeprefix("model.") for name in held - stored}
+
+
+def _shown(names: set[str], most: int = 8) -> str:
+    first = [name.removeprefix("model.") for name in sorted(names)[:most]]
+    return ", ".join(first) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[str]) -> list[Chunk]:
     """Of what is to be loaded. A ``torch.optim`` optimizer makes its state in its first step: here before."""
     if optimizer and hasattr(engine.optimizer.rule, "prepare"):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
         engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))
-    frozen = {f"model.{each.name}" for each in engine.modules.untrained} - manifest.tensors.keys()
-    chunks = (
-        each for each in engine.chunks() if each.name not in frozen
-    )  # left out, if the script wanted it
-    return [each for each in chunks if optimizer or each.name.startswith("model.")]
+    found = []
+    for each in engine.chunks():
+        weight = each.name.startswith("model.")
+        name = each.name.split(".", 1 if weight else 2)[-1]
+        if name not in lacking and (optimizer or weight):
+            found.append(each)
+    return found
 
 
 def encoded(state: Any, what: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -365,3 +366,32 @@ def _dropout() -> None:
 
 def test_dropout(pool: Pool) -> None:
     pool.run(1, _dropout)
+
+
+def _resumed(directory: str) -> tuple[list[float], list[float]]:
+    """Losses of the steps after a checkpoint, in the run that saved it and in one that loads it."""
+    from hexad.compat import deepspeed
+
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": adam}
+    with script(*SIZES, *GROUPED, "--hidden-dropout", "0.5"):
+        one, two = (deepspeed.initialize(model=megatron.GPTModel(), config=config)[0] for _ in range(2))
+
+        def losses(engine: Any) -> list[float]:
+            found = []
+            for micro in range(4):
+                loss = engine(tokens(micro)[:1], labels=tokens(micro + 1)[:1]).mean()
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+            return found
+
+        losses(one)
+        one.save_checkpoint(directory)
+        two.load_checkpoint(directory)
+        return losses(one), losses(two)
+
+
+def test_dropout_continues_after_resuming(pool: Pool, tmp_path: Path) -> None:
+    ((uninterrupted, resumed),) = pool.run(1, _resumed, str(tmp_path))
+    assert resumed == uninterrupted

@@ -9,7 +9,7 @@ import torch
 
 from hexad.comm import broadcast, receive_async, send_async
 from hexad.compat.megatron import parallel_state
-from hexad.compat.megatron.gpt import GPTModel, check_tied, resolved_model
+from hexad.compat.megatron.gpt import GPTEngine, GPTModel, check_tied, resolved_model
 from hexad.config import Config, ConfigError, HexadError
 from hexad.topology.mesh import Axis
 from hexad.train.engine import Engine
@@ -87,7 +87,7 @@ class MegatronEngine(DeepSpeedEngine):
         rows = tokens // (mesh.tensor.size if settings.parallel.sequence_parallel else 1)
         self._link = _Link(mesh.pipeline, self.device, (rows, hidden), self._module.dtype)
         number = mesh.pipeline.rank
-        return Engine(
+        return GPTEngine(
             {number: self._module},
             mesh,
             settings,

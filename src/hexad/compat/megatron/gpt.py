@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from hexad.model.recompute import Recompute
 from hexad.model.transformer import DTYPES, Transformer, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.resolve import Resolved, resolve
+from hexad.train.engine import Engine
 
 from . import parallel_state
 from .cross_entropy import vocab_parallel_cross_entropy
@@ -183,3 +185,22 @@ class GPTModel(Transformer):
             raise HexadError("attention_mask: found one that is not causal; pass None")
         if not self._isolated and position_ids is not None and not bool((position_ids == places).all()):
             raise HexadError("position_ids: found others than 0, 1, ...; add --reset-position-ids")
+
+
+class GPTEngine(Engine):
+    """An engine around stages with a :class:`GPTModel`, whose dropout continues after a checkpoint is loaded."""
+
+    def progress(self) -> dict[str, Any]:
+        """As of an :class:`~hexad.Engine`, with the number of passes, which is that of every stage."""
+        passes = max((model.passes for model in self._models()), default=0)
+        return {**super().progress(), "passes": passes}
+
+    def restored(self, progress: Mapping[str, Any]) -> None:
+        """Resume from :meth:`progress`."""
+        super().restored(progress)
+        for model in self._models():
+            model.passes = progress.get("passes", 0)
+
+    def _models(self) -> Iterator[GPTModel]:
+        for stage in self.stages.values():
+            yield from (module for module in stage.modules() if isinstance(module, GPTModel))

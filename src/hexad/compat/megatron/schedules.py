@@ -17,7 +17,7 @@ from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
 
 from . import parallel_state
-from .gpt import resolved_model
+from .gpt import GPTEngine, resolved_model
 from .initialize import get_args
 
 LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
@@ -64,7 +64,7 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
     )
     boundary = partial(_boundary, config, mesh)
-    return Engine(
+    return GPTEngine(
         stages, mesh, config, plan=resolved.plan, compute=compute, boundary=boundary, initialise=False
     )
 

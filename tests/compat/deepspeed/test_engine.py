@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -272,6 +273,28 @@ def written(stage: int, directory: str) -> None:
     steps(engine, 0, 1)
     engine.save_16bit_model(directory)
     engine.save_16bit_model(directory, "model.safetensors")
+    gathered = engine._zero3_consolidated_16bit_state_dict()
+    assert (gathered is None) == (engine.global_rank > 0)
+
+
+def copies(stage: int, directory: str) -> int:
+    """How many parameters a rank copies to its host to write a model."""
+    engine, count = engine_of(stage), 0
+    move = torch.Tensor.to
+
+    def counted(tensor: torch.Tensor, *to: Any, **more: Any) -> torch.Tensor:
+        nonlocal count
+        count += to[:1] == ("cpu",)
+        return move(tensor, *to, **more)
+
+    with mock.patch.object(torch.Tensor, "to", counted):
+        engine.save_16bit_model(directory)
+    return count
+
+
+def test_only_the_first_rank_copies_a_model(pool: Pool, tmp_path: Path) -> None:
+    first, other = pool.run(2, copies, 3, str(tmp_path))
+    assert first == len(Mlp().state_dict()) and other == 0
 
 
 def test_models_are_written_alike_at_any_stage(pool: Pool, tmp_path: Path) -> None:

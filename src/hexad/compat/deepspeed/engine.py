@@ -394,7 +394,7 @@ class DeepSpeedEngine(Accessors):
     ) -> bool:
         """Write the module's ``state_dict``, in the format that it computes in, to one file, on the first
         rank; a name ending in ``.safetensors`` writes that format. All ranks together."""
-        state = self.module_state_dict(exclude_frozen_parameters)
+        state = self._state_dict(exclude_frozen_parameters, first_only=True)
         return saved.save_model(state, save_dir, save_filename, self._engine.mesh)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
@@ -403,17 +403,24 @@ class DeepSpeedEngine(Accessors):
         Raises:
             HexadError: with tensor or pipeline ranks, none of which has the whole module.
         """
+        return self._state_dict(exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """As :meth:`module_state_dict`, on the first rank; None on others. transformers and accelerate call
+        it by this name."""
+        found = self._state_dict(exclude_frozen_parameters, first_only=True)
+        return None if self.global_rank else found
+
+    def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, torch.Tensor]:
         mesh = self._engine.mesh
         if mesh.tensor.size * mesh.pipeline.size > 1:
             raise HexadError(
                 f"module_state_dict: found {mesh.tensor.size} tensor and {mesh.pipeline.size} pipeline "
                 "ranks, each with a part of the module; call save_checkpoint, and load it without these"
             )
-        return gathered.state_dict(self._engine, self._module, exclude_frozen_parameters)
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        """As :meth:`module_state_dict`; accelerate asks for it by this name."""
-        return self.module_state_dict(exclude_frozen_parameters)
+        return gathered.state_dict(self._engine, self._module, exclude_frozen, first_only)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether complete weights can be had: always."""

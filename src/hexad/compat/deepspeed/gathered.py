@@ -115,18 +115,28 @@ def refuse_shards(*_: Any) -> None:
         )
 
 
-def state_dict(engine: Engine, module: nn.Module, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """A module's ``state_dict`` with complete values on the host, on every rank; all ranks together."""
+def state_dict(
+    engine: Engine, module: nn.Module, exclude_frozen: bool = False, first_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """A module's ``state_dict`` with complete values on the host; all ranks together.
+
+    Args:
+        engine: of the module.
+        module: the same on all ranks.
+        exclude_frozen: leave out parameters that are not trained.
+        first_only: nothing on the other ranks, whose hosts hold no copy.
+    """
+    keeps = not (first_only and engine.mesh.rank)
     engine.gatherer.settle()
     values: dict[torch.Tensor, torch.Tensor] = {}
     for bucket in engine.buckets:
         engine.gatherer.complete(bucket)
-        for declared in bucket.members:
+        for declared in bucket.members if keeps else ():
             values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
         engine.gatherer.leave(bucket)
     found: dict[str, Any] = {}
     with _collecting():
-        held = module.state_dict(keep_vars=True)
+        held = module.state_dict(keep_vars=True) if keeps else {}
     for name, value in held.items():
         frozen = isinstance(value, nn.Parameter) and not value.requires_grad
         if not (frozen and exclude_frozen):

@@ -205,6 +205,12 @@ def read_config(
         ConfigError: an unknown, malformed or refused key, or batch sizes that do not fit each other.
         HexadError: a file that cannot be read.
     """
+    keys, tree = read_keys(source, strict)
+    return DeepSpeedConfig(keys, batch_sizes(keys, data_ranks), tree)
+
+
+def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tuple[Keys, Mapping[str, Any]]:
+    """As :func:`read_config`, but for batch sizes: the values, and what was read."""
     tree = read_json(source)
     if not strict:
         tree = _known(tree, Keys, "")
@@ -218,7 +224,7 @@ def read_config(
     _refuse(keys, "")
     if keys.fp16.enabled and keys.bf16.enabled:
         raise ConfigError("bf16.enabled", "found true with fp16.enabled: true; enable one of them")
-    return DeepSpeedConfig(keys, batch_sizes(keys, data_ranks), tree)
+    return keys, tree
 
 
 def batch_sizes(keys: Keys, ranks: int) -> Batch:

@@ -46,7 +46,28 @@ def run_settings(config: DeepSpeedConfig) -> Translation:
     Raises:
         ConfigError: keys that have no counterpart there.
     """
-    keys, notes = config.keys, []
+    keys, notes = config.keys, list[str]()
+    tree = settings_beside_optimizer(config, notes)
+    tree["optimizer"] |= _adamw(config, notes)
+    if keys.scheduler is not None:
+        tree["lr_schedule"] = _schedule(config, tree["optimizer"], notes)
+    else:
+        tree["lr_schedule"] = {"kind": "constant", "warmup": 0}
+    notes += [f"{each}: no effect" for each in without_effect(keys)]
+    return Translation({name: group for name, group in tree.items() if group}, notes)
+
+
+def settings_beside_optimizer(config: DeepSpeedConfig, notes: list[str]) -> dict[str, Any]:
+    """What a ``run.yaml`` has of everything but the optimizer and the learning rate.
+
+    Args:
+        config: checked.
+        notes: receives a line for everything that is different there.
+
+    Raises:
+        ConfigError: keys that have no counterpart.
+    """
+    keys = config.keys
     _check_offload(keys, gpu=False)
     tree = _common(config, gpu=True)
     if keys.tensor_parallel.autotp_size > 1:
@@ -59,13 +80,7 @@ def run_settings(config: DeepSpeedConfig) -> Translation:
         notes.append("torch_autocast, fp16.auto_cast: precision.dtype is the format of everything here")
     if _offloads(keys.zero_optimization.offload_param):
         notes.append("zero_optimization.offload_param: parameters stay on the device")
-    tree["optimizer"] |= _adamw(config, notes)
-    if keys.scheduler is not None:
-        tree["lr_schedule"] = _schedule(config, tree["optimizer"], notes)
-    else:
-        tree["lr_schedule"] = {"kind": "constant", "warmup": 0}
-    notes += [f"{each}: no effect" for each in without_effect(keys)]
-    return Translation({name: group for name, group in tree.items() if group}, notes)
+    return tree
 
 
 def _common(config: DeepSpeedConfig, gpu: bool) -> dict[str, Any]:

@@ -25,11 +25,13 @@ class Line:
     Attributes:
         arguments: every known flag's value, and those of the script's own flags.
         given: the flags that have another value than their default.
+        written: attributes of the flags on the line.
         notes: what has no effect, for the user.
     """
 
     arguments: Namespace
     given: tuple[Flag, ...]
+    written: frozenset[str]
     notes: tuple[str, ...]
 
 
@@ -72,6 +74,7 @@ def parse(
     found, unknown = parser.parse_known_args(list(words))
     if unknown and not ignore_unknown:
         raise _unknown(unknown[0], parser)
+    written = frozenset(vars(found))
     attributes, flags = vars(found), [flag for group in GROUPS.values() for flag in group]
     for flag in flags:
         attributes.setdefault(flag.attribute, _copied(flag.default))
@@ -80,7 +83,8 @@ def parse(
             attributes[name] = value
     given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
     refuse(found, given)
-    return Line(found, given, _notes(given))
+    notes = _notes([flag for flag in given if flag.attribute in written])
+    return Line(found, given, written, notes)
 
 
 def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:

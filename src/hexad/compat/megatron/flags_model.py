@@ -194,8 +194,14 @@ PARALLEL = (
     unused("--use-cpu-initialization", "initial values do not depend on the device"),
     unused("--use-ring-exchange-p2p", "messages between stages have one implementation"),
     unused("--local-rank", "the launcher's variables are used", int, None),
-    unused("--deepspeed", "the other flags decide"),
-    unused("--deepspeed_config", "the file is not read: the other flags decide", str),
+    switch("--deepspeed", "", "with --deepspeed_config"),
+    Flag(
+        "--deepspeed_config",
+        str,
+        None,
+        "",
+        "with --deepspeed: ZeRO, precision, clipping and offload are those of the file",
+    ),
     unused("--deepspeed-activation-checkpointing", "see --checkpoint-activations"),
     unused("--nccl-communicator-config-path", "NCCL's environment variables apply", str),
 )

@@ -188,7 +188,7 @@ class GPTModel(Transformer):
 
 
 class GPTEngine(Engine):
-    """An engine around stages with a :class:`GPTModel`, whose dropout continues after a checkpoint is loaded."""
+    """An engine around stages with a :class:`GPTModel`, whose dropout continues after resuming."""
 
     def progress(self) -> dict[str, Any]:
         """As of an :class:`~hexad.Engine`, with the number of passes, which is that of every stage."""

@@ -14,6 +14,7 @@ from hexad.config import ConfigError
 from .arguments import Line, parse
 from .checkpoint import DEFAULT_DIRECTORY, checkpoint_settings
 from .data import data_settings
+from .deepspeed_file import merge_file
 from .derive import derive
 from .files import Gpt2Tokenizer, MockData
 from .layout import layout_settings
@@ -111,6 +112,7 @@ def translated(line: Line, need_data: bool = True) -> Translation:
             "batches": max(arguments.eval_iters, 1),
         },
     }
+    notes += merge_file(tree, line)
     return Translation(tree, tuple(notes), data.files)
 
 

@@ -1,0 +1,177 @@
+"""The file of ``--deepspeed_config``, which Megatron-DeepSpeed's launch lines name. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hexad.config import ConfigError, HexadError
+
+from ..deepspeed.config import Batch, DeepSpeedConfig, read_keys, without_effect
+from ..deepspeed.keys import Keys, Offload
+from ..deepspeed.translate import settings_beside_optimizer
+from .arguments import Line
+from .flags import FLAGS
+
+_EQUAL = {
+    "batch.micro": "train_micro_batch_size_per_gpu",
+    "batch.global": "train_batch_size",
+    "parallel.tensor": "tensor_parallel.autotp_size",
+    "parallel.context": "sequence_parallel_size",
+}
+"""Settings that the flags determine -> the key that must be equal, where the file has it."""
+
+_KEYS = {
+    "parallel.zero": "zero_optimization.stage",
+    "memory.offload": "zero_optimization.offload_optimizer",
+    "optimizer.clip": "gradient_clipping",
+}
+"""Settings that the file determines where it has the key."""
+
+_PRECISION = {
+    "loss_scale": "fp16.loss_scale",
+    "loss_scale_initial": "fp16.initial_scale_power",
+    "loss_scale_window": "fp16.loss_scale_window",
+    "loss_scale_hysteresis": "fp16.hysteresis",
+    "loss_scale_consecutive": "fp16.consecutive_hysteresis",
+    "loss_scale_min": "fp16.min_loss_scale",
+    "reduce": "communication_data_type",
+    "accumulate": "data_types.grad_accum_dtype",
+}
+"""Settings of ``precision`` that the file determines where it enables fp16 or bf16, by DeepSpeed's defaults
+where it lacks the key."""
+
+
+def merge_file(tree: dict[str, dict[str, Any]], line: Line) -> list[str]:
+    """Set in place what the file of ``--deepspeed_config`` determines and the line does not.
+
+    Args:
+        tree: the settings of the flags.
+        line: with what :func:`~hexad.compat.megatron.derive.derive` has added.
+
+    Returns:
+        what the user should know.
+
+    Raises:
+        ConfigError: a file that cannot be read or honoured, or that contradicts the flags.
+    """
+    arguments = line.arguments
+    path, used = arguments.deepspeed_config, arguments.deepspeed
+    if path is None or not used:
+        alone, other = (
+            ("--deepspeed", "--deepspeed_config") if used else ("--deepspeed_config", "--deepspeed")
+        )
+        return [f"{alone}: no effect without {other}"] if used or path is not None else []
+    notes: list[str] = []
+    with _naming(path):
+        keys, content = read_keys(path)
+    merge = _Merge(tree, line, path, keys)
+    for setting, key in _EQUAL.items():
+        merge.equal(setting, key)
+    batch = _batch(tree, arguments.data_parallel_size)
+    if keys.gradient_accumulation_steps not in (None, batch.accumulation):
+        raise ConfigError(
+            "--global-batch-size",
+            f"found {batch.total}, which is --micro-batch-size {batch.micro} x {batch.accumulation} passes x "
+            f"{arguments.data_parallel_size} data ranks, but {path} has gradient_accumulation_steps "
+            f"{keys.gradient_accumulation_steps}; make them equal, or change the number of ranks",
+        )
+    merge.determine("parallel.zero", _KEYS["parallel.zero"], keys.zero_optimization.stage)
+    stage = {"stage": tree["parallel"]["zero"]}  # on which the hysteresis depends
+    zero = {"zero_optimization": keys.zero_optimization.model_copy(update=stage)}
+    with _naming(path):
+        config = DeepSpeedConfig(keys.model_copy(update=zero), batch, content)
+        found = settings_beside_optimizer(config, notes)
+    merge.determine("memory.offload", _KEYS["memory.offload"], found["memory"].get("offload", "none"))
+    merge.determine("optimizer.clip", _KEYS["optimizer.clip"], keys.gradient_clipping)
+    merge.precision(found["precision"])
+    kind = tree["precision"]["dtype"]
+    arguments.fp16, arguments.bf16 = kind == "fp16", kind == "bf16"
+    arguments.zero_stage, arguments.clip_grad = tree["parallel"]["zero"], tree["optimizer"]["clip"]
+    sections = [name for name in ("optimizer", "scheduler") if getattr(keys, name) is not None]
+    notes += [f"{name}: no effect: the flags determine it" for name in sections]
+    notes += [f"{each}: no effect" for each in without_effect(keys)]
+    return [f"{path}: {note}" for note in notes]
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Name the flag and the file in errors of its keys."""
+    try:
+        yield
+    except HexadError as error:
+        text = str(error)
+        raise ConfigError("--deepspeed_config", text if path in text else f"{path}: {text}") from None
+
+
+def _batch(tree: dict[str, dict[str, Any]], data_ranks: int) -> Batch:
+    micro, total = tree["batch"]["micro"], tree["batch"]["global"]
+    return Batch(micro, total // (micro * data_ranks), total)
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """Settings of the flags and keys of a file, which may not contradict each other.
+
+    Attributes:
+        tree: the settings, changed in place.
+        line, path, keys: as in :func:`merge_file`.
+    """
+
+    tree: dict[str, dict[str, Any]]
+    line: Line
+    path: str
+    keys: Keys
+
+    def equal(self, setting: str, key: str) -> None:
+        """Refuse another value of the file than that of the flags."""
+        value = self._value(key)
+        if value is not None and value != self._known(setting):
+            flag = next(flag.name for flag in FLAGS.values() if flag.target == setting)
+            raise self._contradiction(flag, setting, key, value)
+
+    def determine(self, setting: str, key: str, value: Any) -> None:
+        """Set what the file has and no flag; refuse another value than a flag's."""
+        if self._value(key) is not None:
+            self._set(setting, key, value)
+
+    def precision(self, found: dict[str, Any]) -> None:
+        """As :meth:`determine`, of all of ``precision``."""
+        kinds = ("fp16", "bf16")
+        for kind in kinds:
+            if self._value(f"{kind}.enabled") is False and self._known("precision.dtype") == kind:
+                raise self._contradiction(f"--{kind}", "precision.dtype", f"{kind}.enabled", False)
+        if found["dtype"] in kinds:
+            self._set("precision.dtype", f"{found['dtype']}.enabled", found["dtype"])
+            for name, key in _PRECISION.items():
+                if name in found:
+                    self._set(f"precision.{name}", key, found[name])
+
+    def _set(self, setting: str, key: str, value: Any) -> None:
+        flags = [flag for flag in FLAGS.values() if flag.target == setting]
+        written = [flag.name for flag in flags if flag.attribute in self.line.written]
+        if not written:
+            group, name = setting.split(".")
+            self.tree[group][name] = value
+        elif self._value(key) is not None and value != self._known(setting):
+            raise self._contradiction(written[0], setting, key, self._value(key))
+
+    def _known(self, setting: str) -> Any:
+        group, name = setting.split(".")
+        return self.tree[group].get(name)
+
+    def _value(self, key: str) -> Any:
+        """The file's; None if it has none."""
+        found: Any = self.keys
+        for part in key.split("."):
+            if found is None or part not in found.model_fields_set:
+                return None
+            found = getattr(found, part)
+        return found.device if isinstance(found, Offload) else found
+
+    def _contradiction(self, flag: str, setting: str, key: str, value: Any) -> ConfigError:
+        found = f"found {self._known(setting)} ({setting})"
+        return ConfigError(flag, f"{found}, but {self.path} has {key} {json.dumps(value)}; make them equal")

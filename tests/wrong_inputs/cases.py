@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import NamedTuple
 
+from .of_deepspeed import DEEPSPEED
 from .of_megatron import MEGATRON
 from .of_others import DATA, SHOW, USE
 from .of_training import CONFIG, ENVIRONMENT, TRAIN
@@ -51,6 +52,7 @@ GROUPS = {
         "Generation, evaluation and checkpoints": USE,
         "Pictures and the demo": SHOW,
         "Launch lines of Megatron-LM": MEGATRON,
+        "DeepSpeed's files and checkpoints of other systems": DEEPSPEED,
     }.items()
 }
 CASES = tuple(case for cases in GROUPS.values() for case in cases)

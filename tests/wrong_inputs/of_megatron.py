@@ -30,6 +30,14 @@ _MORE = (
     ("--mock-data --tokenizer-type HuggingFaceTokenizer", "--tokenizer-model: is missing"),
     ("--mock-data --tokenizer-type X", "--tokenizer-type: invalid choice: 'X'"),
     ("--mock-data --window-size 4", "--window-size: found '4'"),
+    ("--mock-data --deepspeed --deepspeed_config no.json", "--deepspeed_config: no.json: no such"),
+    ("--mock-data --deepspeed --deepspeed_config broken.json", "broken.json, line 1, column 2: not valid"),
+    ("--mock-data --deepspeed --deepspeed_config ds-unknown.json", "ds-unknown.json: zero_optimisation:"),
+    ("--mock-data --deepspeed --deepspeed_config ds.json", "found 1 (batch.global), but ds.json has"),
+    (
+        "--mock-data --global-batch-size 4 --zero-stage 2 --deepspeed --deepspeed_config ds.json",
+        "--zero-stage: found 2 (parallel.zero), but ds.json has zero_optimization.stage 1",
+    ),
 )
 MEGATRON = (
     ("megatron", "--num-layers: is missing"),

@@ -64,6 +64,11 @@ TEXTS = {
     "both.jsonl": '{"prompt": "a", "messages": []}\n',
     "schedule.json": '{"ranks": "none"}\n',
     "broken.json": "{",
+    "list.json": "[1]",
+    "ds.json": '{"train_batch_size": 4, "zero_optimization": {"stage": 1}}',
+    "ds-batch.json": '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}',
+    "ds-twice.json": '{"train_batch_size": 8, "train_batch_size": 4}',
+    "ds-unknown.json": '{"train_batch_size": 8, "zero_optimisation": {"stage": 1}}',
 }
 
 

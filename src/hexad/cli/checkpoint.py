@@ -137,7 +137,14 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
         return
     for option, given in {"--model": model, "--weights-only": weights_only}.items():
         if given:
-            raise HexadError(f"{option}: found it with --from {source}; it belongs to --from ds:DIR")
+            raise HexadError(
+                f"{option}: found with --from {source}; it is for --from ds:DIR and --from megatron:DIR"
+            )
+    if kind and not Path(source).exists():
+        raise HexadError(
+            f"--from: found the prefix {kind!r} in {source}; use ds:DIR, megatron:DIR, or a Hugging Face "
+            "model's directory without a prefix"
+        )
     from hexad.checkpoint.hugging_face_import import import_model
 
     imported = import_model(Path(source), Path(target), _resolved)

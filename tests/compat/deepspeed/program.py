@@ -74,19 +74,15 @@ def model_of(name: str) -> nn.Module:
     torch.manual_seed(11)
     if name == "mlp":
         return Mlp()
+    return gpt2(vocab_size=53, n_positions=16, n_embd=24, n_layer=2, n_head=3)
+
+
+def gpt2(**sizes: int) -> nn.Module:
+    """The model of transformers, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        vocab_size=53,
-        n_positions=16,
-        n_embd=24,
-        n_layer=2,
-        n_head=3,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return GPT2LMHeadModel(config)
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **none))
 
 
 def batch_of(name: str, rank: int, number: int) -> tuple[Any, ...]:

@@ -38,6 +38,10 @@ _STAGE_3 = {
     "stage3_max_reuse_distance": 1e9,
     "stage3_gather_16bit_weights_on_model_save": True,
 }
+_OFFLOADED = {
+    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    "offload_param": {"device": "cpu", "pin_memory": True},
+}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "transformers, stage 2": {
@@ -214,8 +218,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "scheduler": _AUTO_WARMUP,
         "zero_optimization": {
             **{key: value for key, value in _STAGE_3.items() if not key.startswith("stage3_gather")},
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
+            **_OFFLOADED,
             "gather_16bit_weights_on_model_save": True,
         },
         **_AUTO_BATCH,
@@ -236,8 +239,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         "zero_optimization": {
             **_STAGE_3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
+            **_OFFLOADED,
             "stage3_gather_16bit_weights_on_model_save": False,
         },
         **_AUTO_BATCH,

@@ -24,6 +24,7 @@ from hexad.topology.mesh import Mesh
 from hexad.train.engine import Engine
 
 from ...pool import Pool
+from ..resumed import resumed
 from .saved_checkpoints import (
     AFTER,
     BETAS,
@@ -213,12 +214,7 @@ def continued_model(load: Path, directory: Path, zero: int) -> list[float]:
     tree = settings(load, directory, zero) | {"model": model, "data": {"sequence": 5}}
     config = build_config(tree)
     mesh = Mesh.create(Layout(world=RANKS), torch.device("cpu"))
-    engine = Engine(config, mesh)
-    checkpointer = Checkpointer(config, mesh)
-    path = checkpointer.find()
-    assert path is not None
-    engine.restored(checkpointer.load(path, engine.chunks()).progress)
-    checkpointer.close()
+    engine = resumed(config, mesh)
     losses = []
     for step in range(STEPS, STEPS + AFTER):
         row = batch(step)[[mesh.rank]]

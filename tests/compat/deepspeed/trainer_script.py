@@ -14,7 +14,9 @@ def main() -> None:
 
         deepspeed.install()
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
+
+    from .program import gpt2
 
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(61, (64,), generator=generator).tolist()
@@ -39,18 +41,10 @@ def main() -> None:
             seed=3,
         )
         torch.manual_seed(0)
-        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        sizes = GPT2Config(
-            vocab_size=61,
-            n_positions=32,
-            n_embd=24,
-            n_layer=2,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=0,
-            **none,
+        model = gpt2(
+            vocab_size=61, n_positions=32, n_embd=24, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
         )
-        trainer = Trainer(model=GPT2LMHeadModel(sizes), args=arguments, train_dataset=data)
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=resume or None)
         trainer.save_model(f"{output}/final")
         names = ("loss", "grad_norm", "learning_rate")

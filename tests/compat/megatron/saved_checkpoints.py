@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..forked import run_forked, written_by
+from .core import core_config
 
 RANKS, STEPS, AFTER = 2, 3, 3
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
@@ -57,30 +58,15 @@ def saved(name: str) -> Path:
 def _model(kind: str, bf16: bool) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
     llama = kind == "llama"
-    norm = "RMSNorm" if llama else "LayerNorm"
-    config = TransformerConfig(
+    config = core_config(
+        llama,
         num_layers=2,
         hidden_size=16,
-        num_attention_heads=4,
-        num_query_groups=2 if llama else 4,
         ffn_hidden_size=20 if llama else 64,
         tensor_model_parallel_size=RANKS,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gated_linear_unit=llama,
-        add_bias_linear=not llama,
-        normalization=norm,
-        activation_func=F.silu if llama else lambda x: F.gelu(x, approximate="tanh"),
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
     )

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from hexad.compat import megatron
 from hexad.compat.megatron import parallel_state
@@ -20,6 +19,7 @@ from hexad.config import HexadError
 
 from ...layers import load_global
 from ...pool import Pool
+from .core import core_config
 from .test_initialize import script
 from .test_translate import LLAMA, SMALL, without
 
@@ -60,28 +60,14 @@ def core_on_cpu() -> Iterator[Any]:
 
 def core_model(kind: Any, llama: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
 
-    config = TransformerConfig(
+    config = core_config(
+        llama,
         num_layers=4,
         hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2 if llama else 4,
         ffn_hidden_size=128 if llama else 256,
-        use_cpu_initialization=True,
         params_dtype=torch.float64,
         pipeline_dtype=torch.float64,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        normalization="RMSNorm" if llama else "LayerNorm",
-        gated_linear_unit=llama,
-        activation_func=F.silu if llama else lambda x: F.gelu(x, approximate="tanh"),
-        add_bias_linear=not llama,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
     )
     torch.manual_seed(1)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import yaml
 
-from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.verification import verify_files
 from hexad.compat.megatron.import_checkpoint import Imported, import_checkpoint
@@ -25,10 +24,10 @@ from hexad.model.configuration import build_config
 from hexad.resolve import resolve
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
 
 from ...pool import Pool
 from ...train.command import call
+from ..resumed import resumed
 from .saved_checkpoints import AFTER, BETAS, DECAY, EPS, LR, MODELS, SEQUENCE, STEPS, VOCAB, batch, saved
 
 ITERATION = f"iter_{STEPS:07d}"
@@ -66,12 +65,7 @@ def continued(load: Path, directory: Path, kind: str, parallel: dict[str, Any]) 
     )
     layout = Layout.from_settings(config.parallel, 2)
     mesh = Mesh.create(layout, torch.device("cpu"))
-    engine = Engine(config, mesh)
-    checkpointer = Checkpointer(config, mesh)
-    path = checkpointer.find()
-    assert path is not None
-    engine.restored(checkpointer.load(path, engine.chunks()).progress)
-    checkpointer.close()
+    engine = resumed(config, mesh)
     losses = []
     for step in range(STEPS, STEPS + AFTER):
         rows = batch(step)[mesh.data.rank :: mesh.data.size].split(1)

@@ -1,0 +1,18 @@
+"""Hexad's engine with an imported checkpoint."""
+
+from __future__ import annotations
+
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.config import Config
+from hexad.topology.mesh import Mesh
+from hexad.train.engine import Engine
+
+
+def resumed(config: Config, mesh: Mesh) -> Engine:
+    """The engine of a configuration, as ``checkpoint.load`` left it."""
+    engine, checkpointer = Engine(config, mesh), Checkpointer(config, mesh)
+    path = checkpointer.find()
+    assert path is not None
+    engine.restored(checkpointer.load(path, engine.chunks()).progress)
+    checkpointer.close()
+    return engine

@@ -1,4 +1,4 @@
-"""Megatron-LM's groups and model, DeepSpeed's engine: the script that Hexad takes over with other imports.
+"""A script with Megatron-LM's groups and model and DeepSpeed's engine, which runs on Hexad by other imports.
 
     torchrun --nproc-per-node 8 examples/hybrid_megatron_deepspeed.py \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel \\
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def config_of(args: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration, where no file is given."""
+    """DeepSpeed's configuration, where no file is named."""
     return {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "train_batch_size": args.global_batch_size,

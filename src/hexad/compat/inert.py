@@ -23,10 +23,10 @@ from hexad.config import HexadError
 
 
 class Inert:
-    """Stands for an object of another class: what the file holds of it, and no behaviour.
+    """A placeholder for an object of another class: its content in the file, without behaviour.
 
     Attributes:
-        given: the arguments it was to be made with.
+        given: the arguments of its constructor.
         state: of the object: a dictionary of attributes, unless its class has a form of its own.
     """
 
@@ -60,7 +60,7 @@ _OF_SCRIPTS = (
 """What scripts add to a checkpoint: their options, and the states of NumPy's random numbers."""
 
 _OF_ENUMS = "builtins.getattr"
-"""Which Python 3.11.0 to 3.11.3 names for members of enumerations; not called either."""
+"""Python 3.11.0 to 3.11.3 pickle members of enumerations by it; it is not called either."""
 
 
 def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None) -> Any:
@@ -110,7 +110,7 @@ def _inert_only(names: Iterable[str]) -> Iterator[None]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but Python's values, formats and shapes of tensors, and :class:`Inert`."""
+    """Creates only Python's values, formats and shapes of tensors, and :class:`Inert`."""
 
     def __init__(self, path: Path, content: bytes, classes: Iterable[str]) -> None:
         super().__init__(io.BytesIO(content))

@@ -1,7 +1,7 @@
-"""The world that a script has joined, and its meshes: the one state that doors share.
+"""The process group that a script has joined, and its meshes: state that all of ``compat`` shares.
 
 Scripts written for other systems join the world themselves (``torch.distributed.init_process_group``), or
-have it joined by a call that returns nothing. Process groups are made once per layout.
+call a function that does so. Process groups are created once per layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hexad.train.environment import environment
 from hexad.train.launch import pick_device
 
 _meshes: dict[Layout, tuple[dist.ProcessGroup | None, Mesh]] = {}
-"""By layout: the default process group that it was made of, and the mesh."""
+"""Layout -> the default process group that its mesh was created from, and the mesh."""
 
 
 def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.device:
@@ -60,10 +60,10 @@ def world_size() -> int:
 
 
 def mesh_of(layout: Layout, device: torch.device, timeout: float = 1800.0) -> Mesh:
-    """The mesh of a layout; all ranks together, when it is first asked for."""
+    """The mesh of a layout; created on first use, by all ranks together."""
     group = dist.group.WORLD if dist.is_initialized() else None
     for stale in [key for key, (made_of, _) in _meshes.items() if made_of is not group]:
-        del _meshes[stale]  # of a world that is gone
+        del _meshes[stale]  # of a process group that no longer exists
     if layout not in _meshes:
         _meshes[layout] = group, Mesh.create(layout, device, timeout, Trace())
     return _meshes[layout][1]

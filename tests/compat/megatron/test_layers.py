@@ -416,7 +416,7 @@ def _groups_before() -> str:
 
 def test_groups_of_ones_own_before(pool: Pool) -> None:
     """An error instead of a hang."""
-    assert all("made 2 and 1 process groups" in text for text in pool.run(2, _groups_before))
+    assert all("created 2 and 1 process groups" in text for text in pool.run(2, _groups_before))
 
 
 def _refused() -> list[str]:

@@ -1,6 +1,6 @@
-"""The face of DeepSpeed: ``from hexad.compat import deepspeed``. ``docs/deepspeed.md`` is its page.
+"""DeepSpeed's API over Hexad: ``from hexad.compat import deepspeed``. See ``docs/deepspeed.md``.
 
-:func:`install` lets ``import deepspeed`` find it, in scripts that are not to be changed at all.
+:func:`install` makes ``import deepspeed`` return it, for scripts that cannot be changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [*_PUBLIC, *_MODULES, "install"]
 
 def __getattr__(name: str) -> Any:
     """Resolved on first use: configurations are read without torch."""
-    if name in _MODULES:  # not found before it is asked for, as it imports torch
+    if name in _MODULES:  # imported on first use, since it imports torch
         return import_module(f"{__name__}.{name}")
     if name not in _PUBLIC:
         raise AttributeError(
@@ -41,8 +41,8 @@ def __getattr__(name: str) -> Any:
 
 
 def install() -> None:
-    """Let ``import deepspeed`` find this, from here on in this process. Call it before importing transformers
-    or accelerate, which look for the package when they are imported.
+    """Make ``import deepspeed`` return this package in this process. Call it before importing transformers or
+    accelerate, which look for the package when they are imported.
 
     Raises:
         HexadError: the deepspeed package has been imported.

@@ -29,7 +29,7 @@ class Accelerator:
         return torch.cuda.device_count() if torch.cuda.is_available() else 1
 
     def set_device(self, device_index: int) -> None:
-        """Compute there."""
+        """Make it the current device."""
         if torch.cuda.is_available():
             torch.cuda.set_device(device_index)
 
@@ -50,17 +50,17 @@ class Accelerator:
         return True
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until what was started is done."""
+        """Wait for all kernels that were launched."""
         if torch.cuda.is_available():
             torch.cuda.synchronize(device_index)
 
     def empty_cache(self) -> None:
-        """Give unused memory back."""
+        """Release unused cached memory."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
 @cache
 def get_accelerator() -> Accelerator:
-    """The one of this process."""
+    """The accelerator of this process."""
     return Accelerator()

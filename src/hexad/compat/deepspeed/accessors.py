@@ -56,7 +56,7 @@ class Accessors(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Ranks that have other samples."""
+        """The number of data ranks."""
         return self._engine.mesh.data.size
 
     def train_batch_size(self) -> int:
@@ -126,7 +126,7 @@ class Accessors(nn.Module):
             group["lr"] = lr
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the first gradient of a step overwrites the last one's."""
+        """No effect: the first gradient of a step overwrites the previous one."""
 
     def destroy(self) -> None:
-        """Nothing is left behind."""
+        """No effect: an engine is freed when nothing refers to it."""

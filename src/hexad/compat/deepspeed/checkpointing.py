@@ -39,12 +39,12 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept from one step to the next."""
+    """No effect: no state is kept between steps."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, whose activations are computed again in the backward pass (Chen et al.,
-    arXiv 1604.06174), with the random numbers of the first time."""
+    """``function(*args)``, whose activations are recomputed in the backward pass (Chen et al., arXiv
+    1604.06174), with the same random numbers."""
     if _settings is not None and _settings.cpu_checkpointing:
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
             return torch_checkpoint(function, *args, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""``deepspeed.comm``: the names of ``torch.distributed``, over the world that was joined."""
+"""``deepspeed.comm``: the names of ``torch.distributed``, over the process group that was joined."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["init_distributed", "is_available", "is_initialized"]
 
 
 def is_initialized() -> bool:
-    """Whether the world was joined."""
+    """Whether there is a process group."""
     return dist.is_initialized()
 
 

@@ -11,7 +11,7 @@ from hexad.topology.mesh import Axis
 
 
 class Loader(DataLoader[Any]):
-    """A rank's microbatches of a data set, shuffled anew in every pass over it."""
+    """A rank's microbatches of a data set, reshuffled in every epoch."""
 
     _epoch = 0
     _endless: Iterator[Any] | None = None
@@ -23,14 +23,14 @@ class Loader(DataLoader[Any]):
         return super().__iter__()
 
     def endless(self) -> Iterator[Any]:
-        """One pass after the other."""
+        """Epochs without end."""
         if self._endless is None:
             self._endless = iter(RepeatingLoader(self))
         return self._endless
 
 
 class RepeatingLoader:
-    """Begins again where a loader ends."""
+    """Restarts a loader when it is exhausted."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -58,7 +58,7 @@ def loader_of(
     Args:
         dataset: map-style, of which ranks get different samples; an iterable one is read as it is.
         batch: samples of a microbatch.
-        data: the ranks that have other samples.
+        data: the data ranks.
         collate: of samples into a microbatch.
         drop_last: leave out the last samples where they are too few for a microbatch.
     """

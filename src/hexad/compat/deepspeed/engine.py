@@ -36,18 +36,18 @@ class DeepSpeedEngine(Accessors):
     passes, as in DeepSpeed.
 
     Args:
-        module: the same on all ranks; its first rank's values count.
+        module: the same on all ranks; the first rank's values are used.
         config: checked.
         device: of this rank.
-        optimizer: a ``torch.optim`` optimizer, or a function that makes one of parameters; by default the one
-            that the configuration names.
+        optimizer: a ``torch.optim`` optimizer, or a function of parameters that returns one; by
+            default the one that the configuration names.
         parameters: parameters, or groups of them, to train; by default all that require gradients.
-        scheduler: of the learning rate, or a function that makes one of the optimizer.
+        scheduler: of the learning rate, or a function of the optimizer that returns one.
         data: a data set, of which :attr:`training_dataloader` loads this rank's samples.
         collate: of that loader.
 
     Attributes:
-        optimizer: what was given, as :class:`EngineOptimizer`; None without one: for evaluation only.
+        optimizer: an :class:`EngineOptimizer` around it; None without one: for evaluation only.
         lr_scheduler: of the learning rate, or None.
         training_dataloader: of ``data``, or None.
         global_steps: steps so far, skipped ones included; ``skipped_steps`` counts those.
@@ -101,7 +101,7 @@ class DeepSpeedEngine(Accessors):
     _keeps_groups = False
     """Whether groups without parameters stay: where ranks have other parameters, so that numbers agree."""
 
-    # What it is made of
+    # Construction
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
@@ -119,7 +119,7 @@ class DeepSpeedEngine(Accessors):
     def _scheduler(self, given: Any) -> Any:
         keys = self._config.keys.scheduler
         if given is not None:
-            # Not of the face around it: torch's schedulers want to see that optimizer's steps.
+            # Made for the inner optimizer: torch's schedulers count its steps.
             return given if hasattr(given, "step") else given(self.basic_optimizer)
         if keys is None or self.basic_optimizer is None:
             return None
@@ -195,9 +195,9 @@ class DeepSpeedEngine(Accessors):
         return loss.detach()
 
     def _begin(self) -> None:
-        """Accept gradients from here on: also of a loss that another engine differentiates."""
+        """Accept gradients from now on, including those of a loss that another engine differentiates."""
         managed, passes = self._config.keys.managed_gradient_accumulation, self.gradient_accumulation_steps()
-        # With a boundary by hand (accelerate) the number is the most; with 1 there is no telling.
+        # With a boundary set by hand (accelerate) the number is an upper bound; 1 then means nothing.
         known = managed and not self._no_sync and (self._boundary is not False or passes > 1)
         self._limit = passes if known else None
         self._engine.begin(self._limit)
@@ -211,7 +211,7 @@ class DeepSpeedEngine(Accessors):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide it by hand."""
+        """Set it explicitly."""
         self._boundary = is_boundary
         if not self._engine.gradients.contributed:
             self._begin()
@@ -314,7 +314,7 @@ class DeepSpeedEngine(Accessors):
         if data_iter is not None:
             return data_iter
         if self.training_dataloader is None:
-            raise HexadError("train_batch: found no data_iter and no training_data; give one of them")
+            raise HexadError("train_batch: found no data_iter and no training_data; pass one of them")
         return self.training_dataloader.endless()
 
     def _loss(self, batch: Any) -> Any:
@@ -325,7 +325,9 @@ class DeepSpeedEngine(Accessors):
 
     def _needs_optimizer(self, what: str) -> None:
         if self.optimizer is None:
-            raise HexadError(f"{what}: the engine has no optimizer; give one to initialize, or in the file")
+            raise HexadError(
+                f"{what}: the engine has no optimizer; pass one to initialize, or name one in the file"
+            )
 
     # Checkpoints
 
@@ -401,7 +403,7 @@ class DeepSpeedEngine(Accessors):
         """The module's ``state_dict`` with complete values, on every rank; all ranks together.
 
         Raises:
-            HexadError: with tensor or pipeline ranks, none of which has the whole module.
+            HexadError: with tensor or pipeline ranks, none of which has the complete module.
         """
         return self._state_dict(exclude_frozen_parameters)
 
@@ -423,7 +425,7 @@ class DeepSpeedEngine(Accessors):
         return gathered.state_dict(self._engine, self._module, exclude_frozen, first_only)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether complete weights can be had: always."""
+        """Whether complete weights can be gathered: always."""
         return True
 
 

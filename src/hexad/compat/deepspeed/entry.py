@@ -1,4 +1,4 @@
-"""``deepspeed.initialize`` and what a script calls around it."""
+"""``deepspeed.initialize`` and the functions that scripts call before it."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def initialize(
     Args:
         args: with the configuration's path as ``deepspeed_config``, where ``config`` is not given.
         model: any module, the same on all ranks.
-        optimizer: a ``torch.optim`` optimizer, or a function that makes one of parameters; by default the one
-            that the configuration names.
+        optimizer: a ``torch.optim`` optimizer, or a function of parameters that returns one; by
+            default the one that the configuration names.
         model_parameters: parameters, or groups of them, to train; by default all that require gradients.
         training_data: a data set, for the loader that is returned.
-        lr_scheduler: of the learning rate, or a function that makes one of the optimizer; by default the one
-            that the configuration names.
-        distributed_port: accepted; the launcher's ``MASTER_PORT`` counts.
+        lr_scheduler: of the learning rate, or a function of the optimizer that returns one; by default the
+            one that the configuration names.
+        distributed_port: accepted; the launcher's ``MASTER_PORT`` is used.
         mpu: tensor and pipeline ranks; not for user-defined modules.
-        dist_init_required: accepted; the world is joined if nothing has.
+        dist_init_required: accepted; the process group is initialised unless it exists.
         collate_fn: of the loader.
         config, config_params: a path or the keys themselves.
         mesh_param: (data ranks, sequence ranks); only one sequence rank for user-defined modules.

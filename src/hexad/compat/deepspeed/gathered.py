@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from hexad.train.engine import Engine
 
 _engines: Any = WeakTensorKeyDictionary()
-"""A weak reference to the engine of every parameter that one holds."""
+"""Parameter -> weak reference to its engine."""
 
 
 def register(engine: Engine) -> None:
-    """Remember whose an engine's parameters are."""
+    """Record the engine of its parameters."""
     for bucket in engine.buckets:
         for declared in bucket.members:
             _engines[declared.parameter] = weakref.ref(engine)
@@ -40,7 +40,7 @@ def gathered_parameters(
 
     Args:
         params: of an engine; others are complete anyway.
-        modifier_rank: the rank whose changes count; None if there are none.
+        modifier_rank: the rank whose changes are kept; None if there are none.
         fwd_module: accepted without effect.
         enabled: False does nothing.
     """
@@ -79,7 +79,7 @@ def _buckets(params: Any) -> dict[Bucket, Engine]:
 
 @torch.no_grad()
 def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
-    """Take over what a rank has changed."""
+    """Adopt what a rank has changed."""
     assert bucket.whole is not None
     axis = engine.mesh.gradient_axis()
     if axis.size > 1:
@@ -89,7 +89,7 @@ def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
 
 
 _collects = False
-"""Whether :func:`state_dict` asks a module for what it has."""
+"""Whether :func:`state_dict` is calling that of a module."""
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def refuse_shards(*_: Any) -> None:
     """Refuse the ``state_dict`` of a module that ZeRO 3 shards: it would have placeholders.
 
     Raises:
-        HexadError: unless :func:`state_dict` asks.
+        HexadError: unless :func:`state_dict` calls it.
     """
     if not _collects:
         raise HexadError(

@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed as one of ours: weights, Adam's moments and progress."""
+"""Conversion of DeepSpeed's checkpoints: weights, Adam's moments and progress."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def import_checkpoint(
         state.moments, state.progress = {}, {"step": 0, "updates": 0, "samples": 0}
     elif not state.moments:
         problem = state.lacking or "holds no exp_avg and exp_avg_sq of all parameters"
-        raise HexadError(f"{state.directory}: {problem}; --weights-only imports the weights alone")
+        raise HexadError(f"{state.directory}: {problem}; add --weights-only to import the weights")
     else:
         state.progress["optimizer"] = _numbers(state)
     if model is None:
@@ -152,7 +152,7 @@ def _numbers(state: SavedState) -> dict[str, Any]:
 
 
 def _kinds(state: SavedState) -> dict[str, dict[str, SavedTensor]]:
-    """What our names begin with -> the tensors."""
+    """Prefix of our names -> the tensors."""
     return {"model": state.weights, **{f"optimizer.{kind}": each for kind, each in state.moments.items()}}
 
 
@@ -194,7 +194,7 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTens
         )
     kinds = _kinds(state)
 
-    @lru_cache(maxsize=1)  # of theirs, several of ours may be parts
+    @lru_cache(maxsize=1)  # several of our tensors may be parts of one of theirs
     def whole(kind: str, name: str) -> torch.Tensor:
         return kinds[kind][name].read(name)
 
@@ -220,9 +220,11 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTens
 
 
 def _unwrap(state: SavedState, embedding: str) -> None:
-    """Remove what names begin with where the model is a part of the module.
+    """Remove the prefix of names where the model is a submodule.
 
-    ``embedding``: a published name.
+    Args:
+        state: whose names change.
+        embedding: the published name of the embedding.
     """
     prefix = next((name.removesuffix(embedding) for name in state.weights if name.endswith(embedding)), "")
     for tensors in (state.weights, *state.moments.values()):
@@ -232,7 +234,7 @@ def _unwrap(state: SavedState, embedding: str) -> None:
 
 
 def _config(settings: Mapping[str, Any], state: SavedState) -> Config:
-    """The settings of a model, and those of the optimizer that the state knows."""
+    """The settings of a model, and those of the optimizer in the state."""
     tree: dict[str, Any] = {"model": settings, "data": {"sequence": settings["max_positions"]}}
     groups = [group for group in state.groups if {"betas", "eps", "weight_decay"} <= group.keys()]
     if groups and state.moments:
@@ -259,6 +261,6 @@ def _freezing(config: Config, trained: list[str] | None) -> Config:
     if sorted(selected) != trained:
         other = next(iter(set(selected) ^ set(trained)))
         raise HexadError(
-            f"model.train: {other} cannot be told from the weights that were frozen in DeepSpeed"
+            f"model.train: {other} cannot be distinguished from the weights that were frozen in DeepSpeed"
         )
     return found

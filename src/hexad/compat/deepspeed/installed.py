@@ -1,5 +1,5 @@
-"""``import deepspeed``, in scripts and libraries that are not to be changed: the names that they import, and
-the package that they look for, by Python's own import and metadata protocols."""
+"""``import deepspeed`` in scripts and libraries that cannot be changed: the modules that they import, and the
+package that they look for, by Python's import and metadata protocols."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WHERE = {
     "utils": "utils",
     "zero": "zero",
 }
-"""Module of DeepSpeed -> module of the face."""
+"""Module of DeepSpeed -> module of this package."""
 
 
 class _Found(Distribution):
@@ -53,7 +53,7 @@ class _Finder(DistributionFinder):
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
-        """Nothing: see the class."""
+        """None: see the class."""
 
     def find_distributions(
         self,
@@ -91,9 +91,9 @@ def install(face: ModuleType) -> None:
 
 
 def _package(path: str, name: str, parent: ModuleType) -> ModuleType:
-    """A package that only has modules."""
+    """A package that contains only modules."""
     if path not in sys.modules:
-        package = ModuleType(path, "Part of Hexad's face of DeepSpeed.")
+        package = ModuleType(path, "Part of DeepSpeed's API over Hexad.")
         package.__path__ = []
         sys.modules[path] = package
         setattr(parent, name, package)

@@ -47,8 +47,8 @@ class _Link:
 
 
 class _HandOver(torch.autograd.Function):
-    """A stage's result, in place of which the last stage's is returned: every rank computes the loss, and
-    differentiates it. The gradient of this stage's result is the next one's."""
+    """Returns the last stage's result in place of this stage's, so that every rank computes and
+    differentiates the loss. The gradient of this stage's result comes from the next stage."""
 
     @staticmethod
     def forward(context: Any, hidden: torch.Tensor, result: torch.Tensor, link: _Link) -> torch.Tensor:
@@ -64,8 +64,8 @@ class _HandOver(torch.autograd.Function):
 class MegatronEngine(DeepSpeedEngine):
     """Trains a ``GPTModel``, whose ranks are those of ``initialize_megatron``.
 
-    With pipeline ranks, ``engine(...)`` passes one microbatch through all stages, and every rank is given the
-    last stage's result; ``backward`` passes gradients back. Stages wait for each other meanwhile:
+    With pipeline ranks, ``engine(...)`` passes one microbatch through all stages, and every rank receives
+    the last stage's result; ``backward`` passes gradients back. Stages wait for each other meanwhile:
     ``get_forward_backward_func`` of :mod:`hexad.compat.megatron` runs schedules.
     """
 

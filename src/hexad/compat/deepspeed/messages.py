@@ -17,7 +17,7 @@ class Part:
 
     Attributes:
         shape, dtype: of it.
-        trained: a gradient comes back for it.
+        trained: a gradient is sent back for it.
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Part:
 class Form:
     """The form of a stage's result, and of the message that carries it.
 
-    A message is one flat tensor, in the widest format of those that gradients come back for: these first,
+    A message is one flat tensor, in the widest format of those with gradients: these first,
     converted, and then the bytes of the others. A single tensor with a gradient is sent as it is.
 
     Attributes:
@@ -51,7 +51,7 @@ class Form:
 
         Args:
             result: a tensor or a tuple of tensors.
-            trained: gradients come back for floating-point tensors.
+            trained: gradients are sent back for floating-point tensors.
 
         Raises:
             HexadError: it is something else.

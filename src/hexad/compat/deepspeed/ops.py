@@ -1,4 +1,4 @@
-"""``deepspeed.ops.adam``: DeepSpeed's Adams, which are PyTorch's here."""
+"""``deepspeed.ops.adam``: DeepSpeed's Adam optimizers, implemented by PyTorch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer that a script gives, or that its configuration names; and the face of one in an engine."""
+"""The optimizer that a script passes or its configuration names, and what an engine returns for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DROPPED = (
     "cuda_aware",
 )
 _MISSING = ("Lamb", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD", "Muon")
-"""Optimizers of DeepSpeed that ``torch.optim`` does not have, or not with the same meaning."""
+"""Optimizers of DeepSpeed that ``torch.optim`` lacks, or defines differently."""
 
 
 def fused_adam(
@@ -48,10 +48,12 @@ def fused_adam(
     DeepSpeed's defaults.
 
     Raises:
-        HexadError: without bias correction, which PyTorch's Adam always makes.
+        HexadError: without bias correction, which PyTorch's Adam always has.
     """
     if not bias_correction:
-        raise HexadError("optimizer.params.bias_correction: found false; PyTorch's Adam corrects; use true")
+        raise HexadError(
+            "optimizer.params.bias_correction: found false, but PyTorch's Adam always corrects; use true"
+        )
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     betas = (betas[0], betas[1])
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
@@ -97,7 +99,7 @@ def _named(name: str) -> Callable[..., torch.optim.Optimizer]:
     if missing is not None:
         raise ConfigError(
             "optimizer.type",
-            f"found {name}, which torch.optim does not have as DeepSpeed means it; use AdamW, or pass an "
+            f"found {name}, which torch.optim lacks or defines differently; use AdamW, or pass an "
             "optimizer to initialize(optimizer=)",
         )
     if name.lower() not in lower:
@@ -116,7 +118,7 @@ def check_sharded(optimizer: torch.optim.Optimizer, stage: int, allowed: bool) -
         raise ConfigError(
             "zero_optimization.stage",
             f"found {stage} with {type(optimizer).__name__}, which may need complete parameters, but would "
-            "be given flat shards of several; use stage 0, or set zero_allow_untested_optimizer to true",
+            "receive flat shards of several; use stage 0, or set zero_allow_untested_optimizer to true",
         )
 
 
@@ -133,7 +135,7 @@ def client_optimizer(
     Args:
         module: whose parameters it updates; those that it does not list no longer require gradients.
         keys: of the configuration.
-        given: an optimizer, a function that makes one of parameters, or None.
+        given: an optimizer, a function of parameters that returns one, or None.
         parameters: parameters, or groups of them; by default all that require gradients.
         keeps_groups: groups without parameters stay, so that their numbers agree on all ranks.
 
@@ -171,15 +173,15 @@ def client_optimizer(
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """What ``initialize`` returns as the optimizer: the groups of the one inside, whose step is the engine's.
+    """What ``initialize`` returns as the optimizer: the groups of the inner one, which the engine steps.
 
     Attributes:
-        optimizer: the one inside; its parameters are master values.
+        optimizer: the inner one; its parameters are master values.
         overflow: the last step was skipped: its gradients were not finite.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        # Not the base class's: groups and state are those of the optimizer inside.
+        # Not the base class's: groups and state are those of the inner optimizer.
         self.optimizer, self._engine = optimizer, engine
         self.defaults = optimizer.defaults
         self.overflow = False
@@ -218,7 +220,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise HexadError("optimizer.load_state_dict: state is sharded; use engine.load_checkpoint")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: the first gradient of a step overwrites the last one's."""
+        """No effect: the first gradient of a step overwrites the previous one."""
 
     def step(self, closure: Any = None) -> Any:
         """Refused.

@@ -25,7 +25,7 @@ Layer = Callable[[Any], Any]
 
 
 class LayerSpec:
-    """A layer that is made where it is needed: ``typename(*args, **kwargs)``."""
+    """A layer that is built where it is needed: ``typename(*args, **kwargs)``."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -92,7 +92,7 @@ class PipeStage(nn.Module):
 
 
 class Use(nn.Module):
-    """A function of a shared module, as a module: with ZeRO 3 weights are there while a module runs."""
+    """A function of a shared module, as a module: with ZeRO 3 weights are gathered while a module runs."""
 
     def __init__(self, shared: nn.Module, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -104,23 +104,23 @@ class Use(nn.Module):
 
 
 class PipelineModule(nn.Module):
-    """A model as a list of layers, of which this rank makes those of its stages.
+    """A model as a list of layers, of which this rank holds those of its stages.
 
-    The values of a layer do not depend on how the list is divided: every rank makes all layers, one after the
-    other, and keeps its own; with ``seed_layers`` it makes its own only.
+    The values of a layer do not depend on how the list is divided: every rank builds all layers in order
+    and keeps its own; with ``seed_layers`` it builds its own only.
 
     Args:
         layers: layer specifications, modules or functions.
-        num_stages: pipeline ranks; the world divided by it are data ranks.
+        num_stages: pipeline ranks; the other factor of the world size are data ranks.
         topology: in place of ``num_stages``: with ``get_dim("pipe")``.
         loss_fn: the loss of the last layer's result and the labels; by default that result is the loss.
-        seed_layers: seed the generator before each layer is made, with ``base_seed`` plus its number.
+        seed_layers: seed the generator before each layer is built, with ``base_seed`` plus its number.
         seed_fn: in place of ``torch.manual_seed``.
         base_seed: see ``seed_layers``.
         partition_method: ``parameters`` (the stage with most has as few as possible), ``uniform`` (numbers of
             layers), or ``type:REGEX`` (numbers of layers whose class matches).
         activation_checkpoint_interval: layers that are recomputed together in the backward pass; 0 for none.
-        activation_checkpoint_func: by which.
+        activation_checkpoint_func: the function that recomputes them.
         checkpointable_layers: names of classes that may be recomputed; by default all that have parameters.
         schedule: of the pipeline, a name of ``parallel.schedule`` but ``auto``.
         virtual_stages: stages of a rank, for ``interleaved``.
@@ -151,7 +151,7 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         if num_stages is None and topology is None:
-            raise HexadError("PipelineModule: found neither num_stages nor topology; give one of them")
+            raise HexadError("PipelineModule: found neither num_stages nor topology; pass one of them")
         self.specs, self.loss_fn = list(layers), loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
@@ -225,7 +225,7 @@ class PipelineModule(nn.Module):
         return found
 
     def _check_ties(self) -> None:
-        """Refuse, on all ranks alike, layers whose untrained values several ranks would each save."""
+        """Refuse, on all ranks, layers whose untrained values several ranks would save."""
         placement = self.plan.schedule.placement
         ranks: dict[str, set[int]] = {}
         for stage, part in enumerate(self.parts):
@@ -246,7 +246,7 @@ class PipelineModule(nn.Module):
                 )
 
     def _build(self, seed: tuple[Callable[[int], Any], int] | None) -> None:
-        """Make this rank's layers."""
+        """Build this rank's layers."""
         mine = {number: stage for stage in self._stages() for number in stage.layers}
         keys = {spec.key for spec in map(self.specs.__getitem__, mine) if isinstance(spec, TiedLayerSpec)}
         shared: dict[str, nn.Module] = {}
@@ -318,7 +318,7 @@ class PipelineModule(nn.Module):
         """
         if self.num_stages > 1:
             raise HexadError(
-                "PipelineModule: a rank has some of the layers; call engine.train_batch or eval_batch"
+                "PipelineModule: a rank has only some of the layers; call engine.train_batch or eval_batch"
             )
         for stage in self._stages():
             x = stage(x)
@@ -332,7 +332,7 @@ def _name(spec: Any) -> str:
 
 
 def balanced(weights: Sequence[int], stages: int) -> tuple[range, ...]:
-    """Runs of layers, at least one each, of which the heaviest is as light as possible.
+    """Runs of at least one layer, the heaviest of which is as light as possible.
 
     Raises:
         HexadError: there are fewer layers than stages.

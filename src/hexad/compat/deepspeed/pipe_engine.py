@@ -144,10 +144,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _batches(self, data_iter: Iterator[Any] | None, count: int) -> list[Batch]:
         """Microbatches of a step, with the forms of what crosses boundaries."""
-        # What is wrong with the data of one rank must not leave the others waiting.
+        # An error in one rank's data is raised on all ranks, so that none waits.
         pairs, mine = agreed(lambda: self._read(data_iter, count), self._engine.mesh.world)
         signatures = self._signatures(mine)
-        # Data ranks may have other shapes than each other, but gather weights together (ZeRO 3).
+        # Data ranks may have different shapes, but gather weights together (ZeRO 3).
         new = list(dict.fromkeys(each for each in signatures if each not in self._forms))
         for number in range(merged(len(new), self._engine.mesh.world, max)):
             wanted = new[number] if number < len(new) else signatures[0]
@@ -179,10 +179,10 @@ class PipelineEngine(DeepSpeedEngine):
 
     @torch.no_grad()
     def _probe(self, x: Any) -> tuple[Form, ...]:
-        """The forms of all stages' results for one microbatch: by a forward pass that leaves no trace."""
+        """The forms of all stages' results for one microbatch: by a forward pass without side effects."""
         module, pipeline = self._module, self._engine.mesh.pipeline
         placement, found, training = module.plan.schedule.placement, [], module.training
-        module.eval()  # running averages stay
+        module.eval()  # running averages are not updated
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             for number, rank in enumerate(placement[:-1]):
@@ -210,7 +210,7 @@ class PipelineEngine(DeepSpeedEngine):
         received = None if pending is None else pending.wait()
         return form.result(received) if pipeline.rank == target and received is not None else None
 
-    # What a pipeline does not have
+    # Not available in pipelines
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Refused.

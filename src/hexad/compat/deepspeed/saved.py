@@ -1,5 +1,5 @@
-"""Checkpoints of an engine in directories that a script names: ``DIR/TAG``, and ``DIR/latest`` with the
-newest tag. What is in them is Hexad's format."""
+"""Checkpoints of an engine, in Hexad's format, in directories as DeepSpeed has them: ``DIR/TAG``, and
+``DIR/latest`` with the newest tag."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def load(
         for name, value in {**of_run, **kept.get("counters", {})}.items():
             setattr(face, name, value)
     face._passes = 0
-    face._begin()  # what was accumulated is forgotten
+    face._begin()  # accumulated gradients are discarded
     face.micro_steps -= face.micro_steps % face.gradient_accumulation_steps()
     if schedule and face.lr_scheduler is not None and kept.get("scheduler") is not None:
         face.lr_scheduler.load_state_dict(decoded(kept["scheduler"]))
@@ -176,7 +176,7 @@ def load(
 
 
 def find(directory: str, tag: str | None) -> Path | None:
-    """The checkpoint of a tag, or the latest; None if nothing says which is the latest.
+    """The checkpoint of a tag, or the latest; None without a file ``latest``.
 
     Raises:
         HexadError: there is none of that tag, or DeepSpeed has written it.
@@ -226,7 +226,7 @@ def _shown(names: set[str], most: int = 8) -> str:
 
 
 def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[str]) -> list[Chunk]:
-    """Of what is to be loaded. A ``torch.optim`` optimizer makes its state in its first step: here before."""
+    """What to load. A ``torch.optim`` optimizer creates its state in its first step: it is created before."""
     if optimizer and hasattr(engine.optimizer.rule, "prepare"):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
         engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))
@@ -240,7 +240,7 @@ def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[st
 
 
 def encoded(state: Any, what: str) -> dict[str, Any]:
-    """A state in JSON's types; what these do not have as torch's own format, from which no code is run.
+    """A state as JSON, or where that is impossible in torch's format, restricted to types that run no code.
 
     Raises:
         HexadError: it holds objects other than numbers, texts, tensors and containers of these.
@@ -258,14 +258,14 @@ def encoded(state: Any, what: str) -> dict[str, Any]:
     except Exception as error:  # any: objects refuse to be pickled in any way
         problem = str(error).splitlines()[0]
         raise HexadError(
-            f"{what}: holds what a checkpoint cannot hold safely ({problem}); keep numbers, texts, tensors "
-            "and containers of these"
+            f"{what}: contains what a checkpoint cannot store safely ({problem}); keep numbers, texts, "
+            "tensors and containers of these"
         ) from None
     return kept
 
 
 def decoded(state: Mapping[str, Any]) -> Any:
-    """What :func:`encoded` was given."""
+    """The inverse of :func:`encoded`."""
     if "json" in state:
         return state["json"]
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -288,7 +288,7 @@ def save_model(state: Mapping[str, torch.Tensor], directory: str, name: str, mes
 
             shared: dict[int, str] = {}
             alone = {}
-            for key, value in state.items():  # the format holds no tensor twice
+            for key, value in state.items():  # the format stores no tensor twice
                 if value.data_ptr() not in shared or not value.numel():
                     shared[value.data_ptr()] = key
                     alone[key] = value.contiguous()

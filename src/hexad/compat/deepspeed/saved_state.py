@@ -24,7 +24,7 @@ _CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""DeepSpeed's own, in its checkpoints."""
+"""DeepSpeed's classes in its checkpoints."""
 
 _OF_DEEPSPEED = frozenset(
     [
@@ -61,7 +61,7 @@ class Flat:
     """Flat tensors of several files, one after the other, as one vector.
 
     Args:
-        parts: of one format; they stay where they are, mapped to their files.
+        parts: of one format; they stay memory-mapped.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -245,8 +245,8 @@ def progress(
 
 
 def _of_script(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``load_checkpoint`` of Hexad's face of DeepSpeed resumes and returns: the schedule's state, and of
-    ``client_state`` all but objects of classes, which are not loaded."""
+    """What an engine's ``load_checkpoint`` resumes and returns: the schedule's state, and of ``client_state``
+    all but objects of classes, which are not loaded."""
     schedule = model.get("lr_scheduler")
     client = {name: value for name, value in model.items() if name not in _OF_DEEPSPEED}
     kept: dict[str, Any] = {}

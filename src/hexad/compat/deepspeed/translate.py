@@ -15,7 +15,7 @@ from .keys import Keys, Offload
 
 @dataclass(frozen=True)
 class Translation:
-    """A ``run.yaml`` and what it does not say.
+    """A ``run.yaml`` and what is different there.
 
     Attributes:
         tree: settings that differ from Hexad's defaults, and those that the file names.
@@ -41,7 +41,7 @@ def engine_config(config: DeepSpeedConfig, gpu: bool, tensor: int = 1, pipeline:
 
 
 def run_settings(config: DeepSpeedConfig) -> Translation:
-    """The ``run.yaml`` that trains one of Hexad's own models as the file says.
+    """The ``run.yaml`` for one of Hexad's models that is equivalent to the file.
 
     Raises:
         ConfigError: keys that have no counterpart there.

@@ -81,8 +81,8 @@ def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> Sav
         assigned = list(_assigned(optimizer, groups, states, parameters))
     except _Ambiguous as error:
         lacking = (
-            f"holds an optimizer state without names (no ZeRO), and which is that of {error} cannot be told; "
-            "save it with ZeRO stage 1"
+            f"holds an optimizer state without names (no ZeRO), and that of {error} cannot be "
+            "determined; save it with ZeRO stage 1"
         )
     for name, master, held in assigned:
         shape = tuple(parameters[name].shape)

@@ -240,7 +240,7 @@ class _Stage3(_Zero):
             begin = 0
             for name, shape in group.items():
                 found[name] = _joined(shape, [part[number][begin:] for part in parts], self.shard_files[0])
-                begin += _share(shape, len(parts))
+                begin += _shard_size(shape, len(parts))
             for path, part in zip(self.shard_files, parts):
                 if part[number].numel() != begin:
                     raise HexadError(
@@ -279,15 +279,15 @@ def untrained_sharded(models: Sequence[Shard], files: Sequence[Path]) -> dict[st
     return found
 
 
-def _share(shape: Sequence[int], ranks: int) -> int:
-    """How many values of a parameter a rank holds in stage 3, padding included."""
+def _shard_size(shape: Sequence[int], ranks: int) -> int:
+    """How many values of a parameter a rank holds in stage 3, including padding."""
     return -(-math.prod(shape) // ranks)
 
 
 def _joined(shape: tuple[int, ...], parts: Sequence[torch.Tensor], file: Path) -> SavedTensor:
-    """A parameter of which every rank has a share at the beginning of a vector."""
-    count, share = math.prod(shape), _share(shape, len(parts))
-    pieces = (part[: max(0, min(share, count - rank * share))] for rank, part in enumerate(parts))
+    """A parameter of which every rank has a shard at the beginning of a vector."""
+    count, size = math.prod(shape), _shard_size(shape, len(parts))
+    pieces = (part[: max(0, min(size, count - rank * size))] for rank, part in enumerate(parts))
     return SavedTensor(shape, tuple(pieces), file)
 
 

@@ -1,6 +1,6 @@
-"""The face of Megatron-LM: scripts that are written against its functions, on Hexad.
+"""Megatron-LM's API over Hexad, for scripts that use its functions.
 
-Import from ``hexad.compat.megatron`` in place of ``megatron``; ``docs/megatron.md`` has the list.
+Import from ``hexad.compat.megatron`` in place of ``megatron``; ``docs/megatron.md`` lists what there is.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Line:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises what a user can fix."""
+    """A parser that raises errors instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         flag, _, problem = message.removeprefix("argument ").partition(": ")

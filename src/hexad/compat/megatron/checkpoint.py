@@ -54,7 +54,7 @@ def checkpoint_settings(arguments: Namespace) -> tuple[dict[str, Any], str | Non
 
 
 def refuse_forgotten(directory: str, resume: str) -> None:
-    """Refuse to begin again where checkpoints are, before anything starts.
+    """Refuse to start a new run in a directory with checkpoints, before anything starts.
 
     Args:
         directory: the run's directory.
@@ -81,6 +81,6 @@ def _refuse_foreign(flag: str, directory: str | None) -> None:
     if directory is not None and (Path(directory) / "latest_checkpointed_iteration.txt").exists():
         raise ConfigError(
             flag,
-            f"{directory} holds checkpoints of Megatron-LM, which Hexad does not read; convert them to "
-            "Hugging Face's format and use 'hexad checkpoint import'",
+            f"{directory} holds checkpoints of Megatron-LM; convert one with 'hexad checkpoint import --from "
+            f"megatron:{directory} --to DIR --model run.yaml' and name DIR",
         )

@@ -15,7 +15,7 @@ from .files import Gpt2Tokenizer, MockData
 
 @dataclass(frozen=True)
 class Data:
-    """What a line says of its data.
+    """The data of a launch line.
 
     Attributes:
         settings: of the group ``data``.

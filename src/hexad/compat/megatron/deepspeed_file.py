@@ -46,7 +46,7 @@ where it lacks the key."""
 
 
 def merge_file(tree: dict[str, dict[str, Any]], line: Line) -> list[str]:
-    """Set in place what the file of ``--deepspeed_config`` determines and the line does not.
+    """Add in place what the file of ``--deepspeed_config`` determines and the line does not.
 
     Args:
         tree: the settings of the flags.

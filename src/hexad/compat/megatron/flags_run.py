@@ -59,16 +59,16 @@ TRAINING = (
     unused("--manual-gc", "garbage is collected between steps"),
     unused("--manual-gc-interval", "garbage is collected between steps", int, 0),
     unused("--empty-unused-memory-level", "PyTorch's allocator keeps its memory", int, 0),
-    unused("--check-for-nan-in-loss-and-grad", "they are checked"),
+    unused("--check-for-nan-in-loss-and-grad", "always so, see faults.not_finite"),
     turned_off(
         "--no-check-for-nan-in-loss-and-grad",
         "check_for_nan_in_loss_and_grad",
-        "they are checked, see faults.not_finite",
+        "they are always checked, see faults.not_finite",
     ),
-    unused("--exit-duration-in-mins", "a run that is sent SIGTERM or SIGUSR1 saves and stops", int),
+    unused("--exit-duration-in-mins", "SIGTERM and SIGUSR1 make a run save and stop", int),
     refused("--exit-interval", "a run stops at --train-iters", int),
-    unused("--exit-signal-handler", "a run that is sent SIGTERM or SIGUSR1 saves and stops"),
-    unused("--kill-switch-path", "a run that is sent SIGTERM or SIGUSR1 saves and stops", str),
+    unused("--exit-signal-handler", "SIGTERM and SIGUSR1 make a run save and stop"),
+    unused("--kill-switch-path", "SIGTERM and SIGUSR1 make a run save and stop", str),
     unused("--abort-on-unmet-fused-kernel-constraints", _KERNELS),
 )
 
@@ -81,7 +81,7 @@ PRECISION = (
     Flag("--hysteresis", int, 2, "precision.loss_scale_hysteresis", "with --fp16"),
     Flag("--min-loss-scale", float, 1.0, "precision.loss_scale_min", "with --fp16"),
     switch("--grad-reduce-in-bf16", "precision.reduce", "and precision.accumulate"),
-    unused("--accumulate-allreduce-grads-in-fp32", "they are"),
+    unused("--accumulate-allreduce-grads-in-fp32", "the default"),
     refused("--fp16-lm-cross-entropy", "the loss is computed in at least float32"),
 )
 
@@ -123,8 +123,8 @@ DATA = (
     ),
     Flag("--tokenizer-model", str, None, "data.tokenizer"),
     Flag("--tokenizer-name-or-path", str, None, "data.tokenizer", "PretrainedFromHF: a directory"),
-    unused("--tiktoken-pattern", "the file decides", str),
-    unused("--tiktoken-num-special-tokens", "the file decides", int, 1000),
+    unused("--tiktoken-pattern", "determined by the tokenizer's file", str),
+    unused("--tiktoken-num-special-tokens", "determined by the tokenizer's file", int, 1000),
     Flag("--vocab-file", str, None, "data.tokenizer"),
     Flag("--merge-file", str, None, "data.tokenizer"),
     Flag("--vocab-size", int, None, "model.vocab", "with NullTokenizer; others have their own"),
@@ -154,7 +154,7 @@ CHECKPOINT = (
     unused("--no-load-rng", "there is no generator's state: random numbers are keyed by seed and step"),
     refused("--no-save-optim", "checkpoints are complete"),
     unused("--no-save-rng", "there is no generator's state: random numbers are keyed by seed and step"),
-    unused("--ckpt-format", "there is one", str, "torch_dist"),
+    unused("--ckpt-format", "there is one format", str, "torch_dist"),
     unused("--use-dist-ckpt", "there is one format"),
     unused("--dist-ckpt-format", "there is one format", str),
     unused("--ckpt-fully-parallel-save", "every rank writes what it holds"),
@@ -186,5 +186,5 @@ LOGGING = (
     Flag("--profile-step-start", int, 10, "log.profile.start", "with --profile; Hexad counts from 1"),
     Flag("--profile-step-end", int, 12, "log.profile.steps", "with --profile"),
     unused("--profile-ranks", "every rank is profiled", int, None, several=True),
-    unused("--use-pytorch-profiler", "it is used"),
+    unused("--use-pytorch-profiler", "always so"),
 )

@@ -29,7 +29,7 @@ def resolved_model() -> Resolved:
     is part of the softmax, as in Megatron-LM.
 
     Raises:
-        HexadError: neither a tokenizer nor ``--vocab-size`` is given.
+        HexadError: neither a tokenizer nor ``--vocab-size``.
         ConfigError: settings that do not fit each other.
     """
     config, vocab = get_config(), get_args().padded_vocab_size
@@ -115,8 +115,8 @@ class GPTModel(Transformer):
             self.head.declarations["weight"] = replace(declaration, weights=weights)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """What the stage before has computed, ``[tokens (/ size), hidden]``, or a list of that; None on the
-        first stage."""
+        """The previous stage's result, ``[tokens (/ size), hidden]``, or a list of that; None on the first
+        stage."""
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(  # type: ignore[override]  # Megatron-LM's signature
@@ -132,7 +132,7 @@ class GPTModel(Transformer):
             input_ids: int64 ``[b, s]``, on every stage.
             position_ids: int64 ``[b, s]``; None for 0, 1, ... With ``--reset-position-ids`` they say where
                 documents begin, and are needed.
-            attention_mask: bool, true where nothing is seen, causal; None for the same. Documents are
+            attention_mask: bool, true where attention is masked, causal; None for the same. Documents are
                 isolated by ``position_ids``.
             labels: int64 ``[b, s]``; -100 for no loss.
 
@@ -142,7 +142,7 @@ class GPTModel(Transformer):
             On other stages: hidden states for the next one.
 
         Raises:
-            HexadError: positions or a mask that Hexad does not compute; only the first pass looks.
+            HexadError: positions or a mask that Hexad does not compute; checked in the first pass only.
         """
         tokens = input_ids.contiguous()
         self._check(tokens, position_ids, attention_mask)

@@ -1,4 +1,4 @@
-"""A ``torch_dist`` checkpoint of Megatron-Core's GPT model as one of ours: weights, moments, progress."""
+"""Conversion of ``torch_dist`` checkpoints of Megatron-Core's GPT model: weights, moments, progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .torch_dist import DistTensor, TorchDistCheckpoint
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = "optimizer.state"
 _MASTERS = (f"{_STATE}.fp32_param.", f"{_STATE}.param.", "")
-"""What the keys of weights begin with, the most precise first: masters of the mixed-precision optimizers, of
+"""Prefixes of the keys of weights, the most precise first: masters of the mixed-precision optimizers, of
 the distributed one, and the model's own."""
 
 _OUTSIDE = {
@@ -139,7 +139,7 @@ def _check_sharding(given: TorchDistCheckpoint) -> None:
     if found not in (None, "fully_reshardable"):
         raise HexadError(
             f"{given.directory}: found optimizer states as {found}; save with "
-            "--dist-ckpt-optim-fully-reshardable, or import the weights alone with --weights-only"
+            "--dist-ckpt-optim-fully-reshardable, or add --weights-only to import the weights"
         )
 
 
@@ -211,7 +211,7 @@ def _found(
             tensor = given.tensors.get(prefix + key)
             if tensor is not None and (layer is None or layer < tensor.shape[0]):
                 return tensor, layer
-    fix = "; --weights-only imports the weights alone" if kind else ""
+    fix = "; add --weights-only to import the weights" if kind else ""
     raise HexadError(f"{given.directory}: tensor {prefixes[-1]}{keys[0][0]} ({name}) is missing{fix}")
 
 

@@ -48,7 +48,7 @@ def initialize_megatron(
     skip_mpu_initialization: bool = False,
     settings: Iterable[str] = (),
 ) -> None:
-    """Read ``sys.argv``, join the world, make the groups, and seed the random number generators.
+    """Read ``sys.argv``, join the world, create the groups, and seed the random number generators.
 
     The world is that of ``torch.distributed`` if the script has called ``init_process_group``, else that of
     torchrun or SLURM, else this process. All its ranks call this together.
@@ -58,7 +58,7 @@ def initialize_megatron(
         args_defaults: values of arguments that have no default in Megatron-LM and that the line does not set.
         ignore_unknown_args: ignore unknown flags.
         allow_no_cuda: has no effect: everything runs on CPUs too.
-        skip_mpu_initialization: neither join a world nor make groups.
+        skip_mpu_initialization: neither join a world nor create groups.
         settings: Hexad's own beyond the flags, as ``parallel.schedule=zb_v``.
 
     Raises:
@@ -87,7 +87,7 @@ def initialize_megatron(
 
 
 def destroy_megatron() -> None:
-    """Forget arguments, mesh and tokenizer. Process groups are torch's."""
+    """Discard arguments, mesh and tokenizer; torch's process groups remain."""
     global _started
     _started = None
     parallel_state.destroy_model_parallel()

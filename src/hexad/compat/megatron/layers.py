@@ -38,7 +38,7 @@ class ModelParallelConfig:
 
     Attributes:
         params_dtype: of parameters and activations.
-        sequence_parallel: activations outside are divided over tokens.
+        sequence_parallel: activations outside are sharded over tokens.
         perform_initialization: set initial values.
         init_method_std: standard deviation of those that an engine draws.
     """
@@ -55,7 +55,7 @@ class _Layer(ShardedModule):
     Args:
         config: Megatron-LM's, or :class:`ModelParallelConfig`.
         group: of tensor ranks; None: those of the mesh.
-        sequence: activations outside are divided over tokens; by default as ``config`` says.
+        sequence: activations outside are sharded over tokens; by default that of ``config``.
     """
 
     weight: nn.Parameter
@@ -68,7 +68,7 @@ class _Layer(ShardedModule):
         self.config = config
 
     def _weight(self, shape: tuple[int, int], dim: int, init_method: Initialise | None) -> None:
-        """The matrix, of which ``dim`` is divided."""
+        """The matrix, sharded along ``dim``."""
         std = getattr(self.config, "init_method_std", _STD)
         weight = Weight("weight", shape, {"tensor": dim}, decay=True, std=std)
         self._divisible(shape[dim])
@@ -78,7 +78,7 @@ class _Layer(ShardedModule):
             _initialise(self.weight, shape, dim, std, init_method, self.shard)
 
     def _bias(self, size: int, divided: bool) -> None:
-        """The bias, which begins with 0."""
+        """The bias, initialised with 0."""
         partial = frozenset({"tensor"} if self.shard.sequence and not divided else ())
         weight = Weight("bias", (size,), {"tensor": 0} if divided else {}, partial)
         self.declare(Parameter("bias", (weight,)))
@@ -107,11 +107,11 @@ def _describe(parameter: nn.Parameter, dim: int) -> None:
 
 
 class ColumnParallelLinear(_Layer):
-    """``Y = X A + b`` with the columns of ``A`` (rows of ``weight``) divided over the tensor ranks.
+    """``Y = X A + b`` with the columns of ``A`` (rows of ``weight``) sharded over the tensor ranks.
 
     Args:
         input_size, output_size: global features.
-        config: dtype of parameters, and whether the input is divided over tokens (``sequence_parallel``).
+        config: dtype of parameters, and whether the input is sharded over tokens (``sequence_parallel``).
         init_method: fills a float32 tensor ``[output_size, input_size]``; None: normal.
         bias: whether there is one.
         gather_output: return all outputs on every rank.
@@ -195,11 +195,11 @@ class ColumnParallelLinear(_Layer):
 
 
 class RowParallelLinear(_Layer):
-    """``Y = X A + b`` with the rows of ``A`` (columns of ``weight``) divided over the tensor ranks.
+    """``Y = X A + b`` with the rows of ``A`` (columns of ``weight``) sharded over the tensor ranks.
 
     Args:
         input_size, output_size: global features.
-        config: as of :class:`ColumnParallelLinear`; in sequence parallel the output is divided over tokens.
+        config: as of :class:`ColumnParallelLinear`; in sequence parallel the output is sharded over tokens.
         init_method: fills a float32 tensor ``[output_size, input_size]``; None: normal.
         bias: whether there is one; it is added after the sum.
         input_is_parallel: the input is this rank's features; otherwise all, of which it takes its own.
@@ -270,7 +270,7 @@ class _Table(Embedding):
 
 
 class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
-    """An embedding with its rows divided over the tensor ranks.
+    """An embedding with its rows sharded over the tensor ranks.
 
     Args:
         num_embeddings, embedding_dim: of the global table; the former divides by the tensor degree.

@@ -73,7 +73,7 @@ def _family(arguments: Namespace) -> str:
         return "qwen3" if arguments.qk_layernorm else "qwen2" if arguments.add_qkv_bias else "llama"
     wrong = gpt2 if len(gpt2) <= len(llama) else llama
     found = traits[wrong[0]][0]
-    what = f"found {found}" if isinstance(found, str) else "it is given" if found else "it is missing"
+    what = f"found {found}" if isinstance(found, str) else "is set" if found else "is missing"
     raise ConfigError(
         wrong[0],
         f"{what}: the flags fit neither GPT-2 (LayerNorm, learned_absolute, GELU, biases) nor Llama "

@@ -1,7 +1,7 @@
 """Megatron-LM's ``parallel_state``: groups, ranks and sizes of the current mesh.
 
 Names and meanings are those of ``megatron.core.parallel_state``. Groups of one rank are process groups too.
-The mesh is the only state: :func:`initialize_model_parallel` makes one, :func:`use_mesh` takes an existing
+The mesh is the only state: :func:`initialize_model_parallel` creates one, :func:`use_mesh` uses an existing
 one.
 """
 
@@ -54,7 +54,7 @@ def initialize_model_parallel(
     distributed_timeout_minutes: float = 30,
     device: torch.device | None = None,
 ) -> None:
-    """Make the mesh of these degrees over torch's default process group; all its ranks call this together.
+    """Create the mesh of these degrees over torch's default process group; all its ranks call this together.
 
     ``device`` is where this rank computes; by default the current GPU with NCCL, else the CPU.
 
@@ -87,21 +87,21 @@ def initialize_model_parallel(
 
 
 def _same_number_of_groups() -> None:
-    """Torch names the groups of some ranks after how many this process has made: if ranks have made different
-    numbers, the groups of a mesh would never be completed."""
+    """Torch numbers process groups per process: if ranks have created different numbers of them, creating
+    those of a mesh would hang."""
     everyone = Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
     counts = gather_objects(len(dist.distributed_c10d._world.pg_names), everyone)
     other = next((count for count in counts if count != counts[0]), None)
     if other is not None:
         raise HexadError(
-            f"ranks have made {counts[0]} and {other} process groups; make groups of your own that not all "
-            "ranks are in after those of the mesh"
+            f"ranks have created {counts[0]} and {other} process groups; create user-defined groups of "
+            "a subset of the ranks after those of the mesh"
         )
 
 
 def use_mesh(mesh: Mesh, virtual_pipeline_model_parallel_size: int | None = None) -> None:
-    """Answer for an existing mesh, such as that of :func:`hexad.launch`; all its ranks call this together.
-    In a world of one it makes the default process group, if there is none.
+    """Use an existing mesh, such as that of :func:`hexad.launch`; all its ranks call this together.
+    In a world of one it creates the default process group, if there is none.
     """
     global _current
     world.join(mesh.timeout, None if mesh.device.type == "cuda" else "gloo")
@@ -115,7 +115,7 @@ def use_mesh(mesh: Mesh, virtual_pipeline_model_parallel_size: int | None = None
 
 
 def destroy_model_parallel() -> None:
-    """Forget the mesh. Its process groups end with ``torch.distributed.destroy_process_group``."""
+    """Discard the mesh. Its process groups end with ``torch.distributed.destroy_process_group``."""
     global _current
     _current = None
 

@@ -125,11 +125,11 @@ class TorchDistCheckpoint:
             file.seek(piece.offset)
             values = load_inert(path, (), file.read(piece.length))
         if not isinstance(values, torch.Tensor) or tuple(values.shape) != piece.rectangle.sizes:
-            raise HexadError(f"{path}: holds something else than {tensor.key} of {piece.rectangle.sizes}")
+            raise HexadError(f"{path}: does not hold {tensor.key} of {piece.rectangle.sizes}")
         return values
 
     def _check(self) -> None:
-        """Every tensor is covered, and every file is as long as it must be."""
+        """Check that every tensor is covered and no file is truncated."""
         ends: dict[str, int] = defaultdict(int)
         for tensor in self.tensors.values():
             count = sum(piece.rectangle.numel for piece in tensor.pieces)

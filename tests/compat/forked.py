@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -24,6 +25,16 @@ def written_by(module: str, timeout: float = 300.0) -> tempfile.TemporaryDirecto
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return directory
+
+
+def quiet_deepspeed() -> None:
+    """Let the ``deepspeed`` package of this process log errors only, and compile nothing: who compiles waits
+    for ever where another process was killed while it did."""
+    import deepspeed.utils
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Not by its path: the package has put torch itself in that name's place.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 def run_forked(ranks: int, directory: Path, function: Callable[[int], None]) -> None:

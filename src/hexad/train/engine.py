@@ -24,7 +24,7 @@ from hexad.resolve import PipelinePlan, Resolved, plan_of_modules, resolve, trai
 from hexad.topology.mesh import Mesh
 
 from .faults import Fault, FaultGuard, StepResult
-from .heap import give_back
+from .heap import Heap
 from .language import Counts, LanguageModel, Task, compute, training_shard
 from .modules import Ties, checked
 from .precision import with_common_dtype
@@ -127,6 +127,7 @@ class Engine(State):
         self.guard = FaultGuard(self.config.faults)
         self.after_passes: Callable[[], None] | None = None
         self._begun = 0
+        self._heap = Heap()
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
 
@@ -249,7 +250,7 @@ class Engine(State):
         self.step += 1
         self.updates += updated
         if self.mesh.device.type == "cpu":
-            give_back()
+            self._heap.step_ended()
         return norm, updated, numbers
 
     def train_step(self, microbatches: Sequence[Microbatch], record: bool = False) -> StepResult:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import math
 import sys
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..forked import quiet_deepspeed
 from .layers import batch_of as pipe_batch_of
 from .layers import loss_of, specs
 
@@ -171,9 +171,8 @@ def main() -> None:
     )
     if package == "deepspeed":
         import deepspeed
-        from deepspeed.utils import logger
 
-        logger.setLevel(logging.ERROR)
+        quiet_deepspeed()
     else:
         from hexad.compat import deepspeed  # type: ignore[no-redef]
     results = []

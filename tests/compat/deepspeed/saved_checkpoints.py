@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import sys
 import tempfile
 from argparse import Namespace
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..forked import run_forked, written_by
+from ..forked import quiet_deepspeed, run_forked, written_by
 
 RANKS, STEPS, AFTER = 2, 3, 3
 VOCAB = 307
@@ -245,12 +244,9 @@ def _train(directory: Path, name: str, case: dict[str, Any], rank: int) -> None:
 
 
 def _main(directory: Path) -> None:
-    import deepspeed.comm.torch
     import transformers  # noqa: F401 (imported once)
-    from deepspeed.utils import logger
 
-    logger.setLevel(logging.ERROR)
-    deepspeed.comm.torch.build_shm_op = lambda: None  # nothing is compiled
+    quiet_deepspeed()
 
     def write(rank: int) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

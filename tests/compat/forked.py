@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def written_by(module: str, timeout: float = 300.0) -> tempfile.TemporaryDirectory[str]:
-    """A directory that ``python -m module DIRECTORY`` has written to."""
+def written_by(module: str, *arguments: str, timeout: float = 300.0) -> tempfile.TemporaryDirectory[str]:
+    """A directory that ``python -m module DIRECTORY ARGUMENTS`` has written to."""
     directory = tempfile.TemporaryDirectory(prefix="hexad-compat-")
     done = subprocess.run(
-        [sys.executable, "-m", module, directory.name],
+        [sys.executable, "-m", module, directory.name, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -38,7 +38,7 @@ def quiet_deepspeed() -> None:
 
 
 def run_forked(ranks: int, directory: Path, function: Callable[[int], None]) -> None:
-    """Call ``function`` with every rank of a gloo world, each in a fork of this process."""
+    """Call ``function`` with every rank of a gloo world, each a fork of this process; exits if one fails."""
     import torch
 
     torch.set_num_threads(1)
@@ -74,4 +74,6 @@ def run_forked(ranks: int, directory: Path, function: Callable[[int], None]) -> 
                     os.kill(child, 9)
                 except ProcessLookupError:
                     continue
-    sys.exit(int(failed))
+    if failed:
+        sys.exit(1)
+    (directory / "store").unlink(missing_ok=True)  # the next world begins a new one

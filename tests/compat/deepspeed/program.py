@@ -1,7 +1,7 @@
 """One training script, run with the ``deepspeed`` package or with its face: only the import differs.
 
-``python -m tests.compat.deepspeed.program PACKAGE RANK WORLD STORE CASES OUTPUT``: runs all cases, and
-writes what each computed. The real package keeps global state, so that it runs in processes of its own.
+``python -m tests.compat.deepspeed.program DIRECTORY CASES`` runs all cases with both, and writes what each
+computed. The package keeps global state, so that it runs in forks of its own.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import copy
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..forked import quiet_deepspeed
+from ..forked import quiet_deepspeed, run_forked, written_by
 from .layers import batch_of as pipe_batch_of
 from .layers import loss_of, specs
+
+Results = dict[str, dict[str, Any]]
+"""By the case's name, on the first rank."""
 
 
 @dataclass(frozen=True)
@@ -162,33 +165,38 @@ def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def results_of(cases: Mapping[str, Case]) -> tuple[Results, Results]:
+    """What the script computes with the package, and with its face, on two ranks."""
+    text = json.dumps([asdict(case) for case in cases.values()])
+    with written_by(__name__, text) as directory:
+        theirs, ours = (
+            dict(zip(cases, json.loads((Path(directory) / name).read_text()))) for name in ("theirs", "ours")
+        )
+    return theirs, ours
+
+
 def main() -> None:
-    package, rank, world, store, cases, output = sys.argv[1:]
-    torch.set_num_threads(1)
-    file = dist.FileStore(store, int(world))
-    dist.init_process_group(
-        "gloo", store=file, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=120)
-    )
-    if package == "deepspeed":
-        import deepspeed
+    directory, cases = Path(sys.argv[1]), [Case(**each) for each in json.loads(sys.argv[2])]
+    import deepspeed
+    import transformers
 
-        quiet_deepspeed()
-    else:
-        from hexad.compat import deepspeed  # type: ignore[no-redef]
-    results = []
-    for case in json.loads(cases):
-        try:
-            results.append(run(deepspeed, Case(**case), int(rank), int(world)))
-        except Exception as error:  # a case that one of them refuses
-            results.append({"error": f"{type(error).__name__}: {error}"})
-    with open(f"{output}.{rank}", "w") as file:
-        json.dump(results, file)
-    dist.destroy_process_group()
+    from hexad.compat import deepspeed as face
 
+    assert transformers.GPT2LMHeadModel  # imported once
+    quiet_deepspeed()
 
-def arguments(cases: list[Case]) -> str:
-    """The cases as the script takes them."""
-    return json.dumps([asdict(case) for case in cases])
+    def write(rank: int, package: Any, name: str) -> None:
+        results = []
+        for case in cases:
+            try:
+                results.append(run(package, case, rank, 2))
+            except Exception as error:  # a case that one of them refuses
+                results.append({"error": f"{type(error).__name__}: {error}"})
+        if not rank:
+            (directory / name).write_text(json.dumps(results))
+
+    run_forked(2, directory, lambda rank: write(rank, deepspeed, "theirs"))
+    run_forked(2, directory, lambda rank: write(rank, face, "ours"))
 
 
 if __name__ == "__main__":

@@ -264,4 +264,4 @@ def test_commands(tmp_path: Path) -> None:
     assert "is not empty" in again.err
     other = call("checkpoint", "import", "--from", str(saved("gpt2-config")), "--to", "x", "--weights-only")
     assert other.status == 2
-    assert "--weights-only: found it with --from" in other.err
+    assert "--weights-only: found with --from" in other.err

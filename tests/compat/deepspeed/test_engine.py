@@ -387,6 +387,12 @@ def mistake(kind: str) -> None:
     engine = engine_of(2 if kind == "no_sync" else 0)
     if kind == "step":
         engine.step()
+    if kind == "save_dir":
+        engine.save_checkpoint("")
+    if kind == "scheduler":
+        config = {key: value for key, value in config_of(0).items() if key != "scheduler"}
+        other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(Mlp().parameters()), 1)
+        deepspeed.initialize(model=Mlp(), config=config, lr_scheduler=other)
     if kind == "state_dict":
         engine_of(3).module.state_dict()
     if kind == "graph":
@@ -411,6 +417,8 @@ def mistake(kind: str) -> None:
         ("no configuration", "initialize: found no configuration"),
         ("no optimizer", "backward: the engine has no optimizer"),
         ("step", "step: found no backward pass since the last update"),
+        ("save_dir", "save_checkpoint: found save_dir '', expected a directory"),
+        ("scheduler", "lr_scheduler: found one of another optimizer"),
         ("graph", r"backward: found shape \(\), requires_grad False, expected a scalar loss with a graph"),
         ("shape", r"backward: found shape \(2,\), requires_grad True"),
         ("no_sync", "no_sync: found zero_optimization.stage 2"),

@@ -128,5 +128,8 @@ class Accessors(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing: the first gradient of a step overwrites the last one's."""
 
+    def empty_partition_cache(self) -> None:
+        """Nothing: complete values of sharded parameters are released after use."""
+
     def destroy(self) -> None:
         """Nothing is left behind."""

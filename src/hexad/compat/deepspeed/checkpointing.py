@@ -42,15 +42,15 @@ def reset() -> None:
     """Nothing is kept from one step to the next."""
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, whose activations are computed again in the backward pass (Chen et al.,
+def checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """``function(*args, **named)``, whose activations are computed again in the backward pass (Chen et al.,
     arXiv 1604.06174), with the random numbers of the first time."""
     if _settings is not None and _settings.cpu_checkpointing:
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return torch_checkpoint(function, *args, use_reentrant=False)
-    return torch_checkpoint(function, *args, use_reentrant=False)
+            return torch_checkpoint(function, *args, use_reentrant=False, **named)
+    return torch_checkpoint(function, *args, use_reentrant=False, **named)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """As :func:`checkpoint`."""
-    return checkpoint(function, *args)
+    return checkpoint(function, *args, **named)

@@ -80,7 +80,8 @@ def sizes(given: tuple[Any, ...]) -> dict[str, int]:
         ),
         (
             {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
-            "compression_training: found it enabled, which is not supported: it changes the training; remove the section",
+            "compression_training: found it enabled, which is not supported: it changes the training; "
+            "remove the section",
         ),
         ({"stage": 2}, "stage: unknown key (did you mean 'zero_optimization.stage'?)"),
         (

@@ -128,7 +128,7 @@ class TorchOptimizer(Rule):
 
     def _count(self, key: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return {"tensor": value.item()}
+            return {"tensor": value.item()} | ({"shape": list(value.shape)} if value.dim() else {})
         if _plain(value):
             return value
         raise HexadError(
@@ -150,7 +150,8 @@ class TorchOptimizer(Rule):
                 for key, value in numbers.get("counts", {}).items():
                     if isinstance(value, Mapping):
                         where = tensor.device if group.get("fused") or group.get("capturable") else "cpu"
-                        value = torch.tensor(value["tensor"], dtype=torch.float32, device=where)
+                        shape = value.get("shape", [])
+                        value = torch.full(shape, value["tensor"], dtype=torch.float32, device=where)
                     self.optimizer.state[tensor][key] = value
 
 

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hexad.compat.deepspeed.config import Trainer, read_config, with_autos_filled, without_effect
+from hexad.compat.deepspeed.config import (
+    Trainer,
+    read_config,
+    with_autos_filled,
+    without_effect,
+)
+from hexad.compat.deepspeed.script_config import DeepSpeedConfig
 from hexad.compat.deepspeed.translate import run_settings
 from hexad.config import ConfigError, HexadError
 from hexad.model.configuration import load_config
@@ -50,6 +56,15 @@ def test_accumulation_alone_is_refused() -> None:
         read_config({"gradient_accumulation_steps": 4}, 2)
 
 
+def test_the_class_reads_what_deepspeeds_does(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4, "gradient_allreduce_op": "SUM"}')
+    config = DeepSpeedConfig(tmp_path / "ds.json")
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (4, 4)
+    assert (config.gradient_accumulation_steps, config.gradient_allreduce_op) == (1, "sum")
+    with pytest.raises(AttributeError, match="no attribute 'sum'"):
+        config.sum  # noqa: B018
+
+
 def sizes(given: tuple[Any, ...]) -> dict[str, int]:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     return {name: value for name, value in zip(names, given) if value is not None}
@@ -62,6 +77,11 @@ def sizes(given: tuple[Any, ...]) -> dict[str, int]:
         (
             {"zero_optimization": {"stag": 1}},
             "zero_optimization.stag: unknown key (did you mean 'stage'?)",
+        ),
+        (
+            {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+            "compression_training: found it enabled, which is not supported: it changes the training; "
+            "remove the section",
         ),
         ({"stage": 2}, "stage: unknown key (did you mean 'zero_optimization.stage'?)"),
         (

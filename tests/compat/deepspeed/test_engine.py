@@ -426,6 +426,42 @@ def test_train_batch_and_eval_batch() -> None:
     assert engine.eval_batch(batches).requires_grad is False
 
 
+class Counting(torch.optim.SGD):
+    """Counts in a tensor of one element, of one dimension."""
+
+    def step(self, closure: Any = None) -> Any:
+        for tensor in (each for group in self.param_groups for each in group["params"]):
+            self.state[tensor].setdefault("steps", torch.zeros(1)).add_(1)
+        return super().step(closure)
+
+
+def test_the_shape_of_a_count_is_kept(tmp_path: Path) -> None:
+    def engine() -> Any:
+        model = Mlp()
+        config = config_of(1, zero_allow_untested_optimizer=True)
+        return deepspeed.initialize(model=model, optimizer=Counting(model.parameters()), config=config)[0]
+
+    first, second = engine(), engine()
+    steps(first, 0, 2)
+    first.save_checkpoint(str(tmp_path))
+    second.load_checkpoint(str(tmp_path))
+    assert {str(state["steps"]) for state in second.basic_optimizer.state.values()} == {"tensor([2.])"}
+
+
+def test_training_data_is_read_in_order_by_a_pipeline_only() -> None:
+    data = [(torch.tensor([float(number)]), torch.zeros(1)) for number in range(16)]
+    layers = [nn.Linear(1, 1)]
+    config = {"train_batch_size": 1, "pipeline": {"activation_checkpoint_interval": 2}}
+    model = deepspeed.PipelineModule(layers, num_stages=1)
+    engine, _, loader, _ = deepspeed.initialize(model=model, training_data=data, config=config)
+    assert [float(inputs) for inputs, _ in loader] == list(range(16))
+    assert model.activation_checkpoint_interval == 2
+    _, _, loader, _ = deepspeed.initialize(model=nn.Linear(1, 1), training_data=data, config=config)
+    assert [float(inputs) for inputs, _ in loader] != list(range(16))
+    alone = engine.deepspeed_io(data, data_sampler=[3, 1], num_local_io_workers=0)
+    assert [float(inputs) for inputs, _ in alone] == [3.0, 1.0]
+
+
 def test_engines_beside_each_other() -> None:
     one, two = engine_of(0), engine_of(0)
     steps(one, 0, 3)
@@ -473,6 +509,12 @@ def mistake(kind: str) -> None:
     engine = engine_of(2 if kind == "no_sync" else 0)
     if kind == "step":
         engine.step()
+    if kind == "save_dir":
+        engine.save_checkpoint("")
+    if kind == "scheduler":
+        config = {key: value for key, value in config_of(0).items() if key != "scheduler"}
+        other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(Mlp().parameters()), 1)
+        deepspeed.initialize(model=Mlp(), config=config, lr_scheduler=other)
     if kind == "state_dict":
         engine_of(3).module.state_dict()
     if kind == "graph":
@@ -497,6 +539,8 @@ def mistake(kind: str) -> None:
         ("no configuration", "initialize: found no configuration"),
         ("no optimizer", "backward: the engine has no optimizer"),
         ("step", "step: found no backward pass since the last update"),
+        ("save_dir", "save_checkpoint: found save_dir '', expected a directory"),
+        ("scheduler", "lr_scheduler: found one of another optimizer"),
         ("graph", r"backward: found shape \(\), requires_grad False, expected a scalar loss with a graph"),
         ("shape", r"backward: found shape \(2,\), requires_grad True"),
         ("no_sync", "no_sync: found zero_optimization.stage 2"),

@@ -13,7 +13,7 @@ __version__ = "0.19.8"
 """The release of DeepSpeed whose names, defaults and numbers these are."""
 
 _PUBLIC = {
-    "DeepSpeedConfig": "config",
+    "DeepSpeedConfig": "script_config",
     "DeepSpeedEngine": "engine",
     "LayerSpec": "pipe",
     "PipelineEngine": "pipe_engine",

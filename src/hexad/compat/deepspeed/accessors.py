@@ -128,5 +128,8 @@ class Accessors(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """No effect: the first gradient of a step overwrites the previous one."""
 
+    def empty_partition_cache(self) -> None:
+        """Nothing: complete values of sharded parameters are released after use."""
+
     def destroy(self) -> None:
         """No effect: an engine is freed when nothing refers to it."""

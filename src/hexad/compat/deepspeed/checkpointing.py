@@ -42,15 +42,15 @@ def reset() -> None:
     """No effect: no state is kept between steps."""
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, whose activations are recomputed in the backward pass (Chen et al., arXiv
+def checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """``function(*args, **named)``, whose activations are recomputed in the backward pass (Chen et al., arXiv
     1604.06174), with the same random numbers."""
     if _settings is not None and _settings.cpu_checkpointing:
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return torch_checkpoint(function, *args, use_reentrant=False)
-    return torch_checkpoint(function, *args, use_reentrant=False)
+            return torch_checkpoint(function, *args, use_reentrant=False, **named)
+    return torch_checkpoint(function, *args, use_reentrant=False, **named)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """As :func:`checkpoint`."""
-    return checkpoint(function, *args)
+    return checkpoint(function, *args, **named)

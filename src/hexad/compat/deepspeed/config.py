@@ -281,11 +281,17 @@ def _marked(section: BaseModel, mark: type, prefix: str) -> Iterator[tuple[str, 
         full = prefix + spelling(name, info)
         found = next((each for each in info.metadata if isinstance(each, mark)), None)
         if found is not None:
-            off = isinstance(value, dict) and not value.get("enabled", mark is NoEffect)
+            off = isinstance(value, dict) and not _enabled(value, mark is NoEffect)
             if value != info.default and not off:
                 yield full, found, value
         elif isinstance(value, Section):
             yield from _marked(value, mark, full + ".")
+
+
+def _enabled(section: Mapping[str, Any], default: bool) -> bool:
+    """Whether a section is enabled; where it does not say so, whether one in it is (compression_training)."""
+    inner = [each for each in section.values() if isinstance(each, Mapping)]
+    return bool(section.get("enabled", default or any(_enabled(each, False) for each in inner)))
 
 
 def _refuse(keys: Keys, prefix: str) -> None:

@@ -51,7 +51,14 @@ class RepeatingLoader:
 
 
 def loader_of(
-    dataset: Any, batch: int, data: Axis, collate: Callable[[Any], Any] | None, drop_last: bool
+    dataset: Any,
+    batch: int,
+    data: Axis,
+    collate: Callable[[Any], Any] | None,
+    drop_last: bool,
+    sampler: Any = None,
+    shuffle: bool = True,
+    workers: int = 0,
 ) -> Loader:
     """The loader of a rank.
 
@@ -61,8 +68,17 @@ def loader_of(
         data: the data ranks.
         collate: of samples into a microbatch.
         drop_last: leave out the last samples where they are too few for a microbatch.
+        sampler: of this rank's samples, in place of one over all data ranks.
+        shuffle: in every pass, without a sampler.
+        workers: processes that load; 0 loads in this one.
     """
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank)
-    return Loader(dataset, batch_size=batch, sampler=sampler, collate_fn=collate, drop_last=drop_last)
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=shuffle)
+    return Loader(
+        dataset,
+        batch_size=batch,
+        sampler=sampler,
+        collate_fn=collate,
+        drop_last=drop_last,
+        num_workers=workers,
+    )

@@ -86,6 +86,7 @@ class DeepSpeedEngine(Accessors):
         self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine)
         self.basic_optimizer = basic
         self.lr_scheduler = self._scheduler(scheduler)
+        self._check_scheduler()
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self.gradient_average = True
@@ -102,6 +103,9 @@ class DeepSpeedEngine(Accessors):
     """Whether groups without parameters stay: where ranks have other parameters, so that numbers agree."""
 
     # Construction
+
+    _shuffles = True
+    """Whether the loader of ``training_data`` shuffles."""
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
@@ -134,6 +138,22 @@ class DeepSpeedEngine(Accessors):
         except (TypeError, ValueError) as error:
             raise HexadError(f"scheduler.params: found {keys.params} for {keys.type}: {error}") from None
 
+    def _check_scheduler(self) -> None:
+        """Refuse a schedule that would set the rates of another optimizer.
+
+        Raises:
+            HexadError: it does.
+        """
+        scheduler = self.lr_scheduler
+        updated = getattr(scheduler, "optimizer", None)
+        while updated is not None and updated is not self.basic_optimizer:
+            updated = getattr(updated, "optimizer", None)
+        if hasattr(scheduler, "optimizer") and updated is None:
+            raise HexadError(
+                "lr_scheduler: found one of another optimizer; make it of the optimizer that is passed to "
+                "initialize, or pass a function that makes it"
+            )
+
     def _report(self) -> None:
         if self.global_rank:
             return
@@ -144,10 +164,38 @@ class DeepSpeedEngine(Accessors):
         if unused:
             log.warning("accepted without effect: %s", "; ".join(unused))
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None) -> Loader:
-        """A loader of this rank's samples of a data set."""
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Loader:
+        """A loader of this rank's samples of a data set.
+
+        Args:
+            dataset: see :func:`~hexad.compat.deepspeed.data.loader_of`.
+            batch_size: samples of a microbatch; by default those of a backward pass.
+            route: ``train`` shuffles, except in a pipeline.
+            pin_memory: accepted without effect.
+            data_sampler: of this rank's samples, in place of one over all ranks.
+            collate_fn: of samples into a microbatch.
+            num_local_io_workers: processes that load; by default none but this one.
+        """
         micro, drop = self._config.batch.micro, self._config.keys.dataloader_drop_last
-        return loader_of(dataset, batch_size or micro, self._engine.mesh.data, collate_fn, drop)
+        return loader_of(
+            dataset,
+            batch_size or micro,
+            self._engine.mesh.data,
+            collate_fn,
+            drop,
+            sampler=data_sampler,
+            shuffle=self._shuffles and route == "train",
+            workers=num_local_io_workers or 0,
+        )
 
     # A step
 
@@ -340,7 +388,13 @@ class DeepSpeedEngine(Accessors):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save weights, optimizer, schedule and counters to ``save_dir/tag``, all ranks together; any layout
-        loads them. ``client_state`` is what the script adds: numbers, texts, tensors, containers of these."""
+        loads them. ``client_state`` is what the script adds: numbers, texts, tensors, containers of these.
+
+        Raises:
+            HexadError: ``save_dir`` is empty, or ``client_state`` holds something else.
+        """
+        if not save_dir:
+            raise HexadError(f"save_checkpoint: found save_dir {save_dir!r}, expected a directory")
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         saved.save(
             self, self._engine, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters

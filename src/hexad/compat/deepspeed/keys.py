@@ -244,7 +244,7 @@ class Pipeline(Section):
     partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` says it")] = "best"
     seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` says it")] = False
     activation_checkpoint_interval: Annotated[
-        int, NoEffect("`PipelineModule(activation_checkpoint_interval=)` says it")
+        int, Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
     ] = 0
     pipe_partitioned: Annotated[bool, KERNELS] = True
     grad_partitioned: Annotated[bool, KERNELS] = True
@@ -369,6 +369,8 @@ class Keys(Section):
         if not isinstance(value, dict):
             return value
         value = dict(value)
+        if isinstance(value.get("gradient_allreduce_op"), str):
+            value["gradient_allreduce_op"] = value["gradient_allreduce_op"].lower()
         if "bfloat16" in value:
             value.setdefault("bf16", value.pop("bfloat16"))
         for name in ("gradient_clipping", "steps_per_print", "gradient_accumulation_steps"):

@@ -299,6 +299,10 @@ class PipelineModule(nn.Module):
             for parameter in module.parameters()
         }
 
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Set the number of layers that are recomputed together; 0 for none."""
+        self.activation_checkpoint_interval = interval
+
     def recomputes(self, functions: Sequence[Layer]) -> bool:
         """Whether some layers are recomputed together."""
         modules = [each for each in functions if isinstance(each, nn.Module)]

@@ -42,6 +42,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     _module: PipelineModule
     _keeps_groups = True
+    _shuffles = False  # as DeepSpeed's pipelines
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         module, keys = self._module, self._config.keys
@@ -54,6 +55,8 @@ class PipelineEngine(DeepSpeedEngine):
                 raise ConfigError(
                     name, "is not supported with a PipelineModule; remove it, or cast in a layer"
                 )
+        if keys.pipeline.activation_checkpoint_interval:
+            module.set_checkpoint_interval(keys.pipeline.activation_checkpoint_interval)
         settings = engine_config(self._config, self.device.type == "cuda", pipeline=module.num_stages)
         chosen = {"schedule": module.schedule, "virtual_stages": module.virtual_stages}
         parallel = settings.parallel.model_copy(update=chosen)

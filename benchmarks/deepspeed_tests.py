@@ -1,0 +1,440 @@
+"""DeepSpeed's own unit tests against the face of DeepSpeed, on CPUs.
+
+Needs the ``deepspeed`` package, pytest, and a checkout of DeepSpeed's repository for its ``tests`` directory:
+
+    git clone https://github.com/deepspeedai/DeepSpeed
+    python benchmarks/deepspeed_tests.py --source DeepSpeed --output benchmarks/results/deepspeed_tests.json
+
+The tests import the package. Before they do, the names of the face replace the package's names in its modules;
+the package's ``init_distributed`` and accelerator, which the tests' harness uses, stay. A file is collected in one
+process, which forks another one for each test; ranks are forked too, so that nothing is imported twice. A test
+fails as soon as one of its ranks does, since the harness waits for all ranks, or after ``--timeout`` seconds.
+Tests that fail are run again with the unchanged package: some fail there on a CPU.
+
+Every failure is looked up in :data:`REASONS` by the test and by its error. ``internal``: the test reads what is no
+public name of DeepSpeed, or expects the exception type or the text of one of its errors where the face raises
+``HexadError``. ``refused``: docs/deepspeed.md says that this is not supported. ``differs``: a difference of the
+face. Failures that are not in the table are printed as unexplained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial, wraps
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from facts import facts
+
+FILES: dict[str, int | None] = {
+    "launcher/test_ds_arguments.py": None,
+    "runtime/test_lr_schedulers.py": None,
+    "runtime/test_ds_config_dict.py": None,
+    "runtime/test_ds_config_model.py": None,
+    "runtime/test_ds_initialize.py": None,
+    "runtime/test_no_sync_ctxt.py": None,
+    "runtime/test_data.py": None,
+    "runtime/test_multi_output_model.py": None,
+    "runtime/test_multiple_models.py": 30,
+    "runtime/half_precision/test_dynamic_loss_scale.py": None,
+    "runtime/half_precision/test_fp16.py": None,
+    "v1/half_precision/test_bf16.py": None,
+    "v1/half_precision/test_gradient_clipping_default.py": None,
+    "runtime/activation_checkpointing/test_activation_checkpointing.py": None,
+    "runtime/activation_checkpointing/test_activation_checkpointing_non_reentrant.py": None,
+    "pipe/test_pipe_module.py": None,
+    "runtime/pipe/test_pipe.py": None,
+    "runtime/zero/test_zero_context.py": None,
+    "runtime/zero/test_zero_grad_clip.py": None,
+    "runtime/zero/test_ignore_unused_parameters.py": None,
+    "checkpoint/test_latest_checkpoint.py": None,
+    "checkpoint/test_tag_validation.py": None,
+    "checkpoint/test_lr_scheduler.py": None,
+    "checkpoint/test_other_optimizer.py": None,
+    "checkpoint/test_shared_weights.py": None,
+    "checkpoint/test_zero_optimizer.py": None,
+    "checkpoint/test_pipeline.py": None,
+}
+"""Files of ``tests/unit`` -> the most tests to run of a file, evenly spaced; None for all."""
+
+REASONS: tuple[tuple[str, str, str, str], ...] = ()
+"""Pattern of the test's name, pattern of its error, kind, reason."""
+
+PACKAGES_OWN = ("accelerator", "comm")
+"""Modules of the package that the harness needs."""
+
+GRACE = 5.0
+"""Seconds that the other ranks of a test have after one has failed."""
+
+
+# In the process of a file
+
+
+def replace_names() -> None:
+    """Put the face's names into the modules of the package."""
+    import deepspeed
+
+    from hexad.compat import deepspeed as face
+    from hexad.compat.deepspeed.installed import _WHERE
+
+    for theirs, ours in _WHERE.items():
+        if theirs in PACKAGES_OWN:
+            continue
+        try:
+            target: Any = import_module(f"deepspeed.{theirs}")
+        except ModuleNotFoundError:
+            target = getattr(deepspeed, theirs)
+        source = import_module(f"{face.__name__}.{ours}")
+        for name, value in vars(source).items():
+            if not name.startswith("_") and hasattr(target, name) and _of_face(value):
+                setattr(target, name, value)
+    for name in face._PUBLIC:
+        if name != "init_distributed":
+            setattr(deepspeed, name, getattr(face, name))
+
+
+def adapt() -> None:
+    """Let the tests' readings of private attributes reach what they stand for in the face."""
+    import deepspeed
+    import pytest
+    import torch
+    import unit.checkpoint.common as common
+    import unit.util as util
+
+    from hexad.compat import deepspeed as face
+    from hexad.compat.deepspeed.config import batch_sizes
+    from hexad.compat.deepspeed.optimizers import EngineOptimizer
+    from hexad.config import HexadError
+
+    class Config(face.DeepSpeedConfig):  # type: ignore[misc]
+        def _configure_train_batch_size(self) -> None:
+            names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            keys = self.keys.model_copy(update={name: getattr(self, name) for name in names})
+            try:
+                found = batch_sizes(keys, torch.distributed.get_world_size())
+            except HexadError as error:
+                raise AssertionError(error) from None
+            for name, value in zip(names, (found.total, found.micro, found.accumulation)):
+                setattr(self, name, value)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            self.__dict__[name] = value
+
+    def loss_scale_config(self: Any) -> Any:
+        scaler = self._engine.scaler
+        kept = {"dynamic_loss_scale": self._engine.config.precision.loss_scale == "dynamic"}
+        kept |= {"cur_scale": scaler.scale, "scale_window": self._engine.config.precision.loss_scale_window}
+        return SimpleNamespace(**kept, cur_iter=self._engine.step)
+
+    def tensors(engine: Any) -> dict[str, torch.Tensor]:
+        if isinstance(engine, face.PipelineEngine):
+            return {name: value.detach() for name, value in engine.module.named_parameters()}
+        return dict(engine.module_state_dict())
+
+    def compare(
+        saved: Any, loaded: Any, compare_optimizer: bool = True, load_module_only: bool = False
+    ) -> None:
+        if not load_module_only:
+            assert saved.skipped_steps == loaded.skipped_steps
+            assert saved.global_steps == loaded.global_steps
+        one, other = tensors(saved), tensors(loaded)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one), "weights are not equal"
+        if compare_optimizer:
+            pairs = zip(saved.optimizer.param_groups, loaded.optimizer.param_groups)
+            masters = [zip(left["params"], right["params"]) for left, right in pairs]
+            assert all(torch.equal(a, b) for each in masters for a, b in each), "master values are not equal"
+
+    deepspeed.initialize = partial(face.initialize, strict=False)
+    deepspeed.DeepSpeedConfig = import_module("deepspeed.runtime.config").DeepSpeedConfig = Config
+    EngineOptimizer.loss_scale_config = property(loss_scale_config)
+    EngineOptimizer.dynamic_loss_scale = property(lambda self: self.loss_scale_config.dynamic_loss_scale)
+    EngineOptimizer.loss_scaler = property(lambda self: self)
+    face.DeepSpeedEngine._get_optimizer_ckpt_name = lambda self: ""
+    common.compare_model_states = compare
+    for name in ("fused_adam", "cpu_adam"):
+        deepspeed.ops.__compatible_ops__[name] = True  # no kernels are compiled
+    util.bf16_required_version_check = lambda *_: True  # asks for CUDA
+    skip = pytest.skip
+    pytest.skip = lambda reason="", **more: (
+        None if reason.lower().startswith("cpu accelerator does not support") else skip(reason, **more)
+    )
+
+
+def _of_face(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("hexad.compat.deepspeed")
+
+
+class OneProcessEach:
+    """A plugin of pytest that runs each test in a process of its own and reports a line of JSON for each."""
+
+    def __init__(self, most: int | None, only: Iterable[str], timeout: float) -> None:
+        self.most, self.only, self.timeout = most, set(only), timeout
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Choose the tests."""
+        emit({"collected": len(items)})
+        if self.only:
+            items[:] = [item for item in items if item.nodeid in self.only]
+        elif self.most is not None and len(items) > self.most:
+            items[:] = [items[number * len(items) // self.most] for number in range(self.most)]
+
+    def pytest_collectreport(self, report: Any) -> None:
+        """Report files that cannot be imported."""
+        if report.failed:
+            emit({"test": report.nodeid, "outcome": "failed", "error": str(report.longrepr).splitlines()[-1]})
+
+    def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> bool:
+        """Run a test."""
+        with tempfile.TemporaryDirectory() as directory:
+            os.environ["HEXAD_REPORTS"] = directory
+            begin, folder = time.monotonic(), Path(directory)
+            child = os.fork()
+            if not child:
+                os.setsid()
+                _run(item, folder)
+            report = self._wait(child, folder)
+            emit({"test": item.nodeid, **report, "seconds": round(time.monotonic() - begin, 1)})
+        return True
+
+    def _wait(self, child: int, folder: Path) -> dict[str, str]:
+        end, ended, failing = time.monotonic() + self.timeout, False, False
+        while not ended and time.monotonic() < end:
+            time.sleep(0.02)
+            ended = bool(os.waitpid(child, os.WNOHANG)[0])
+            if not failing and any(folder.glob("rank*")):
+                failing, end = True, time.monotonic() + GRACE
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        if not ended:
+            os.waitpid(child, 0)
+        errors = [each.read_text() for each in sorted(folder.glob("rank*"))]
+        if errors:  # the first of those that are no consequence of another rank's end
+            own = [each for each in errors if "onnection" not in each] or errors
+            return {"outcome": "failed", "error": own[0]}
+        if (folder / "report").exists():
+            return dict(json.loads((folder / "report").read_text()))
+        return {
+            "outcome": "failed",
+            "error": "the process ended" if ended else f"no end in {self.timeout:g} s",
+        }
+
+
+def _run(item: Any, folder: Path) -> None:
+    """A test, in its own process; does not return."""
+    from _pytest.runner import runtestprotocol
+
+    silence = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    report = {"outcome": "passed", "error": ""}
+    try:
+        for each in runtestprotocol(item, log=False, nextitem=None):
+            if each.failed:
+                crash = getattr(each.longrepr, "reprcrash", None)
+                report = {
+                    "outcome": "failed",
+                    "error": _short(crash.message if crash else str(each.longrepr)),
+                }
+                break
+            if each.skipped:
+                reason = each.longrepr[-1] if isinstance(each.longrepr, tuple) else str(each.longrepr)
+                report = {"outcome": "skipped", "error": _short(reason.removeprefix("Skipped: "))}
+    except BaseException as error:  # of the harness
+        report = {"outcome": "failed", "error": _short(f"{type(error).__name__}: {error}")}
+    (folder / "partial").write_text(json.dumps(report))
+    (folder / "partial").rename(folder / "report")
+    os._exit(0)
+
+
+def _short(message: str) -> str:
+    """One line of an error."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " / ".join(lines[:2])[:300] if lines else ""
+
+
+def report_ranks() -> None:
+    """Have the harness report a rank's error at once, and fork its ranks."""
+    import torch.multiprocessing as processes
+    from _pytest.outcomes import Skipped
+    from unit.common import DistributedExec
+
+    processes.set_start_method("fork", force=True)
+    processes.set_start_method = lambda *_, **__: None
+    run = DistributedExec._dist_run
+
+    @wraps(run)  # its name is what is sent to the ranks
+    def reporting(self: Any, local_rank: int, *rest: Any) -> Any:
+        try:
+            return run(self, local_rank, *rest)
+        except Skipped:
+            raise
+        except BaseException as error:
+            path = Path(os.environ["HEXAD_REPORTS"]) / f"rank{local_rank}"
+            said = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+            text = _short(f"{type(error).__name__}: {said}")
+            path.with_name(f".{path.name}").write_text(text)
+            path.with_name(f".{path.name}").rename(path)
+            raise RuntimeError(text) from None  # which can be pickled
+
+    DistributedExec._dist_run = reporting
+
+
+def emit(line: Mapping[str, Any]) -> None:
+    """To the process that writes the results."""
+    print(_MARK + json.dumps(line), file=sys.__stdout__, flush=True)
+
+
+_MARK = "\x1e"
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Run one file's tests."""
+    import pytest
+
+    # It is compiled, by a rank that may be killed meanwhile; gloo is used without.
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+    sys.path.insert(0, str(Path.cwd()))
+    if options.program == "face":
+        replace_names()
+        adapt()
+    report_ranks()
+    with tempfile.TemporaryDirectory() as directory:
+        plugin = OneProcessEach(options.most, options.only, options.timeout)
+        arguments = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--basetemp", f"{directory}/tests"]
+        pytest.main([f"unit/{options.serve}", *arguments], plugins=[plugin])
+
+
+# The process that writes the results
+
+
+def run_file(
+    options: argparse.Namespace, file: str, program: str, only: Iterable[str] = ()
+) -> tuple[int, list[dict[str, Any]]]:
+    """Tests in a file, and a result for each that was run."""
+    command = [
+        sys.executable,
+        __file__,
+        "--serve",
+        file,
+        "--program",
+        program,
+        "--timeout",
+        str(options.timeout),
+    ]
+    most = options.most if options.most is not None else FILES.get(file)
+    command += ["--most", str(most)] if most is not None else []
+    command += ["--only", *only] if only else []
+    tests = (options.source / "tests").resolve()
+    path = os.pathsep.join([str(Path(__file__).parent.resolve()), os.environ.get("PYTHONPATH", "")])
+    environment = {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "8", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    process = subprocess.Popen(
+        command, cwd=tests, env=os.environ | environment, stdout=subprocess.PIPE, text=True, errors="replace"
+    )
+    collected, found = 0, []
+    assert process.stdout is not None
+    for line in process.stdout:
+        if _MARK not in line:
+            continue
+        result = json.loads(line.partition(_MARK)[2])
+        if "collected" in result:
+            collected = result["collected"]
+            continue
+        found.append(result | {"test": result["test"].removeprefix("unit/")})
+        print(f"{program} {found[-1]['test']}: {result['outcome']} {result['error']}", flush=True)
+    process.wait()
+    return collected, found
+
+
+def explain(result: dict[str, Any]) -> None:
+    """Add the kind of a failure, and its reason."""
+    if result["outcome"] != "failed":
+        return
+    for test, error, kind, reason in REASONS:
+        if re.search(test, result["test"]) and re.search(error, result["error"]):
+            result |= {"kind": kind, "reason": reason}
+            return
+    result |= {"kind": "unexplained", "reason": ""}
+
+
+def kind_of(result: Mapping[str, Any]) -> str:
+    """How a test is counted."""
+    if result["outcome"] == "failed":
+        return "fails with the package" if result.get("package") == "failed" else str(result["kind"])
+    return str(result["outcome"])
+
+
+def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Numbers of tests; ``applicable`` are those that passed or differ."""
+    counts = Counter(kind_of(each) for each in results)
+    applicable = counts["passed"] + counts["differs"] + counts["unexplained"]
+    return {"applicable": applicable, **dict(sorted(counts.items()))}
+
+
+def main() -> None:
+    """Run the files, print a table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--source", type=Path, help="a checkout of DeepSpeed's repository")
+    parser.add_argument("--files", nargs="+", default=list(FILES), help="of tests/unit")
+    parser.add_argument("--most", type=int, help="the most tests of a file")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a test")
+    parser.add_argument("--only-face", action="store_true", help="do not run failures with the package")
+    parser.add_argument("--output", type=Path, help="results; those of other files in it are kept")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--program", default="face", help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="*", default=[], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options)
+        return
+    if options.source is None:
+        parser.error("--source: found none; give a checkout of https://github.com/deepspeedai/DeepSpeed")
+    rows: dict[str, Any] = {}
+    if options.output and options.output.exists():
+        rows = json.loads(options.output.read_text(encoding="utf-8"))["files"]
+    for file in options.files:
+        collected, results = run_file(options, file, "face")
+        failed = [f"unit/{each['test']}" for each in results if each["outcome"] == "failed"]
+        if failed and not options.only_face:
+            package = {each["test"]: each for each in run_file(options, file, "package", failed)[1]}
+            for each in results:
+                if each["test"] in package:
+                    each["package"] = package[each["test"]]["outcome"]
+        rows[file] = {"collected": collected, "run": len(results), "tests": results}
+        for row in rows.values():
+            for each in row["tests"]:
+                explain(each)
+        if options.output:
+            document = facts() | {"source": version_of(options.source), "summary": {}, "files": rows}
+            document["summary"] = summary(each for row in rows.values() for each in row["tests"])
+            options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    everything = [each for row in rows.values() for each in row["tests"]]
+    for file, row in rows.items():
+        print(f"| {file} | {row['collected']} | {row['run']} | {summary(row['tests'])} |")
+    print(summary(everything))
+    for each in everything:
+        if kind_of(each) == "unexplained":
+            print("unexplained:", each["test"], each["error"])
+
+
+def version_of(source: Path) -> str:
+    """Of a checkout."""
+    return (source / "version.txt").read_text(encoding="utf-8").strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -63,18 +63,35 @@ class TorchOptimizer(Rule):
     def update(
         self, gradients: Iterator[torch.Tensor], lr: float | None, factor: float, publish: Publish
     ) -> None:
-        """All at once: optimizers may have numbers of their own, which a step advances."""
+        """Elementwise optimizers bucket by bucket, so that one can be gathered while the next is updated; others
+        all at once: they may have numbers of their own, which a step advances."""
         assert lr is None, "the optimizer's groups hold the learning rate"
+        waiting = []
         for bucket, held, gradient in zip(self.buckets, self._held, gradients):
             if factor != 1:
                 gradient.mul_(factor)
             for member, tensor in held:
                 tensor.grad = gradient if member is None else bucket.view(gradient, member).view(tensor.shape)
+            waiting.append((bucket, held))
+            if self._by_bucket:
+                self._step(waiting, publish)
+        if waiting:
+            self._step(waiting, publish)
+
+    @property
+    def _by_bucket(self) -> bool:
+        hooks = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+        return is_elementwise(self.optimizer) and not hooks
+
+    def _step(self, waiting: list[tuple[Bucket, Held]], publish: Publish) -> None:
+        """Update what has gradients, which ``waiting`` lists."""
         self.optimizer.step()
-        for bucket, held in zip(self.buckets, self._held):
+        for _, held in waiting:
             for _, tensor in held:
                 tensor.grad = None
+        for bucket, _ in waiting:
             publish(bucket)
+        waiting.clear()
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """Of what is as large as the values; only once the optimizer has made it, or :meth:`prepare`."""

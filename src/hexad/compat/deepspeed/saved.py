@@ -28,7 +28,7 @@ from hexad.topology.mesh import Mesh
 if TYPE_CHECKING:
     from hexad.train.engine import Engine
 
-    from .engine import DeepSpeedEngine
+    from .checkpoints import Checkpoints
 
 log = logging.getLogger("hexad")
 
@@ -85,7 +85,7 @@ class TagDirectory(CheckpointDirectory):
 
 
 def save(
-    face: DeepSpeedEngine,
+    face: Checkpoints,
     engine: Engine,
     directory: str,
     tag: str,
@@ -122,7 +122,7 @@ def save(
     checkpointer.close()
 
 
-def _progress(face: DeepSpeedEngine, engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def _progress(face: Checkpoints, engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
     scheduler = face.lr_scheduler
     return {
         **engine.progress(),
@@ -135,7 +135,7 @@ def _progress(face: DeepSpeedEngine, engine: Engine, client_state: Mapping[str, 
 
 
 def load(
-    face: DeepSpeedEngine,
+    face: Checkpoints,
     engine: Engine,
     directory: str,
     tag: str | None,
@@ -144,7 +144,7 @@ def load(
     schedule: bool,
     counters: bool,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Load a checkpoint, all ranks together; see :meth:`DeepSpeedEngine.load_checkpoint`."""
+    """Load a checkpoint, all ranks together; see :meth:`Checkpoints.load_checkpoint`."""
     axis = engine.mesh.world
     path = chosen(lambda: find(directory, tag), axis, Path(directory))
     if path is None:

@@ -63,7 +63,7 @@ class TorchOptimizer(Rule):
     def update(
         self, gradients: Iterator[torch.Tensor], lr: float | None, factor: float, publish: Publish
     ) -> None:
-        """Elementwise optimizers bucket by bucket, so that one can be gathered while the next is updated; others
+        """Elementwise optimizers bucket by bucket, so that one is gathered while the next is updated; others
         all at once: they may have numbers of their own, which a step advances."""
         assert lr is None, "the optimizer's groups hold the learning rate"
         waiting = []

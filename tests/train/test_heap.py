@@ -33,3 +33,13 @@ def test_what_is_free_between_blocks_in_use_is_given_back() -> None:
     heap.give_back()
     assert before - _resident() > 0.8 * size * count * 0.9
     assert all(bool((each == 1).all()) for each in kept)
+
+
+def test_memory_is_given_back_once_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([900, 1000, 1049, 1051, 1020, 1049, 1200, 1100, 1051])
+    monkeypatch.setattr(heap, "resident", lambda: next(sizes))
+    monkeypatch.setattr(heap, "give_back", lambda: None)
+    of_engine = heap.Heap()
+    # The second step begins with nothing free: it tells what a step needs. So does the fifth, which needs more.
+    found = [of_engine.step_ended() for _ in range(9)]
+    assert found == [True, False, False, True, False, False, True, True, True]

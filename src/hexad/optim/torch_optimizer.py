@@ -141,7 +141,21 @@ class TorchOptimizer(Rule):
                 for key, value in self.optimizer.state[tensor].items():
                     if not _alike(value, tensor):
                         counts[key] = self._count(key, value)
-        return {"groups": groups, "counts": counts}
+        return {"type": type(self.optimizer).__name__, "groups": groups, "counts": counts}
+
+    def check(self, numbers: Mapping[str, Any]) -> None:
+        """Refuse to resume with :meth:`numbers` of another optimizer; Adam and AdamW keep the same state.
+
+        Raises:
+            HexadError: they are those of another one.
+        """
+        own = type(self.optimizer).__name__
+        found = numbers.get("type", own)
+        if found != own and {found, own} != {"Adam", "AdamW"}:
+            raise HexadError(
+                f"optimizer: found the state of {found} in the checkpoint, but this is {own}; use {found}, "
+                "or load the weights alone (load_optimizer_states=False)"
+            )
 
     def _count(self, key: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() == 1:

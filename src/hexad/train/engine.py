@@ -355,12 +355,16 @@ class Engine(State):
 
     def restored(self, progress: Mapping[str, Any]) -> None:
         """Resume from :meth:`progress`, after :meth:`chunks` have been overwritten."""
-        self.step, self.samples = progress["step"], progress["samples"]
+        self.restore_counts(progress)
         self.updates = progress.get("updates", self.step)
         self.scaler.restore(progress.get("loss_scale", {}))
         self.guard.restore(progress.get("faults", {}))
         self.optimizer.rule.restored(self.updates, progress.get("optimizer", {}))
         self.publish()
+
+    def restore_counts(self, progress: Mapping[str, Any]) -> None:
+        """Continue counting from :meth:`progress`, with the optimizer as it is."""
+        self.step, self.samples = progress["step"], progress["samples"]
 
     def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:
         """As :meth:`restored`, but with the data from ``samples`` on; faults since then still count."""

@@ -30,7 +30,7 @@ class Heap:
         """Give back what is free if there is too much of it; whether that was so."""
         found = resident()
         if self._trimmed:
-            self._needed = min(found, self._needed or found)
+            self._needed = found
         self._trimmed = self._needed is None or found > GROWTH * self._needed
         if self._trimmed:
             give_back()
@@ -45,9 +45,10 @@ def give_back() -> None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory; 0 where that cannot be read."""
+    """Bytes of this process in memory, without those of files; 0 where that cannot be read."""
     try:
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        _, everything, files, *_ = map(int, Path("/proc/self/statm").read_bytes().split())
+        return (everything - files) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
 

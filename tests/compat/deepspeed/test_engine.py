@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -526,10 +527,33 @@ def mistake(kind: str) -> None:
             pass
     if kind == "optimizer.step":
         engine.optimizer.step()
+    if kind in WRONG_CALLS:
+        WRONG_CALLS[kind](engine)
     if kind == "name":
         getattr(deepspeed, "initialise")  # noqa: B009
     if kind == "parallel":
         deepspeed.initialize(model=Mlp(), config=config_of(0, tensor_parallel={"autotp_size": 2}))
+
+
+def adam(**params: Any) -> dict[str, Any]:
+    return config_of(0, optimizer={"type": "Adam", "params": params})
+
+
+WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
+    "misspelt": lambda _: deepspeed.initialize(model=Mlp(), config=adam(weigth_decay=0.9)),
+    "betas": lambda _: deepspeed.initialize(model=Mlp(), config=adam(betas=0.9)),
+    "other parameters": lambda _: deepspeed.initialize(
+        model=(model := Mlp()),
+        model_parameters=[*model.parameters(), nn.Parameter(torch.ones(1))],
+        config=config_of(0),
+    ),
+    "config": lambda _: deepspeed.initialize(model=Mlp(), config=3),
+    "model": lambda _: deepspeed.initialize(model=3, config=config_of(0)),
+    "lr_scheduler": lambda _: deepspeed.initialize(model=Mlp(), config=adam(), lr_scheduler="adam"),
+    "client_state": lambda engine: engine.save_checkpoint("unused", client_state=[1]),
+    "save_filename": lambda engine: engine.save_16bit_model("unused", "a/b.bin"),
+    "load_dir": lambda engine: engine.load_checkpoint(None),
+}
 
 
 @pytest.mark.parametrize(
@@ -546,6 +570,15 @@ def mistake(kind: str) -> None:
         ("no_sync", "no_sync: found zero_optimization.stage 2"),
         ("state_dict", "state_dict: found ZeRO stage 3, which shards the values"),
         ("optimizer.step", "call engine.step"),
+        ("misspelt", "optimizer.params: found .*weigth_decay"),
+        ("betas", "optimizer.params: found .*'betas': 0.9"),
+        ("other parameters", r"optimizer: found 1 of 12 parameters that the model does not have"),
+        ("config", "config: found a int, expected a path"),
+        ("model", "initialize: found a model of type int"),
+        ("lr_scheduler", "lr_scheduler: found 'adam', expected a scheduler"),
+        ("client_state", "client_state: found a list, expected a dictionary"),
+        ("save_filename", "save_filename: found 'a/b.bin', expected a name without a directory"),
+        ("load_dir", "load_checkpoint: found load_dir None"),
         ("parallel", "tensor_parallel.autotp_size: found 2, but a user-defined module is not divided"),
     ],
 )

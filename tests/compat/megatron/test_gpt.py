@@ -374,7 +374,10 @@ def _resumed(directory: str) -> tuple[list[float], list[float]]:
 
         losses(one)
         one.save_checkpoint(directory)
+        two.load_checkpoint(directory, load_optimizer_states=False)
+        restored = [model.passes for model in (one.module, two.module)]
         two.load_checkpoint(directory)
+        assert restored == [4, 4]
         return losses(one), losses(two)
 
 

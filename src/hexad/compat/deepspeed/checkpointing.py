@@ -42,9 +42,9 @@ def reset() -> None:
     """No effect: no state is kept between steps."""
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **named: Any) -> Any:
     """``function(*args, **named)``, whose activations are recomputed in the backward pass (Chen et al., arXiv
-    1604.06174), with the same random numbers."""
+    1604.06174), with the same random numbers. ``use_reentrant`` has no effect."""
     if _settings is not None and _settings.cpu_checkpointing:
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
             return torch_checkpoint(function, *args, use_reentrant=False, **named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,9 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(source, Mapping):
         return dict(source)
+    if not isinstance(source, str | os.PathLike):
+        found = type(source).__name__
+        raise HexadError(f"config: found a {found}, expected a path or a dictionary of DeepSpeed's keys")
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")

@@ -124,6 +124,8 @@ class DeepSpeedEngine(Checkpoints):
         keys = self._config.keys.scheduler
         if given is not None:
             # Made for the inner optimizer: torch's schedulers count its steps.
+            if not hasattr(given, "step") and not callable(given):
+                raise HexadError(f"lr_scheduler: found {given!r}, expected a scheduler or a function")
             return given if hasattr(given, "step") else given(self.basic_optimizer)
         if keys is None or self.basic_optimizer is None:
             return None

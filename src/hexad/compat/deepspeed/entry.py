@@ -66,8 +66,10 @@ def initialize(
         ConfigError: a key that is unknown, malformed or not supported.
         HexadError: arguments that do not fit.
     """
-    if model is None:
-        raise HexadError("initialize: found no model; pass model=")
+    if not isinstance(model, nn.Module):
+        found = "no model" if model is None else f"a model of type {type(model).__name__}"
+        raise HexadError(f"initialize: found {found}; pass a torch.nn.Module as model=")
+    _log_to_terminal()
     source = _source(args, config, config_params)
     device = world.join()
     kind, data_ranks = _kind(model)
@@ -109,6 +111,13 @@ def _source(args: Any, *given: Any) -> Any:
             f"initialize: found --deepspeed_config {named} and config= too; pass the configuration once"
         )
     return found[0]
+
+
+def _log_to_terminal() -> None:
+    """Show what DeepSpeed's users see, where the script has set up no logging."""
+    if not log.hasHandlers():
+        log.addHandler(logging.StreamHandler())
+        log.setLevel(logging.INFO)
 
 
 def _kind(model: nn.Module) -> tuple[type[DeepSpeedEngine], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .optimizers import fused_adam as DeepSpeedCPUAdam
+from .optimizers import cpu_adam as DeepSpeedCPUAdam
 from .optimizers import fused_adam as FusedAdam
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam", "adam"]

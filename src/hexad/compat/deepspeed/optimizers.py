@@ -42,10 +42,10 @@ def fused_adam(
     adam_w_mode: bool = True,
     weight_decay: float = 0.0,
     amsgrad: bool = False,
-    **_: Any,
+    set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """``deepspeed.ops.adam.FusedAdam`` and ``DeepSpeedCPUAdam``: AdamW, unless ``adam_w_mode`` is false, with
-    DeepSpeed's defaults.
+    """``deepspeed.ops.adam.FusedAdam``: AdamW, unless ``adam_w_mode`` is false, with DeepSpeed's defaults;
+    ``set_grad_none`` has no effect.
 
     Raises:
         HexadError: without bias correction, which PyTorch's Adam always has.
@@ -57,6 +57,28 @@ def fused_adam(
     kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     betas = (betas[0], betas[1])
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+
+
+def cpu_adam(
+    model_params: Parameters,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """``deepspeed.ops.adam.DeepSpeedCPUAdam``: as :func:`fused_adam`. States are in float32; where they are
+    depends on ``zero_optimization.offload_optimizer``.
+
+    Raises:
+        HexadError: without bias correction, or with states in 16 bits.
+    """
+    if not fp32_optimizer_states:
+        raise HexadError("fp32_optimizer_states: found False, but states are in float32; use True")
+    return fused_adam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
 
 def from_keys(keys: OptimizerKeys, parameters: Parameters) -> torch.optim.Optimizer:
@@ -80,9 +102,9 @@ def from_keys(keys: OptimizerKeys, parameters: Parameters) -> torch.optim.Optimi
         kind, dropped = _named(name), list(_DROPPED)
     for each in dropped:
         params.pop(each, None)
-    if "betas" in params:
-        params["betas"] = tuple(params["betas"])
     try:
+        if "betas" in params:
+            params["betas"] = tuple(params["betas"])
         return kind(parameters, **params)
     except (TypeError, ValueError) as error:
         raise ConfigError("optimizer.params", f"found {params} for {name}: {error}") from None
@@ -159,6 +181,8 @@ def client_optimizer(
             f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
         )
     held = set(module.parameters())
+    if held:  # a pipeline's stage without parameters has a placeholder
+        _refuse_others(found, held)
     for group in found.param_groups:
         group["params"] = [each for each in group["params"] if each in held]
     if not keeps_groups:
@@ -170,6 +194,17 @@ def client_optimizer(
     for parameter in set(trained(module)) - set(listed):
         parameter.requires_grad_(False)  # no optimizer would update it
     return found
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer, held: set[nn.Parameter]) -> None:
+    """Refuse parameters that are not the model's: nothing would update them."""
+    listed = [each for group in optimizer.param_groups for each in group["params"]]
+    others = [tuple(each.shape) for each in listed if each not in held]
+    if others:
+        raise HexadError(
+            f"optimizer: found {len(others)} of {len(listed)} parameters that the model does not have, the "
+            f"first of shape {others[0]}; make them parameters of the model, or leave them out"
+        )
 
 
 class EngineOptimizer(torch.optim.Optimizer):

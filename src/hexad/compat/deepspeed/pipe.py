@@ -103,6 +103,12 @@ class Use(nn.Module):
         return self.function(self.shared, x)
 
 
+def _check_numbers(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise HexadError(f"{name}: found {value!r}, expected a number of at least 0")
+
+
 class PipelineModule(nn.Module):
     """A model as a list of layers, of which this rank holds those of its stages.
 
@@ -152,6 +158,9 @@ class PipelineModule(nn.Module):
         super().__init__()
         if num_stages is None and topology is None:
             raise HexadError("PipelineModule: found neither num_stages nor topology; pass one of them")
+        _check_numbers(num_stages=num_stages, activation_checkpoint_interval=activation_checkpoint_interval)
+        if schedule == "auto":
+            raise HexadError("schedule: found auto, which is not for lists of layers; name one, such as 1f1b")
         self.specs, self.loss_fn = list(layers), loss_fn
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
@@ -218,6 +227,10 @@ class PipelineModule(nn.Module):
         return found
 
     def _matching(self, pattern: str) -> list[int]:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise HexadError(f"partition_method: found {pattern!r}, no regular expression: {error}") from None
         found = [int(bool(re.search(pattern, _name(spec), re.IGNORECASE))) for spec in self.specs]
         if not any(found):
             names = ", ".join(sorted({_name(spec) for spec in self.specs}))

@@ -23,6 +23,7 @@ from hexad.checkpoint.loading import load as load_chunks
 from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hexad.comm import agreed, first_difference, from_first, merged
 from hexad.config import AgreedError, HexadError
+from hexad.optim.torch_optimizer import TorchOptimizer
 from hexad.topology.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -122,6 +123,12 @@ def save(
     checkpointer.close()
 
 
+def _mapping(client_state: Any) -> dict[str, Any]:
+    if not isinstance(client_state, Mapping):
+        raise HexadError(f"client_state: found a {type(client_state).__name__}, expected a dictionary")
+    return dict(client_state)
+
+
 def _progress(face: Checkpoints, engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
     scheduler = face.lr_scheduler
     return {
@@ -129,7 +136,7 @@ def _progress(face: Checkpoints, engine: Engine, client_state: Mapping[str, Any]
         "deepspeed": {
             "counters": {name: getattr(face, name) for name in _COUNTERS},
             "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), "lr_scheduler"),
-            "client_state": encoded(dict(client_state), "client_state"),
+            "client_state": encoded(_mapping(client_state), "client_state"),
         },
     }
 
@@ -145,6 +152,8 @@ def load(
     counters: bool,
 ) -> tuple[str | None, dict[str, Any]]:
     """Load a checkpoint, all ranks together; see :meth:`Checkpoints.load_checkpoint`."""
+    if not isinstance(directory, str | os.PathLike):
+        raise HexadError(f"load_checkpoint: found load_dir {directory!r}, expected a directory")
     axis = engine.mesh.world
     path = chosen(lambda: find(directory, tag), axis, Path(directory))
     if path is None:
@@ -152,6 +161,8 @@ def load(
     manifest = from_first(lambda: read_manifest(path), axis)
     # A checkpoint from before the first update has no tensors of the optimizer, but its settings.
     resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
+    if resumes and isinstance(engine.optimizer.rule, TorchOptimizer):
+        engine.optimizer.rule.check(manifest.progress.get("optimizer", {}))
     lacking = _lacking(engine, path, manifest, strict)
     load_chunks(path, _chunks(engine, manifest, resumes, lacking), axis)
     progress = manifest.progress
@@ -161,7 +172,7 @@ def load(
         engine.publish()
     kept = progress.get("deepspeed", {})
     if counters:
-        engine.step, engine.samples = progress["step"], progress["samples"]
+        engine.restore_counts(progress)
         skipped = engine.step - progress.get("updates", engine.step)
         of_run = dict(zip(_COUNTERS, (engine.step, engine.samples, skipped)))
         for name, value in {**of_run, **kept.get("counters", {})}.items():
@@ -185,6 +196,7 @@ def find(directory: str, tag: str | None) -> Path | None:
     if tag is None:
         latest = folder / "latest"
         if not latest.is_file():
+            log.warning("load_checkpoint: found no %s; nothing is loaded", latest)
             return None
         tag = latest.read_text(encoding="utf-8").strip()
     path = folder / str(tag)
@@ -227,7 +239,7 @@ def _shown(names: set[str], most: int = 8) -> str:
 
 def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[str]) -> list[Chunk]:
     """What to load. A ``torch.optim`` optimizer creates its state in its first step: it is created before."""
-    if optimizer and hasattr(engine.optimizer.rule, "prepare"):
+    if optimizer and isinstance(engine.optimizer.rule, TorchOptimizer):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
         engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))
     found = []
@@ -278,6 +290,9 @@ def save_model(state: Mapping[str, torch.Tensor], directory: str, name: str, mes
     Raises:
         AgreedError: it cannot be written.
     """
+
+    if Path(name).name != name:
+        raise HexadError(f"save_filename: found {name!r}, expected a name without a directory")
 
     def write() -> None:
         folder = Path(directory)

@@ -195,9 +195,9 @@ class GPTEngine(Engine):
         passes = max((model.passes for model in self._models()), default=0)
         return {**super().progress(), "passes": passes}
 
-    def restored(self, progress: Mapping[str, Any]) -> None:
-        """Resume from :meth:`progress`."""
-        super().restored(progress)
+    def restore_counts(self, progress: Mapping[str, Any]) -> None:
+        """Continue counting from :meth:`progress`."""
+        super().restore_counts(progress)
         for model in self._models():
             model.passes = progress.get("passes", 0)
 

@@ -256,3 +256,17 @@ def test_a_tied_layer_is_made_once() -> None:
     assert len(tables) == 1
     with pytest.raises(HexadError, match=r"expected a class of torch\.nn\.Module"):
         deepspeed.LayerSpec(first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"activation_checkpoint_interval": -1}, "activation_checkpoint_interval: found -1"),
+        ({"num_stages": "x"}, "num_stages: found 'x'"),
+        ({"schedule": "auto"}, "schedule: found auto"),
+        ({"partition_method": "type:["}, r"partition_method: found '\[', no regular expression"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(HexadError, match=message):
+        deepspeed.PipelineModule(specs(deepspeed), **{"num_stages": 1, **arguments})

@@ -132,7 +132,7 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
     for override in overrides:
         set_key(tree, override)
     tree, filled = with_autos_filled(tree, Trainer(), world)
-    translation = run_settings(read_config(tree, world, strict=not lenient))
+    translation = run_settings(read_config(tree, world, strict=not lenient), strict=not lenient)
     load_config(translation.tree)
     notes = [*filled, *translation.notes]
     if as_json:

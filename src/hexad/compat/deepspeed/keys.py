@@ -50,7 +50,9 @@ class Fp16(Section):
 
     enabled: Annotated[bool, Is("`precision.dtype: fp16`")] = False
     loss_scale: Annotated[float, Field(ge=0), Is("`precision.loss_scale`; 0 is dynamic")] = 0.0
-    initial_scale_power: Annotated[int, Field(ge=0), Is("`precision.loss_scale_initial`, 2 to this")] = 16
+    initial_scale_power: Annotated[
+        int, Field(ge=0, le=127), Is("`precision.loss_scale_initial`, 2 to this")
+    ] = 16
     loss_scale_window: Annotated[int, Field(ge=1), Is("`precision.loss_scale_window`")] = 1000
     hysteresis: Annotated[int, Field(ge=1), Is("`precision.loss_scale_hysteresis`")] = 2
     consecutive_hysteresis: Annotated[bool, Is("`precision.loss_scale_consecutive`")] = False
@@ -244,7 +246,7 @@ class Pipeline(Section):
     partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` says it")] = "best"
     seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` says it")] = False
     activation_checkpoint_interval: Annotated[
-        int, Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
+        int, Field(ge=0), Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
     ] = 0
     pipe_partitioned: Annotated[bool, KERNELS] = True
     grad_partitioned: Annotated[bool, KERNELS] = True

@@ -60,17 +60,18 @@ def _flow(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def translate(words: Sequence[str], world: int | None = None) -> Translation:
+def translate(words: Sequence[str], world: int | None = None, others: Sequence[str] = ()) -> Translation:
     """Translate a launch line.
 
     Args:
         words: the flags of ``pretrain_gpt.py`` and their values.
         world: number of ranks; None: as few as the degrees allow.
+        others: options of the command itself, which an unknown flag may mean.
 
     Raises:
         ConfigError: a flag that is not known, malformed, or that Hexad cannot honour.
     """
-    line = parse(words)
+    line = parse(words, others=others)
     derive(line.arguments, world)
     return translated(line)
 

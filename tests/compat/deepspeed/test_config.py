@@ -252,6 +252,37 @@ def test_parameters_of_a_schedule() -> None:
     assert found["optimizer"]["lr"] == 1e-3  # DeepSpeed's, whatever the optimizer has
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pipeline": {"activation_checkpoint_interval": 1}},
+        {"data_parallel_size": 1},
+        {"communication_data_type": "bf16"},
+        {"managed_gradient_accumulation": False},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"dataloader_drop_last": True},
+        {"data_types": {"buffer_dtype": "bf16"}},
+        {"data_types": {"grad_accum_dtype": "fp16"}},
+        {"zero_allow_untested_optimizer": True},
+        {"checkpoint": {"tag_validation": "Fail"}},
+    ],
+)
+def test_keys_that_a_run_does_not_have_are_reported(keys: dict[str, Any]) -> None:
+    (name, value), *_ = keys.items()
+    key = ".".join([name, *value]) if isinstance(value, dict) else name
+    plain = run_settings(read_config({"train_batch_size": 1}, 1))
+    found = run_settings(read_config({"train_batch_size": 1, **keys}, 1))
+    assert found.tree == plain.tree
+    (note,) = set(found.notes) - set(plain.notes)
+    assert note.startswith(f"{key}: no effect: "), note
+
+
+def test_lines_of_the_log_are_as_far_apart() -> None:
+    assert run_settings(read_config({"train_batch_size": 1, "steps_per_print": 7}, 1)).tree["log"] == {
+        "every": 7
+    }
+
+
 def reduced(tree: dict[str, Any]) -> dict[str, Any]:
     """At a size that a test can train."""
     tree, _ = with_autos_filled(tree, Trainer(learning_rate=1e-2), 2)

@@ -64,6 +64,16 @@ def field_of(section: type[Section] | None, key: str) -> FieldInfo | None:
     return next((info for name, info in fields if key in (name, info.alias)), None)
 
 
+def given(section: Section, key: str) -> Any:
+    """The value of a dotted key in what was read; None if it has none."""
+    found: Any = section
+    for part in key.split("."):
+        if found is None or part not in found.model_fields_set:
+            return None
+        found = getattr(found, part)
+    return found
+
+
 def checked(
     tree: Mapping[str, Any], section: type[Checked], prefix: str = "", strict: bool = True
 ) -> Checked:

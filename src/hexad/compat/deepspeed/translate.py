@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hexad.config import Config, ConfigError
@@ -11,7 +12,7 @@ from hexad.model.configuration import load_config
 from .config import DeepSpeedConfig, without_effect
 from .keys import Keys, Offload
 from .run_params import SAME_RESULT, AdamParams, WarmupCosineParams, WarmupDecayParams, WarmupParams
-from .sections import checked
+from .sections import checked, given
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def run_settings(config: DeepSpeedConfig, strict: bool = True) -> Translation:
         tree["lr_schedule"] = _schedule(config, tree["optimizer"], notes, strict)
     else:
         tree["lr_schedule"] = {"kind": "constant", "warmup": 0}
+    if keys.steps_per_print is not None:
+        tree["log"] = {"every": keys.steps_per_print}
     notes += [f"{each}: no effect" for each in without_effect(keys)]
     return Translation({name: group for name, group in tree.items() if group}, notes)
 
@@ -74,18 +77,60 @@ def settings_beside_optimizer(config: DeepSpeedConfig, notes: list[str]) -> dict
     """
     keys = config.keys
     _check_offload(keys, gpu=False)
-    tree = _common(config, gpu=True)
-    if keys.tensor_parallel.autotp_size > 1:
-        tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size
-    if keys.sequence_parallel_size > 1:
-        tree["parallel"] |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
     if keys.gradient_allreduce_op == "sum":
         raise ConfigError("gradient_allreduce_op", "found sum, but a run.yaml has the mean; use mean")
     if keys.torch_autocast.enabled or (keys.fp16.enabled and keys.fp16.auto_cast):
         notes.append("torch_autocast, fp16.auto_cast: precision.dtype is the format of everything here")
     if _offloads(keys.zero_optimization.offload_param):
         notes.append("zero_optimization.offload_param: parameters stay on the device")
+    notes += _of_modules(keys) + _formats(config)
+    return shared_settings(config)
+
+
+def shared_settings(config: DeepSpeedConfig) -> dict[str, Any]:
+    """As :func:`settings_beside_optimizer`, without checks and notes."""
+    keys, tree = config.keys, _common(config, gpu=True)
+    if keys.tensor_parallel.autotp_size > 1:
+        tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size
+    if keys.sequence_parallel_size > 1:
+        tree["parallel"] |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
     return tree
+
+
+_OF_MODULES = {
+    "managed_gradient_accumulation": "every step here has batch.global samples",
+    "data_parallel_size": "the ranks that the other degrees leave are data ranks",
+    "data_types.buffer_dtype": "Hexad's models determine the formats of their buffers",
+    "activation_checkpointing.cpu_checkpointing": "activations stay on the device; see memory.recompute",
+    "pipeline.activation_checkpoint_interval": "use memory.recompute",
+    "checkpoint.tag_validation": "a checkpoint has the name of its step",
+    "dataloader_drop_last": "every batch here is complete",
+    "zero_allow_untested_optimizer": "AdamW can always be sharded",
+}
+"""Keys with an effect on an engine around modules, and none on one of Hexad's models, with the reason."""
+
+
+def _of_modules(keys: Keys) -> list[str]:
+    """A note for each of these keys that the file has with another value than the default."""
+    default = Keys()
+    return [
+        f"{key}: no effect: {why}"
+        for key, why in _OF_MODULES.items()
+        if given(keys, key) not in (None, attrgetter(key)(default))
+    ]
+
+
+def _formats(config: DeepSpeedConfig) -> list[str]:
+    """A note for each format of gradients that is not honoured."""
+    reduce, accumulate = config.keys.communication_data_type, config.keys.data_types.grad_accum_dtype
+    reduced, found = reduce == config.dtype == "bf16", list[str]()
+    if reduce not in (None, "fp32") and not reduced:
+        why = "bf16 needs bf16.enabled" if reduce == "bf16" else "fp16 is not supported"
+        found.append(f"communication_data_type: no effect: {why}; gradients are sent in fp32")
+    if accumulate not in (None, "fp32") and not (reduced and accumulate == "bf16"):
+        why = "bf16 needs communication_data_type: bf16" if accumulate == "bf16" else "fp16 is not supported"
+        found.append(f"data_types.grad_accum_dtype: no effect: {why}; gradients are added in fp32")
+    return found
 
 
 def _common(config: DeepSpeedConfig, gpu: bool) -> dict[str, Any]:
@@ -142,8 +187,8 @@ def _adamw(config: DeepSpeedConfig, notes: list[str], strict: bool) -> dict[str,
         notes.append("optimizer: the script's own; the settings here are AdamW's defaults in DeepSpeed")
     name = "AdamW" if optimizer is None else optimizer.type
     adam = name.lower() in ("adam", "adamw")
-    given = {} if optimizer is None or not adam else optimizer.params
-    params = checked(given, AdamParams, "optimizer.params.", strict)
+    written = {} if optimizer is None or not adam else optimizer.params
+    params = checked(written, AdamParams, "optimizer.params.", strict)
     plain_adam = name.lower() == "adam" and not params.adam_w_mode
     if not adam or plain_adam:
         found = "Adam with adam_w_mode: false" if plain_adam else name
@@ -154,7 +199,7 @@ def _adamw(config: DeepSpeedConfig, notes: list[str], strict: bool) -> dict[str,
         )
     if params.weight_decay:
         notes.append("optimizer.params.weight_decay: norms and biases are excluded here")
-    unused = [each for each in SAME_RESULT if each in given]
+    unused = [each for each in SAME_RESULT if each in written]
     notes += [f"optimizer.params.{each}: no effect: a run.yaml has one AdamW" for each in unused]
     return {
         "lr": params.lr,

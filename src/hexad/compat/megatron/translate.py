@@ -76,8 +76,8 @@ def translate(words: Sequence[str], world: int | None = None, others: Sequence[s
     return translated(line)
 
 
-def translated(line: Line, need_data: bool = True) -> Translation:
-    """As :func:`translate`, of a completed namespace; without ``need_data`` it may name no data.
+def translated(line: Line, script: bool = False) -> Translation:
+    """As :func:`translate`, of a completed namespace; that of a script may name no data.
 
     Raises:
         ConfigError: as there.
@@ -87,7 +87,7 @@ def translated(line: Line, need_data: bool = True) -> Translation:
     directory = arguments.save or DEFAULT_DIRECTORY
     schedule, rounded = schedule_settings(arguments)
     notes += rounded
-    data = data_settings(arguments, directory, need_data)
+    data = data_settings(arguments, directory, need_data=not script)
     notes += data.notes
     model = model_settings(arguments)
     if data.vocab is not None:
@@ -113,7 +113,7 @@ def translated(line: Line, need_data: bool = True) -> Translation:
             "batches": max(arguments.eval_iters, 1),
         },
     }
-    notes += merge_file(tree, line)
+    notes += merge_file(tree, line, script)
     return Translation(tree, tuple(notes), data.files)
 
 

@@ -107,7 +107,7 @@ class DataTypes(Section):
     param_dtype: Annotated[Dtype | None, Refused("parameters have the format of fp16 or bf16")] = None
     buffer_dtype: Annotated[Dtype | None, Is("format of the module's buffers")] = None
     keep_in_fp32_modules: Annotated[
-        Literal["auto"] | list[str], NoEffect("buffers are cast as `buffer_dtype` says")
+        Literal["auto"] | list[str], NoEffect("all floating-point buffers are cast to `buffer_dtype`")
     ] = "auto"
 
 
@@ -232,7 +232,7 @@ class ActivationCheckpointing(Section):
     """``activation_checkpointing``: of ``deepspeed.checkpointing.checkpoint``, which a model calls."""
 
     partition_activations: Annotated[bool, NoEffect("inputs of checkpoints stay where they are")] = False
-    cpu_checkpointing: Annotated[bool, Is("inputs of checkpoints wait in the host's memory")] = False
+    cpu_checkpointing: Annotated[bool, Is("inputs of checkpoints are kept in the host's memory")] = False
     contiguous_memory_optimization: Annotated[bool, OWN] = False
     number_checkpoints: Annotated[int | None, OWN] = None
     synchronize_checkpoint_boundary: Annotated[bool, KERNELS] = False
@@ -242,9 +242,9 @@ class ActivationCheckpointing(Section):
 class Pipeline(Section):
     """``pipeline``: of a ``PipelineModule``."""
 
-    stages: Annotated[int | str, NoEffect("`PipelineModule(num_stages=)` says it")] = "auto"
-    partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` says it")] = "best"
-    seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` says it")] = False
+    stages: Annotated[int | str, NoEffect("`PipelineModule(num_stages=)` determines it")] = "auto"
+    partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` determines it")] = "best"
+    seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` determines it")] = False
     activation_checkpoint_interval: Annotated[
         int, Field(ge=0), Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
     ] = 0

@@ -2,7 +2,7 @@
 
 Needs the ``deepspeed`` package, pytest, and a checkout of DeepSpeed's repository for its ``tests`` directory:
 
-    git clone https://github.com/deepspeedai/DeepSpeed
+    git clone https://github.com/deepspeedai/DeepSpeed && git -C DeepSpeed checkout edaa722
     python benchmarks/deepspeed_tests.py --source DeepSpeed --output benchmarks/results/deepspeed_tests.json
 
 The tests import the package. Before they do, the names of the face replace the names in the package's

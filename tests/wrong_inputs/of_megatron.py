@@ -7,8 +7,6 @@ _SMALL = (
     "--micro-batch-size 1 --train-iters 4 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 256 "
     "--eval-iters 0 --save new-megatron"
 )
-_STARTED = "parallel.tensor: found 3"
-"""Refused after notes have been printed."""
 _MORE = (
     ("--data-path", "--data-path: expected at least one argument"),
     ("--data-path data/train 0.5", "--data-path: found data/train 0.5"),
@@ -25,7 +23,7 @@ _MORE = (
     ("--mock-data --train-samples 9", "--train-samples: found beside --train-iters"),
     ("--mock-data --lr-warmup-samples 9", "use --lr-warmup-iters"),
     ("--mock-data --eod-mask-loss", "--eod-mask-loss: found without --reset-position-ids"),
-    ("--mock-data --tensor-model-parallel-size 3", _STARTED),
+    ("--mock-data --tensor-model-parallel-size 3", "parallel.tensor: found 3"),
     ("--mock-data --tokenizer-type GPT2BPETokenizer", "--vocab-file: GPT2BPETokenizer needs"),
     ("--mock-data --tokenizer-type HuggingFaceTokenizer", "--tokenizer-model: is missing"),
     ("--mock-data --tokenizer-type X", "--tokenizer-type: invalid choice: 'X'"),
@@ -39,9 +37,21 @@ _MORE = (
         "--zero-stage: found 2 (parallel.zero), but ds.json has zero_optimization.stage 1",
     ),
 )
+_SETTINGS = (
+    ("--mock-data --lr -1", "optimizer.lr: found -1.0, expected"),
+    ("--mock-data --adam-beta1 2", "optimizer.betas[0]: found 2.0"),
+    ("--mock-data --seq-length 32", "data.sequence: found 32"),
+    ("--mock-data --global-batch-size 3 --micro-batch-size 2", "batch.global: found 3"),
+)
 MEGATRON = (
     ("megatron", "--num-layers: is missing"),
     ("megatron --nproc 0 -- --bf16", "--nproc"),
+    (
+        "megatron --print-confg",
+        "--print-confg: not a flag of Megatron-LM that Hexad knows (did you mean '--print-config'?",
+    ),
+    ("megatron -- --print-config", "--print-config: an option of hexad megatron; give it before --"),
     ("megatron --num-layers 4", "--hidden-size: is missing"),
-    *((f"megatron -- {_SMALL} {more}", says, says == _STARTED) for more, says in _MORE),
+    *((f"megatron -- {_SMALL} {more}", says) for more, says in _MORE),
+    *((f"megatron --print-config -- {_SMALL} {more}", says) for more, says in _SETTINGS),
 )

@@ -133,6 +133,8 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
     (weights, optimizer state and progress), to a checkpoint."""
     kind, _, directory = source.rpartition(":")
     if kind in _SYSTEMS:
+        if not directory:
+            raise HexadError(f"--from: found {source} without a directory; write {kind}:DIR")
         _import_checkpoint(kind, Path(directory), Path(target), model, weights_only, as_json)
         return
     for option, given in {"--model": model, "--weights-only": weights_only}.items():

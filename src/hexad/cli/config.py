@@ -118,10 +118,10 @@ def presets_command(as_json: bool) -> None:
 @click.option("--lenient", is_flag=True, help="Warn about unknown keys instead of refusing them.")
 @json_option
 def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: bool, as_json: bool) -> None:
-    """Print the run.yaml that trains as a DeepSpeed configuration says.
+    """Print the run.yaml that is equivalent to a DeepSpeed configuration.
 
-    KEY=VALUE sets keys of DeepSpeed. For "auto" stands what transformers' Trainer fills in by default. What
-    is different in Hexad is listed in comments.
+    KEY=VALUE sets keys of DeepSpeed. "auto" is replaced by the default of transformers' Trainer. What is
+    different in Hexad, and keys without effect, are listed in comments.
     """
     import yaml
 
@@ -132,7 +132,7 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
     for override in overrides:
         set_key(tree, override)
     tree, filled = with_autos_filled(tree, Trainer(), world)
-    translation = run_settings(read_config(tree, world, strict=not lenient))
+    translation = run_settings(read_config(tree, world, strict=not lenient), strict=not lenient)
     load_config(translation.tree)
     notes = [*filled, *translation.notes]
     if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -35,7 +36,9 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
     here = environment()
     if here.joined and nproc is not None:
         raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
-    translation = translate(flags, here.world if here.joined else nproc)
+    world = here.world if here.joined else nproc
+    translation = translate(flags, world, _own_options())
+    _check(translation.tree, world)
     if print_config:
         if as_json:
             print_json({"config": translation.tree, "notes": translation.notes})
@@ -58,6 +61,27 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
             path=str(path), overrides=(), nproc=nproc, dry_run=False, as_json=as_json
         )
     return status
+
+
+def _own_options() -> list[str]:
+    """The options before ``--``."""
+    options = (option for each in megatron.params for option in each.opts)
+    return ["--help", *(option for option in options if option.startswith("--"))]
+
+
+def _check(tree: dict[str, Any], world: int | None) -> None:
+    """Refuse what ``hexad train`` would refuse before it opens the data, naming the flags.
+
+    Raises:
+        ConfigError: the first setting that is malformed, or does not fit the others or the ranks.
+    """
+    from hexad.compat.megatron.arguments import naming_flags
+    from hexad.model.configuration import load_config
+    from hexad.resolve import check_config, smallest_world, working_layout
+
+    with naming_flags():
+        config = load_config(tree)
+        check_config(config, working_layout(config, world or smallest_world(config)))
 
 
 def _written(text: str, directory: Path) -> Path:

@@ -97,6 +97,19 @@ def sizes(given: tuple[Any, ...]) -> dict[str, int]:
             "optimizer.params.lr: found auto, which transformers' Trainer fills in; give a value",
         ),
         ({"amp": {"enabled": True}}, "amp: found it enabled, which is not supported: use fp16 or bf16"),
+        ({"optimizer": {"params": {}}}, "optimizer.type: is missing; give it"),
+        ({"optimizer": 3}, "optimizer: found 3, expected a section"),
+        ({"gradient_clipping": "x"}, "gradient_clipping: found 'x', expected a number"),
+        ({"gradient_accumulation_steps": "x"}, "gradient_accumulation_steps: found 'x', expected an integer"),
+        ({"nebula": 3.5}, "nebula: found 3.5, expected a section or true or false"),
+        (
+            {"fp16": {"initial_scale_power": 5000}},
+            "fp16.initial_scale_power: found 5000, expected less than or equal to 127",
+        ),
+        (
+            {"pipeline": {"activation_checkpoint_interval": -1}},
+            "pipeline.activation_checkpoint_interval: found -1, expected greater than or equal to 0",
+        ),
     ],
 )
 def test_mistakes_are_named(tree: dict[str, Any], message: str) -> None:
@@ -183,6 +196,91 @@ def test_what_cannot_be_honoured_is_refused(name: str) -> None:
     tree, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         run_settings(read_config(tree, 8))
+
+
+@pytest.mark.parametrize(
+    ("adam", "schedule", "message"),
+    [
+        (
+            {},
+            ("WarmupLR", {"warmup_num_step": 10}),
+            "warmup_num_step: unknown key (did you mean",
+        ),
+        ({"beta": [0.9, 0.95]}, None, "optimizer.params.beta: unknown key (did you mean 'betas'?)"),
+        (
+            {"amsgrad": True},
+            None,
+            "params.amsgrad: found true, expected false: a run.yaml has",
+        ),
+        (
+            {"bias_correction": False},
+            None,
+            "bias_correction: found false, expected true: AdamW always",
+        ),
+        ({"betas": 0.9}, None, "optimizer.params.betas: found 0.9, expected [beta1, beta2]"),
+        ({"betas": [0.9]}, None, "optimizer.params.betas: found [0.9], expected [beta1, beta2]"),
+        (
+            {"lr": "fast"},
+            ("WarmupCosineLR", {"total_num_steps": 9}),
+            "lr: found 'fast', expected a number",
+        ),
+        ({}, ("WarmupDecayLR", {}), "scheduler.params.total_num_steps: is missing; give it"),
+        ({}, ("WarmupCosineLR", {}), "scheduler.params.total_num_steps: is missing; give it"),
+        (
+            {},
+            ("WarmupCosineLR", {"total_num_steps": 9, "cos_min_ratio": "x"}),
+            "scheduler.params.cos_min_ratio: found 'x', expected a number",
+        ),
+    ],
+)
+def test_parameters_without_counterpart_are_refused(
+    adam: dict[str, Any], schedule: tuple[str, dict[str, Any]] | None, message: str
+) -> None:
+    tree: dict[str, Any] = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": adam}}
+    if schedule is not None:
+        tree["scheduler"] = {"type": schedule[0], "params": schedule[1]}
+    with pytest.raises(ConfigError) as error:
+        run_settings(read_config(tree, 1))
+    assert message in str(error.value), str(error.value)
+
+
+def test_parameters_of_a_schedule() -> None:
+    params = {"warmup_num_steps": 5, "total_num_steps": 20, "warmup_min_lr": 1e-5, "warm": 1}
+    tree = {"train_batch_size": 1, "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    found = run_settings(read_config(tree, 1), strict=False).tree
+    assert found["lr_schedule"] == {"kind": "linear", "warmup": 5, "decay_steps": 20, "min_lr": 1e-5}
+    assert found["optimizer"]["lr"] == 1e-3  # DeepSpeed's, whatever the optimizer has
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pipeline": {"activation_checkpoint_interval": 1}},
+        {"data_parallel_size": 1},
+        {"communication_data_type": "bf16"},
+        {"managed_gradient_accumulation": False},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"dataloader_drop_last": True},
+        {"data_types": {"buffer_dtype": "bf16"}},
+        {"data_types": {"grad_accum_dtype": "fp16"}},
+        {"zero_allow_untested_optimizer": True},
+        {"checkpoint": {"tag_validation": "Fail"}},
+    ],
+)
+def test_keys_that_a_run_does_not_have_are_reported(keys: dict[str, Any]) -> None:
+    (name, value), *_ = keys.items()
+    key = ".".join([name, *value]) if isinstance(value, dict) else name
+    plain = run_settings(read_config({"train_batch_size": 1}, 1))
+    found = run_settings(read_config({"train_batch_size": 1, **keys}, 1))
+    assert found.tree == plain.tree
+    (note,) = set(found.notes) - set(plain.notes)
+    assert note.startswith(f"{key}: no effect: "), note
+
+
+def test_lines_of_the_log_are_as_far_apart() -> None:
+    assert run_settings(read_config({"train_batch_size": 1, "steps_per_print": 7}, 1)).tree["log"] == {
+        "every": 7
+    }
 
 
 def reduced(tree: dict[str, Any]) -> dict[str, Any]:

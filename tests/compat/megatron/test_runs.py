@@ -124,4 +124,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert (
         wrong.error.startswith("parallel.tensor: found 3") and "(--tensor-model-parallel-size)" in wrong.error
     )
+    wrong = call("megatron", "--", *SMALL, "--lr", "-1", "--save", str(tmp_path / "new"))
+    assert wrong.error.startswith("optimizer.lr: found -1.0") and wrong.error.endswith("(--lr)")
+    assert not (tmp_path / "new").exists()
     assert call("megatron", "--help").status == 0

@@ -15,7 +15,7 @@ import yaml
 from hexad.compat.megatron.arguments import parse
 from hexad.compat.megatron.derive import derive
 from hexad.compat.megatron.flags import FLAGS, GROUPS
-from hexad.compat.megatron.translate import Translation, translate, translated
+from hexad.compat.megatron.translate import Translation, translate
 from hexad.config import ConfigError, setting_names
 from hexad.model.configuration import build_config
 from hexad.model.families import preset
@@ -167,65 +167,6 @@ def test_bloom_176b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.parallel.split == [5, *[6] * 10, 5] and config.memory.recompute == "full"
     assert (config.run.steps, config.run.seed) == (220_000_000 // 2048, 42)
     assert (config.parallel.tensor, config.parallel.pipeline, config.parallel.zero) == (4, 12, 0)
-
-
-DEEPSPEED = {
-    "train_micro_batch_size_per_gpu": 1,
-    "train_batch_size": 8,
-    "gradient_clipping": 0.5,
-    "fp16": {"enabled": True, "initial_scale_power": 10},
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "scheduler": {"type": "WarmupLR"},
-}
-FILE = ["--deepspeed", "--deepspeed_config", "ds.json"]
-
-
-def test_files_of_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file determines what no flag does."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
-    found = translate([*SMALL, *FILE])
-    config = resolved(found).config
-    assert (config.parallel.zero, config.memory.offload, config.optimizer.clip) == (2, "optimizer", 0.5)
-    assert (config.precision.dtype, config.precision.loss_scale_initial) == ("fp16", 1024.0)
-    assert config.precision.loss_scale_window == 1000
-    assert "ds.json: scheduler: no effect: the flags determine it" in found.notes
-    line = parse([*SMALL, *FILE, "--fp16", "--loss-scale-window", "50"])  # of which the file says nothing
-    derive(line.arguments)
-    assert translated(line).tree["precision"]["loss_scale_window"] == 50
-    assert (line.arguments.zero_stage, line.arguments.clip_grad, line.arguments.fp16) == (2, 0.5, True)
-    (tmp_path / "ds.json").write_text("{}")
-    assert small(*FILE) == small()
-    for flag in ("--deepspeed", "--deepspeed_config=ds.json"):
-        assert "no effect without" in translate([*SMALL, flag]).notes[-1]
-
-
-@pytest.mark.parametrize(
-    ("more", "keys", "text"),
-    [
-        ("--global-batch-size 16", {}, "found 16 (batch.global), but ds.json has train_batch_size 8"),
-        ("--micro-batch-size 2", {}, "has train_micro_batch_size_per_gpu 1; make them equal"),
-        ("--zero-stage 1", {}, "found 1 (parallel.zero), but ds.json has zero_optimization.stage 2"),
-        ("--use-torch-fsdp2", {}, "has zero_optimization.stage 2"),
-        ("--clip-grad 1.0", {}, "has gradient_clipping 0.5"),
-        ("--bf16", {}, "has fp16.enabled true"),
-        ("--bf16", {"fp16": {}, "bf16": {"enabled": False}}, "has bf16.enabled false"),
-        ("--fp16 --initial-loss-scale 4", {}, "has fp16.initial_scale_power 10"),
-        ("", {"gradient_accumulation_steps": 4}, "8 passes x 1 data ranks, but ds.json has"),
-        ("", {"tensor_parallel": {"autotp_size": 2}}, "found 1 (parallel.tensor)"),
-        ("", {"zero_optimisation": {}}, "ds.json: zero_optimisation: unknown key (did you mean"),
-        ("", {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "found nvme"),
-        ("--deepspeed_config no.json", {}, "no.json: no such DeepSpeed configuration"),
-    ],
-)
-def test_contradictions_to_a_file_of_deepspeed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, keys: dict[str, Any], text: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ds.json").write_text(json.dumps({**DEEPSPEED, **keys}))
-    error = problem(*SMALL, *FILE, *more.split())
-    assert text in str(error), str(error)
-    assert error.field in (*more.split(), "--deepspeed_config", "--global-batch-size") or "parallel" in text
 
 
 def test_mixtral_8x7b() -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hexad.config import ConfigError, HexadError
-from hexad.config.errors import did_you_mean
 
 from .keys import Keys, NoEffect, Refused, Section
-
-log = logging.getLogger("hexad")
+from .sections import checked, field_of, known, nested, spelling
 
 
 @dataclass(frozen=True)
@@ -217,14 +214,11 @@ def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tu
     """As :func:`read_config`, but for batch sizes: the values, and what was read."""
     tree = read_json(source)
     if not strict:
-        tree = _known(tree, Keys, "")
+        tree = known(tree, Keys)
     left = next(_autos(tree, ""), None)
     if left is not None:
         raise ConfigError(left, "found auto, which transformers' Trainer fills in; give a value")
-    try:
-        keys = Keys.model_validate(_without_autos(tree))
-    except ValidationError as error:
-        raise _readable(error) from None
+    keys = checked(_without_autos(tree), Keys)
     _refuse(keys, "")
     if keys.fp16.enabled and keys.bf16.enabled:
         raise ConfigError("bf16.enabled", "found true with fp16.enabled: true; enable one of them")
@@ -267,17 +261,6 @@ def without_effect(keys: Keys) -> list[str]:
     return [f"{name} ({mark.why})" for name, mark, _ in _marked(keys, NoEffect, "")]
 
 
-def nested(info: FieldInfo) -> type[Section] | None:
-    """The section that a key is."""
-    kinds = (info.annotation, *get_args(info.annotation))
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
-
-
-def spelling(name: str, info: FieldInfo) -> str:
-    """A key as it stands in the file."""
-    return info.alias or name
-
-
 def _marked(section: BaseModel, mark: type, prefix: str) -> Iterator[tuple[str, Any, Any]]:
     """(name, mark, value) of the keys with a kind of mark that are given and differ from the default."""
     for name in section.model_fields_set:
@@ -316,7 +299,7 @@ _AUTO_IS_DEFAULT = (
 def _autos(tree: Mapping[str, Any], prefix: str, section: type[Section] | None = Keys) -> Iterator[str]:
     """Dotted names of what is ``auto`` and matters here."""
     for key, value in tree.items():
-        full, info = prefix + key, _field(section, key)
+        full, info = prefix + key, field_of(section, key)
         if isinstance(value, Mapping):
             yield from _autos(value, full + ".", nested(info) if info is not None else None)
         elif value == "auto" and full not in _AUTO_IS_DEFAULT and not _has_no_effect(info):
@@ -333,70 +316,3 @@ def _without_autos(tree: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in tree.items()
         if value != "auto"
     }
-
-
-_OLDER = {
-    "": ("bfloat16",),
-    "zero_optimization.": (
-        "cpu_offload",
-        "cpu_offload_param",
-        "cpu_offload_use_pin_memory",
-        "stage3_gather_fp16_weights_on_model_save",
-    ),
-}
-"""Older spellings, which :class:`Keys` replaces."""
-
-
-def _field(section: type[Section] | None, key: str) -> FieldInfo | None:
-    if section is None:
-        return None
-    fields = section.model_fields.items()
-    return next((info for name, info in fields if key in (name, info.alias)), None)
-
-
-def _known(tree: Mapping[str, Any], section: type[Section], prefix: str) -> dict[str, Any]:
-    """Without unknown keys, about which it warns."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        info = _field(section, key)
-        if info is None and key not in _OLDER.get(prefix, ()):
-            log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, _names(section)))
-            continue
-        inner = nested(info) if info is not None else None
-        inside = isinstance(value, Mapping) and inner is not None
-        found[key] = _known(value, inner, f"{prefix}{key}.") if inside and inner else value
-    return found
-
-
-def _names(section: type[Section]) -> list[str]:
-    return [spelling(name, info) for name, info in section.model_fields.items()]
-
-
-def _readable(error: ValidationError) -> ConfigError:
-    """The first problem of a pydantic error as key, value found, and fix."""
-    problem = error.errors(include_url=False)[0]
-    section: type[Section] = Keys
-    for part in problem["loc"][:-1]:
-        info = _field(section, str(part))
-        section = (nested(info) if info is not None else None) or section
-    parts = [str(part) for part in problem["loc"]]
-    name, found = ".".join(parts), problem["input"]
-    if problem["type"] == "extra_forbidden":
-        hint = did_you_mean(parts[-1], _names(section)) or f"; known here: {', '.join(_names(section))}"
-        elsewhere = _elsewhere(parts[-1], Keys, "")
-        hint = f" (did you mean '{elsewhere}'?)" if elsewhere else hint
-        return ConfigError(name, f"unknown key{hint}")
-    expected = problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return ConfigError(name, f"found {found!r}, expected {expected}")
-
-
-def _elsewhere(key: str, section: type[Section], prefix: str) -> str | None:
-    """The dotted name of a key in any section."""
-    for name, info in section.model_fields.items():
-        if key in (name, info.alias):
-            return prefix + spelling(name, info)
-        inner = nested(info)
-        found = _elsewhere(key, inner, f"{prefix}{spelling(name, info)}.") if inner is not None else None
-        if found is not None:
-            return found
-    return None

@@ -16,6 +16,7 @@ from hexad.checkpoint.hugging_face_files import appearing, has_tokenizer
 from hexad.checkpoint.hugging_face_import import check_target, with_precision, with_tokenizer
 from hexad.checkpoint.published import HEAD, located, published_tensors
 from hexad.checkpoint.tensor_file import SAFETENSORS, dtype_name
+from hexad.compat.published import model_directory
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config
@@ -56,7 +57,8 @@ def tag_directory(source: Path) -> Path:
         HexadError: it does not exist, or ``latest`` is no name.
     """
     if not source.is_dir():
-        raise HexadError(f"{source}: no such directory; expected a DeepSpeed checkpoint")
+        problem = "is a file" if source.exists() else "no such directory"
+        raise HexadError(f"{source}: {problem}; expected the directory of a DeepSpeed checkpoint")
     named = next((source / name for name in _LATEST if (source / name).is_file()), None)
     if named is None:
         return source
@@ -106,6 +108,7 @@ def import_checkpoint(
             that of the state; or ``to`` is not empty or cannot be written.
     """
     check_target(to)
+    folder = None if model is None else model_directory(model)
     state = read_state(source)
     if weights_only:
         state.moments, state.progress = {}, {"step": 0, "updates": 0, "samples": 0}
@@ -114,12 +117,11 @@ def import_checkpoint(
         raise HexadError(f"{state.directory}: {problem}; add --weights-only to import the weights")
     else:
         state.progress["optimizer"] = _numbers(state)
-    if model is None:
+    if folder is None:
         entries = list(_of_module(state))
         with appearing(to, "--to") as partial:
             write_foreign(entries, partial, source, state.progress)
         return _imported(state, entries, None, False)
-    folder = model if model.is_dir() else model.parent
     settings = model_settings(read_config(folder), folder / CONFIG_FILE)
     config = with_precision(_config(settings, state), state.dtype)
     entries, trained = _of_model(state, config.model)

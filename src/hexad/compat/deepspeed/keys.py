@@ -50,7 +50,9 @@ class Fp16(Section):
 
     enabled: Annotated[bool, Is("`precision.dtype: fp16`")] = False
     loss_scale: Annotated[float, Field(ge=0), Is("`precision.loss_scale`; 0 is dynamic")] = 0.0
-    initial_scale_power: Annotated[int, Field(ge=0), Is("`precision.loss_scale_initial`, 2 to this")] = 16
+    initial_scale_power: Annotated[
+        int, Field(ge=0, le=127), Is("`precision.loss_scale_initial`, 2 to this")
+    ] = 16
     loss_scale_window: Annotated[int, Field(ge=1), Is("`precision.loss_scale_window`")] = 1000
     hysteresis: Annotated[int, Field(ge=1), Is("`precision.loss_scale_hysteresis`")] = 2
     consecutive_hysteresis: Annotated[bool, Is("`precision.loss_scale_consecutive`")] = False
@@ -105,7 +107,7 @@ class DataTypes(Section):
     param_dtype: Annotated[Dtype | None, Refused("parameters have the format of fp16 or bf16")] = None
     buffer_dtype: Annotated[Dtype | None, Is("format of the module's buffers")] = None
     keep_in_fp32_modules: Annotated[
-        Literal["auto"] | list[str], NoEffect("buffers are cast as `buffer_dtype` says")
+        Literal["auto"] | list[str], NoEffect("all floating-point buffers are cast to `buffer_dtype`")
     ] = "auto"
 
 
@@ -230,7 +232,7 @@ class ActivationCheckpointing(Section):
     """``activation_checkpointing``: of ``deepspeed.checkpointing.checkpoint``, which a model calls."""
 
     partition_activations: Annotated[bool, NoEffect("inputs of checkpoints stay where they are")] = False
-    cpu_checkpointing: Annotated[bool, Is("inputs of checkpoints wait in the host's memory")] = False
+    cpu_checkpointing: Annotated[bool, Is("inputs of checkpoints are kept in the host's memory")] = False
     contiguous_memory_optimization: Annotated[bool, OWN] = False
     number_checkpoints: Annotated[int | None, OWN] = None
     synchronize_checkpoint_boundary: Annotated[bool, KERNELS] = False
@@ -240,11 +242,11 @@ class ActivationCheckpointing(Section):
 class Pipeline(Section):
     """``pipeline``: of a ``PipelineModule``."""
 
-    stages: Annotated[int | str, NoEffect("`PipelineModule(num_stages=)` says it")] = "auto"
-    partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` says it")] = "best"
-    seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` says it")] = False
+    stages: Annotated[int | str, NoEffect("`PipelineModule(num_stages=)` determines it")] = "auto"
+    partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` determines it")] = "best"
+    seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` determines it")] = False
     activation_checkpoint_interval: Annotated[
-        int, Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
+        int, Field(ge=0), Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
     ] = 0
     pipe_partitioned: Annotated[bool, KERNELS] = True
     grad_partitioned: Annotated[bool, KERNELS] = True

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hexad.config import Config, ConfigError
@@ -11,6 +11,8 @@ from hexad.model.configuration import load_config
 
 from .config import DeepSpeedConfig, without_effect
 from .keys import Keys, Offload
+from .run_params import SAME_RESULT, AdamParams, WarmupCosineParams, WarmupDecayParams, WarmupParams
+from .sections import checked, given
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,25 @@ def engine_config(config: DeepSpeedConfig, gpu: bool, tensor: int = 1, pipeline:
     return load_config(tree)
 
 
-def run_settings(config: DeepSpeedConfig) -> Translation:
+def run_settings(config: DeepSpeedConfig, strict: bool = True) -> Translation:
     """The ``run.yaml`` for one of Hexad's models that is equivalent to the file.
+
+    Args:
+        config: checked.
+        strict: refuse unknown parameters of the optimizer and the schedule; otherwise warn about them.
 
     Raises:
         ConfigError: keys that have no counterpart there.
     """
     keys, notes = config.keys, list[str]()
     tree = settings_beside_optimizer(config, notes)
-    tree["optimizer"] |= _adamw(config, notes)
+    tree["optimizer"] |= _adamw(config, notes, strict)
     if keys.scheduler is not None:
-        tree["lr_schedule"] = _schedule(config, tree["optimizer"], notes)
+        tree["lr_schedule"] = _schedule(config, tree["optimizer"], notes, strict)
     else:
         tree["lr_schedule"] = {"kind": "constant", "warmup": 0}
+    if keys.steps_per_print is not None:
+        tree["log"] = {"every": keys.steps_per_print}
     notes += [f"{each}: no effect" for each in without_effect(keys)]
     return Translation({name: group for name, group in tree.items() if group}, notes)
 
@@ -69,18 +77,60 @@ def settings_beside_optimizer(config: DeepSpeedConfig, notes: list[str]) -> dict
     """
     keys = config.keys
     _check_offload(keys, gpu=False)
-    tree = _common(config, gpu=True)
-    if keys.tensor_parallel.autotp_size > 1:
-        tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size
-    if keys.sequence_parallel_size > 1:
-        tree["parallel"] |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
     if keys.gradient_allreduce_op == "sum":
         raise ConfigError("gradient_allreduce_op", "found sum, but a run.yaml has the mean; use mean")
     if keys.torch_autocast.enabled or (keys.fp16.enabled and keys.fp16.auto_cast):
         notes.append("torch_autocast, fp16.auto_cast: precision.dtype is the format of everything here")
     if _offloads(keys.zero_optimization.offload_param):
         notes.append("zero_optimization.offload_param: parameters stay on the device")
+    notes += _of_modules(keys) + _formats(config)
+    return shared_settings(config)
+
+
+def shared_settings(config: DeepSpeedConfig) -> dict[str, Any]:
+    """As :func:`settings_beside_optimizer`, without checks and notes."""
+    keys, tree = config.keys, _common(config, gpu=True)
+    if keys.tensor_parallel.autotp_size > 1:
+        tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size
+    if keys.sequence_parallel_size > 1:
+        tree["parallel"] |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
     return tree
+
+
+_OF_MODULES = {
+    "managed_gradient_accumulation": "every step here has batch.global samples",
+    "data_parallel_size": "the ranks that the other degrees leave are data ranks",
+    "data_types.buffer_dtype": "Hexad's models determine the formats of their buffers",
+    "activation_checkpointing.cpu_checkpointing": "activations stay on the device; see memory.recompute",
+    "pipeline.activation_checkpoint_interval": "use memory.recompute",
+    "checkpoint.tag_validation": "a checkpoint has the name of its step",
+    "dataloader_drop_last": "every batch here is complete",
+    "zero_allow_untested_optimizer": "AdamW can always be sharded",
+}
+"""Keys with an effect on an engine around modules, and none on one of Hexad's models, with the reason."""
+
+
+def _of_modules(keys: Keys) -> list[str]:
+    """A note for each of these keys that the file has with another value than the default."""
+    default = Keys()
+    return [
+        f"{key}: no effect: {why}"
+        for key, why in _OF_MODULES.items()
+        if given(keys, key) not in (None, attrgetter(key)(default))
+    ]
+
+
+def _formats(config: DeepSpeedConfig) -> list[str]:
+    """A note for each format of gradients that is not honoured."""
+    reduce, accumulate = config.keys.communication_data_type, config.keys.data_types.grad_accum_dtype
+    reduced, found = reduce == config.dtype == "bf16", list[str]()
+    if reduce not in (None, "fp32") and not reduced:
+        why = "bf16 needs bf16.enabled" if reduce == "bf16" else "fp16 is not supported"
+        found.append(f"communication_data_type: no effect: {why}; gradients are sent in fp32")
+    if accumulate not in (None, "fp32") and not (reduced and accumulate == "bf16"):
+        why = "bf16 needs communication_data_type: bf16" if accumulate == "bf16" else "fp16 is not supported"
+        found.append(f"data_types.grad_accum_dtype: no effect: {why}; gradients are added in fp32")
+    return found
 
 
 def _common(config: DeepSpeedConfig, gpu: bool) -> dict[str, Any]:
@@ -130,55 +180,70 @@ def _check_offload(keys: Keys, gpu: bool) -> None:
         )
 
 
-def _adamw(config: DeepSpeedConfig, notes: list[str]) -> dict[str, Any]:
+def _adamw(config: DeepSpeedConfig, notes: list[str], strict: bool) -> dict[str, Any]:
     """Of AdamW, the one optimizer of a ``run.yaml``."""
     optimizer = config.keys.optimizer
     if optimizer is None:
         notes.append("optimizer: the script's own; the settings here are AdamW's defaults in DeepSpeed")
-    params = {} if optimizer is None else optimizer.params
     name = "AdamW" if optimizer is None else optimizer.type
-    plain_adam = name.lower() == "adam" and not params.get("adam_w_mode", True)
-    if name.lower() not in ("adam", "adamw") or plain_adam:
+    adam = name.lower() in ("adam", "adamw")
+    written = {} if optimizer is None or not adam else optimizer.params
+    params = checked(written, AdamParams, "optimizer.params.", strict)
+    plain_adam = name.lower() == "adam" and not params.adam_w_mode
+    if not adam or plain_adam:
         found = "Adam with adam_w_mode: false" if plain_adam else name
         raise ConfigError(
             "optimizer.type",
             f"found {found}, but a run.yaml has AdamW; use it, or hexad.compat.deepspeed.initialize, which "
             "takes any optimizer",
         )
-    if params.get("weight_decay"):
+    if params.weight_decay:
         notes.append("optimizer.params.weight_decay: norms and biases are excluded here")
+    unused = [each for each in SAME_RESULT if each in written]
+    notes += [f"optimizer.params.{each}: no effect: a run.yaml has one AdamW" for each in unused]
     return {
-        "lr": params.get("lr", 1e-3),
-        "betas": list(params.get("betas", (0.9, 0.999))),
-        "eps": params.get("eps", 1e-8),
-        "weight_decay": params.get("weight_decay", 0.0),
+        "lr": params.lr,
+        "betas": list(params.betas),
+        "eps": params.eps,
+        "weight_decay": params.weight_decay,
     }
 
 
-def _schedule(config: DeepSpeedConfig, optimizer: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+_SCHEDULES: dict[str, tuple[str, type[WarmupParams] | type[WarmupCosineParams]]] = {
+    "WarmupLR": ("constant", WarmupParams),
+    "WarmupDecayLR": ("linear", WarmupDecayParams),
+    "WarmupCosineLR": ("cosine", WarmupCosineParams),
+}
+"""``scheduler.type`` -> ``lr_schedule.kind`` and what the parameters are."""
+
+
+def _schedule(
+    config: DeepSpeedConfig, optimizer: dict[str, Any], notes: list[str], strict: bool
+) -> dict[str, Any]:
     """Of the learning rate; its peak goes to the optimizer's settings."""
     scheduler = config.keys.scheduler
     assert scheduler is not None
-    params: Mapping[str, Any] = scheduler.params
-    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if scheduler.type not in kinds:
+    if scheduler.type not in _SCHEDULES:
         raise ConfigError(
             "scheduler.type",
-            f"found {scheduler.type}, which has no counterpart in a run.yaml; use {', '.join(kinds)}, or "
-            "hexad.compat.deepspeed.initialize",
+            f"found {scheduler.type}, which has no counterpart in a run.yaml; use {', '.join(_SCHEDULES)}, "
+            "or hexad.compat.deepspeed.initialize",
         )
-    found: dict[str, Any] = {"kind": kinds[scheduler.type], "warmup": params.get("warmup_num_steps", 1000)}
-    if params.get("warmup_type", "log") == "log":
+    kind, section = _SCHEDULES[scheduler.type]
+    params = checked(scheduler.params, section, "scheduler.params.", strict)
+    found: dict[str, Any] = {"kind": kind, "warmup": params.warmup_num_steps}
+    if isinstance(params, WarmupCosineParams):
+        low, least = params.warmup_min_ratio, optimizer["lr"] * params.cos_min_ratio
+    else:
+        low = least = params.warmup_min_lr
+        if params.warmup_max_lr is not None:
+            optimizer["lr"] = params.warmup_max_lr
+    if params.warmup_type == "log":
         notes.append("scheduler.params.warmup_type: log there, linear here")
-    low = params.get("warmup_min_lr", params.get("warmup_min_ratio", 0.0))
     if low:
         notes.append(f"scheduler: warm-up begins at {low} there, at 0 here")
-    if scheduler.type != "WarmupCosineLR" and "warmup_max_lr" in params:
-        optimizer["lr"] = params["warmup_max_lr"]
-    if scheduler.type != "WarmupLR":
-        found["decay_steps"] = params["total_num_steps"]
-        ratio = params.get("cos_min_ratio", 0.0001) if scheduler.type == "WarmupCosineLR" else 0.0
-        found["min_lr"] = optimizer["lr"] * ratio
+    if not isinstance(params, WarmupParams) or isinstance(params, WarmupDecayParams):
+        found |= {"decay_steps": params.total_num_steps, "min_lr": least}
     notes.append(
         "scheduler: step n there has the rate of step n - 2 here, since the first two have the smallest"
     )

@@ -50,6 +50,7 @@ def parse(
     defaults: Mapping[str, Any] | None = None,
     extra: ExtraArguments | None = None,
     ignore_unknown: bool = False,
+    others: Sequence[str] = (),
 ) -> Line:
     """Read a launch line.
 
@@ -58,6 +59,7 @@ def parse(
         defaults: values of attributes for which Megatron-LM has no default and that the line does not set.
         extra: adds a script's own flags to the parser, as Megatron-LM's ``extra_args_provider``.
         ignore_unknown: ignore unknown flags.
+        others: options that stand elsewhere, and that an unknown flag may mean.
 
     Raises:
         ConfigError: a flag that is not known, naming the nearest one, that is malformed or that Hexad cannot
@@ -73,7 +75,7 @@ def parse(
         parser = given_back if isinstance(given_back, argparse.ArgumentParser) else parser
     found, unknown = parser.parse_known_args(list(words))
     if unknown and not ignore_unknown:
-        raise _unknown(unknown[0], parser)
+        raise _unknown(unknown[0], parser, others)
     written = frozenset(vars(found))
     attributes, flags = vars(found), [flag for group in GROUPS.values() for flag in group]
     for flag in flags:
@@ -106,12 +108,14 @@ def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _unknown(word: str, parser: argparse.ArgumentParser) -> ConfigError:
+def _unknown(word: str, parser: argparse.ArgumentParser, others: Sequence[str]) -> ConfigError:
     """The error for a word that no flag takes."""
     if not word.startswith("-"):
         return ConfigError("hexad megatron", f"found the word {word!r} where a flag is expected")
     name = word.partition("=")[0]
-    known = {option for action in parser._actions for option in action.option_strings}
+    if name in others:
+        return ConfigError(name, "an option of hexad megatron; give it before --")
+    known = {*others, *(option for action in parser._actions for option in action.option_strings)}
     return ConfigError(name, f"not a flag of Megatron-LM that Hexad knows{did_you_mean(name, known)}")
 
 
@@ -138,7 +142,8 @@ def naming_flags() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        flags = [flag.name for group in GROUPS.values() for flag in group if flag.target == error.field]
+        setting = error.field.partition("[")[0]
+        flags = [flag.name for group in GROUPS.values() for flag in group if flag.target == setting]
         if not flags or error.field == "checkpoint.resume":
             raise
         raise ConfigError(error.field, f"{error.problem} ({' or '.join(flags[:3])})") from None

@@ -12,7 +12,8 @@ from hexad.config import ConfigError, HexadError
 
 from ..deepspeed.config import Batch, DeepSpeedConfig, read_keys, without_effect
 from ..deepspeed.keys import Keys, Offload
-from ..deepspeed.translate import settings_beside_optimizer
+from ..deepspeed.sections import given
+from ..deepspeed.translate import settings_beside_optimizer, shared_settings
 from .arguments import Line
 from .flags import FLAGS
 
@@ -41,19 +42,23 @@ _PRECISION = {
     "reduce": "communication_data_type",
     "accumulate": "data_types.grad_accum_dtype",
 }
-"""Settings of ``precision`` that the file determines where it enables fp16 or bf16, by DeepSpeed's defaults
-where it lacks the key."""
+"""Settings of ``precision`` that the file determines where it enables fp16 (by DeepSpeed's defaults where it
+lacks the key), or where it or the flags enable bf16."""
+
+_TOGETHER = {"precision.accumulate": "precision.reduce"}
+"""A setting without a flag -> one whose flag determines both."""
 
 
-def merge_file(tree: dict[str, dict[str, Any]], line: Line) -> list[str]:
+def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False) -> list[str]:
     """Add in place what the file of ``--deepspeed_config`` determines and the line does not.
 
     Args:
         tree: the settings of the flags.
         line: with what :func:`~hexad.compat.megatron.derive.derive` has added.
+        script: the line is a script's, whose ``deepspeed.initialize`` reads the whole file.
 
     Returns:
-        what the user should know.
+        what the user should know; nothing for a script.
 
     Raises:
         ConfigError: a file that cannot be read or honoured, or that contradicts the flags.
@@ -64,7 +69,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line) -> list[str]:
         alone, other = (
             ("--deepspeed", "--deepspeed_config") if used else ("--deepspeed_config", "--deepspeed")
         )
-        return [f"{alone}: no effect without {other}"] if used or path is not None else []
+        return [f"{alone}: no effect without {other}"] if (used or path is not None) and not script else []
     notes: list[str] = []
     with _naming(path):
         keys, content = read_keys(path)
@@ -80,21 +85,43 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line) -> list[str]:
             f"{keys.gradient_accumulation_steps}; make them equal, or change the number of ranks",
         )
     merge.determine("parallel.zero", _KEYS["parallel.zero"], keys.zero_optimization.stage)
-    stage = {"stage": tree["parallel"]["zero"]}  # on which the hysteresis depends
-    zero = {"zero_optimization": keys.zero_optimization.model_copy(update=stage)}
     with _naming(path):
-        config = DeepSpeedConfig(keys.model_copy(update=zero), batch, content)
-        found = settings_beside_optimizer(config, notes)
+        config = DeepSpeedConfig(_with_flags(keys, tree), batch, content)
+        found = shared_settings(config) if script else settings_beside_optimizer(config, notes)
     merge.determine("memory.offload", _KEYS["memory.offload"], found["memory"].get("offload", "none"))
     merge.determine("optimizer.clip", _KEYS["optimizer.clip"], keys.gradient_clipping)
     merge.precision(found["precision"])
     kind = tree["precision"]["dtype"]
     arguments.fp16, arguments.bf16 = kind == "fp16", kind == "bf16"
     arguments.zero_stage, arguments.clip_grad = tree["parallel"]["zero"], tree["optimizer"]["clip"]
-    sections = [name for name in ("optimizer", "scheduler") if getattr(keys, name) is not None]
-    notes += [f"{name}: no effect: the flags determine it" for name in sections]
-    notes += [f"{each}: no effect" for each in without_effect(keys)]
+    if script:
+        return []
+    notes += _of_flags(keys, kind) + [f"{each}: no effect" for each in without_effect(keys)]
     return [f"{path}: {note}" for note in notes]
+
+
+def _with_flags(keys: Keys, tree: dict[str, dict[str, Any]]) -> Keys:
+    """The keys with what the flags determine and other keys depend on."""
+    zero = keys.zero_optimization.model_copy(update={"stage": tree["parallel"]["zero"]})  # the hysteresis
+    update: dict[str, Any] = {"zero_optimization": zero}
+    precision = tree["precision"]
+    if precision["dtype"] == "bf16" and not keys.fp16.enabled:
+        update["bf16"] = keys.bf16.model_copy(update={"enabled": True})
+    if precision.get("reduce") == "bf16" and keys.communication_data_type is None:
+        update["communication_data_type"] = "bf16"
+    return keys.model_copy(update=update)
+
+
+def _of_flags(keys: Keys, dtype: str) -> list[str]:
+    """A note for each key of the file in whose place a flag has an effect."""
+    names = ("optimizer", "scheduler", "steps_per_print")
+    found = [
+        f"{name}: no effect: the flags determine it" for name in names if getattr(keys, name) is not None
+    ]
+    if dtype == "fp16" and not keys.fp16.enabled:
+        scaler = [key for key in _PRECISION.values() if key.startswith("fp16.")]
+        found += [f"{key}: no effect without fp16.enabled" for key in scaler if given(keys, key) is not None]
+    return found
 
 
 @contextmanager
@@ -109,6 +136,14 @@ def _naming(path: str) -> Iterator[None]:
 
 def _batch(tree: dict[str, dict[str, Any]], data_ranks: int) -> Batch:
     micro, total = tree["batch"]["micro"], tree["batch"]["global"]
+    if micro < 1:
+        raise ConfigError("--micro-batch-size", f"found {micro}, expected at least 1")
+    if total % (micro * data_ranks):
+        raise ConfigError(
+            "--global-batch-size",
+            f"found {total}, expected a multiple of --micro-batch-size {micro} x {data_ranks} data ranks = "
+            f"{micro * data_ranks}; change one of them",
+        )
     return Batch(micro, total // (micro * data_ranks), total)
 
 
@@ -129,7 +164,7 @@ class _Merge:
     def equal(self, setting: str, key: str) -> None:
         """Refuse another value of the file than that of the flags."""
         value = self._value(key)
-        if value is not None and value != self._known(setting):
+        if value not in (None, 0, self._known(setting)):  # 0: autotp_size off
             flag = next(flag.name for flag in FLAGS.values() if flag.target == setting)
             raise self._contradiction(flag, setting, key, value)
 
@@ -147,17 +182,25 @@ class _Merge:
         if found["dtype"] in kinds:
             self._set("precision.dtype", f"{found['dtype']}.enabled", found["dtype"])
             for name, key in _PRECISION.items():
+                setting, value = f"precision.{name}", self._value(key)
                 if name in found:
-                    self._set(f"precision.{name}", key, found[name])
+                    self._set(setting, key, found[name])
+                elif value == "fp32" or (value is not None and self._flags(setting)):
+                    self._set(setting, key, value)
 
     def _set(self, setting: str, key: str, value: Any) -> None:
-        flags = [flag for flag in FLAGS.values() if flag.target == setting]
-        written = [flag.name for flag in flags if flag.attribute in self.line.written]
+        written = self._flags(setting)
         if not written:
             group, name = setting.split(".")
             self.tree[group][name] = value
         elif self._value(key) is not None and value != self._known(setting):
             raise self._contradiction(written[0], setting, key, self._value(key))
+
+    def _flags(self, setting: str) -> list[str]:
+        """The flags on the line that determine a setting."""
+        targets = (setting, _TOGETHER.get(setting))
+        flags = [flag for flag in FLAGS.values() if flag.target in targets]
+        return [flag.name for flag in flags if flag.attribute in self.line.written]
 
     def _known(self, setting: str) -> Any:
         group, name = setting.split(".")
@@ -165,11 +208,7 @@ class _Merge:
 
     def _value(self, key: str) -> Any:
         """The file's; None if it has none."""
-        found: Any = self.keys
-        for part in key.split("."):
-            if found is None or part not in found.model_fields_set:
-                return None
-            found = getattr(found, part)
+        found = given(self.keys, key)
         return found.device if isinstance(found, Offload) else found
 
     def _contradiction(self, flag: str, setting: str, key: str, value: Any) -> ConfigError:

@@ -14,6 +14,7 @@ import torch
 from hexad.checkpoint.foreign import ForeignTensor, write_foreign
 from hexad.checkpoint.hugging_face_files import appearing, has_tokenizer
 from hexad.checkpoint.hugging_face_import import check_target, with_precision, with_tokenizer
+from hexad.compat.published import model_directory
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config, load_config
@@ -99,13 +100,13 @@ def import_checkpoint(
             no Adam moments; or ``to`` is not empty or cannot be written.
     """
     check_target(to)
+    folder = None if model.suffix in (".yaml", ".yml") else model_directory(model)
     given = TorchDistCheckpoint(source)
     args = given.common.get("args")
     options: Mapping[str, Any] = args.held if isinstance(args, Inert) else {}
     for name, wanted in _UNLIKE.items():
         if options.get(name, wanted) != wanted:
             raise HexadError(f"{given.directory}: args.{name}: found {options[name]}; supported: {wanted}")
-    folder = None if model.suffix in (".yaml", ".yml") else model if model.is_dir() else model.parent
     if folder is None:
         config = check(load_config(model))
     else:

@@ -72,7 +72,7 @@ def initialize_megatron(
     line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
     arguments, here = line.arguments, _here()
     derive(arguments, here.world)
-    translation = translated(line, need_data=False)
+    translation = translated(line, script=True)
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
     arguments.params_dtype = _dtype(arguments)
     arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0

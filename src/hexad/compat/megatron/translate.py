@@ -60,23 +60,24 @@ def _flow(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def translate(words: Sequence[str], world: int | None = None) -> Translation:
+def translate(words: Sequence[str], world: int | None = None, others: Sequence[str] = ()) -> Translation:
     """Translate a launch line.
 
     Args:
         words: the flags of ``pretrain_gpt.py`` and their values.
         world: number of ranks; None: as few as the degrees allow.
+        others: options of the command itself, which an unknown flag may mean.
 
     Raises:
         ConfigError: a flag that is not known, malformed, or that Hexad cannot honour.
     """
-    line = parse(words)
+    line = parse(words, others=others)
     derive(line.arguments, world)
     return translated(line)
 
 
-def translated(line: Line, need_data: bool = True) -> Translation:
-    """As :func:`translate`, of a completed namespace; without ``need_data`` it may name no data.
+def translated(line: Line, script: bool = False) -> Translation:
+    """As :func:`translate`, of a completed namespace; that of a script may name no data.
 
     Raises:
         ConfigError: as there.
@@ -86,7 +87,7 @@ def translated(line: Line, need_data: bool = True) -> Translation:
     directory = arguments.save or DEFAULT_DIRECTORY
     schedule, rounded = schedule_settings(arguments)
     notes += rounded
-    data = data_settings(arguments, directory, need_data)
+    data = data_settings(arguments, directory, need_data=not script)
     notes += data.notes
     model = model_settings(arguments)
     if data.vocab is not None:
@@ -112,7 +113,7 @@ def translated(line: Line, need_data: bool = True) -> Translation:
             "batches": max(arguments.eval_iters, 1),
         },
     }
-    notes += merge_file(tree, line)
+    notes += merge_file(tree, line, script)
     return Translation(tree, tuple(notes), data.files)
 
 

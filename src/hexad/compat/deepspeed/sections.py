@@ -1,0 +1,173 @@
+"""Checks of a group of DeepSpeed's keys, and the errors that name them. No torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from hexad.config import ConfigError
+from hexad.config.errors import did_you_mean
+
+from .keys import Section
+
+log = logging.getLogger("hexad")
+
+Checked = TypeVar("Checked", bound=Section)
+
+_OLDER = {
+    "": ("bfloat16",),
+    "zero_optimization.": (
+        "cpu_offload",
+        "cpu_offload_param",
+        "cpu_offload_use_pin_memory",
+        "stage3_gather_fp16_weights_on_model_save",
+    ),
+}
+"""Older spellings, which :class:`~hexad.compat.deepspeed.keys.Keys` replaces."""
+
+_FORMS = {"betas": "[beta1, beta2]"}
+"""Keys whose values have a form of their own."""
+
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a string",
+    "list": "a list",
+    "dict": "a section",
+    "model": "a section",
+}
+"""First word of a pydantic error's type -> what to write."""
+
+
+def nested(info: FieldInfo) -> type[Section] | None:
+    """The section that a key is."""
+    kinds = (info.annotation, *get_args(info.annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+
+
+def spelling(name: str, info: FieldInfo) -> str:
+    """A key as it stands in the file."""
+    return info.alias or name
+
+
+def field_of(section: type[Section] | None, key: str) -> FieldInfo | None:
+    """What a section has under a key; None: nothing."""
+    if section is None:
+        return None
+    fields = section.model_fields.items()
+    return next((info for name, info in fields if key in (name, info.alias)), None)
+
+
+def given(section: Section, key: str) -> Any:
+    """The value of a dotted key in what was read; None if it has none."""
+    found: Any = section
+    for part in key.split("."):
+        if found is None or part not in found.model_fields_set:
+            return None
+        found = getattr(found, part)
+    return found
+
+
+def checked(
+    tree: Mapping[str, Any], section: type[Checked], prefix: str = "", strict: bool = True
+) -> Checked:
+    """A section's values.
+
+    Args:
+        tree: what was read.
+        section: what it should be.
+        prefix: of its keys' names in errors, with a dot at the end.
+        strict: refuse unknown keys; otherwise warn about them.
+
+    Raises:
+        ConfigError: the first unknown or malformed key.
+    """
+    try:
+        return section.model_validate(tree if strict else known(tree, section, prefix))
+    except ValidationError as error:
+        raise _readable(error, section, prefix) from None
+
+
+def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> dict[str, Any]:
+    """The tree without unknown keys, about which it warns."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        info = field_of(section, key)
+        if info is None and key not in _OLDER.get(prefix, ()):
+            log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, _names(section)))
+            continue
+        inner = nested(info) if info is not None else None
+        inside = isinstance(value, Mapping) and inner is not None
+        found[key] = known(value, inner, f"{prefix}{key}.") if inside and inner else value
+    return found
+
+
+def _names(section: type[Section]) -> list[str]:
+    return [spelling(name, info) for name, info in section.model_fields.items()]
+
+
+def _readable(error: ValidationError, root: type[Section], prefix: str) -> ConfigError:
+    """The first problem of a pydantic error as key, value found, and fix."""
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    parts, section = _located(problem["loc"], root)
+    name = prefix + ".".join(parts)
+    if problem["type"] == "extra_forbidden":
+        return ConfigError(name, f"unknown key{_hint(parts[-1], section, root)}")
+    if problem["type"] == "missing" and len(parts) == len(problem["loc"]):
+        return ConfigError(name, "is missing; give it")
+    # Of what a key may be, each alternative is a problem of its own.
+    same = [each for each in problems if _located(each["loc"], root)[0] == parts]
+    expected = " or ".join(dict.fromkeys(_expectation(each["type"], each["msg"]) for each in same))
+    form = _FORMS.get(parts[-1])
+    value = problem["input"]
+    found = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return ConfigError(name, f"found {found}, expected {form or expected}")
+
+
+def _located(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], type[Section]]:
+    """The key of a pydantic error's location, which names tried alternatives too, and its section."""
+    section, parts = root, list[str]()
+    for part in location:
+        parts.append(str(part))
+        info = field_of(section, str(part))
+        inner = nested(info) if info is not None else None
+        if inner is None:
+            break
+        section = inner
+    return parts, section
+
+
+def _expectation(kind: str, message: str) -> str:
+    if kind == "finite_number":
+        return "a finite number"
+    name, _, rest = kind.partition("_")
+    if name in _KINDS and rest in ("parsing", "type", "from_float", "attributes_type"):
+        return _KINDS[name]
+    return message.removeprefix("Input should be ").removeprefix("Value error, ")
+
+
+def _hint(key: str, section: type[Section], root: type[Section]) -> str:
+    """Which key an unknown one may mean."""
+    elsewhere = _elsewhere(key, root, "")
+    if elsewhere is not None:
+        return f" (did you mean '{elsewhere}'?)"
+    return did_you_mean(key, _names(section)) or f"; known here: {', '.join(_names(section))}"
+
+
+def _elsewhere(key: str, section: type[Section], prefix: str) -> str | None:
+    """The dotted name of a key in any section."""
+    for name, info in section.model_fields.items():
+        if key in (name, info.alias):
+            return prefix + spelling(name, info)
+        inner = nested(info)
+        found = _elsewhere(key, inner, f"{prefix}{spelling(name, info)}.") if inner is not None else None
+        if found is not None:
+            return found
+    return None

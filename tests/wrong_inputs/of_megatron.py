@@ -38,6 +38,9 @@ _MORE = (
     ),
 )
 _SETTINGS = (
+    ("--mock-data --micro-batch-size 0", "--micro-batch-size: found 0, expected at least 1"),
+    ("--mock-data --num-attention-heads 0", "--num-attention-heads: found 0, expected at least 1"),
+    ("--mock-data --lr-warmup-fraction nan", "--lr-warmup-fraction: found nan, expected a number from 0"),
     ("--mock-data --lr -1", "optimizer.lr: found -1.0, expected"),
     ("--mock-data --adam-beta1 2", "optimizer.betas[0]: found 2.0"),
     ("--mock-data --seq-length 32", "data.sequence: found 32"),

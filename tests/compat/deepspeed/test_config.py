@@ -97,6 +97,14 @@ def sizes(given: tuple[Any, ...]) -> dict[str, int]:
             "optimizer.params.lr: found auto, which transformers' Trainer fills in; give a value",
         ),
         ({"amp": {"enabled": True}}, "amp: found it enabled, which is not supported: use fp16 or bf16"),
+        (
+            {"torch_autocast": {"dtype": [1]}},
+            "torch_autocast.dtype: found [1], expected 'bfloat16' or 'float16'",
+        ),
+        (
+            {"checkpoint": {"tag_validation": "x"}},
+            "checkpoint.tag_validation: found 'x', expected 'Ignore', 'Warn' or 'Fail'",
+        ),
         ({"optimizer": {"params": {}}}, "optimizer.type: is missing; give it"),
         ({"optimizer": 3}, "optimizer: found 3, expected a section"),
         ({"gradient_clipping": "x"}, "gradient_clipping: found 'x', expected a number"),
@@ -218,6 +226,8 @@ def test_what_cannot_be_honoured_is_refused(name: str) -> None:
             "bias_correction: found false, expected true: AdamW always",
         ),
         ({"betas": 0.9}, None, "optimizer.params.betas: found 0.9, expected [beta1, beta2]"),
+        ({"betas": [0.9, 2]}, None, "optimizer.params.betas: found 2, expected less than 1"),
+        ({"max_grad_norm": "x"}, None, "optimizer.params.max_grad_norm: found 'x', expected a number"),
         ({"betas": [0.9]}, None, "optimizer.params.betas: found [0.9], expected [beta1, beta2]"),
         (
             {"lr": "fast"},

@@ -49,11 +49,20 @@ class DeepSpeedConfig:
 
     @property
     def clip(self) -> float:
-        """The largest gradient norm; 0 for none."""
+        """The largest gradient norm; 0 for none.
+
+        Raises:
+            ConfigError: ``optimizer.params.max_grad_norm`` is no norm.
+        """
         params = {} if self.keys.optimizer is None else self.keys.optimizer.params
-        if "max_grad_norm" in params and "gradient_clipping" not in self.keys.model_fields_set:
-            return float(params["max_grad_norm"])
-        return self.keys.gradient_clipping
+        limit = params.get("max_grad_norm")
+        if limit is None or "gradient_clipping" in self.keys.model_fields_set:
+            return self.keys.gradient_clipping
+        if not isinstance(limit, int | float) or not limit >= 0:
+            raise ConfigError(
+                "optimizer.params.max_grad_norm", f"found {limit!r}, expected a number that is not negative"
+            )
+        return float(limit)
 
     @property
     def dtype(self) -> str:

@@ -90,8 +90,9 @@ class Autocast(Section):
             "fp16": "float16",
             "torch.float16": "float16",
         }
-        if isinstance(value, dict) and value.get("dtype") in names:
-            return {**value, "dtype": names[value["dtype"]]}
+        found = value.get("dtype") if isinstance(value, dict) else None
+        if isinstance(found, str) and found in names:
+            return {**value, "dtype": names[found]}
         return value
 
 
@@ -277,8 +278,9 @@ class Checkpoint(Section):
     @model_validator(mode="before")
     @classmethod
     def _capitals(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("tag_validation"), str):
-            return {**value, "tag_validation": value["tag_validation"].capitalize()}
+        found = value.get("tag_validation") if isinstance(value, dict) else None
+        if isinstance(found, str) and found.lower() in ("ignore", "warn", "fail"):
+            return {**value, "tag_validation": found.capitalize()}
         return value
 
 

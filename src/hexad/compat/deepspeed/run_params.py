@@ -10,6 +10,7 @@ from .keys import Section
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[Finite, Field(ge=0)]
+Beta = Annotated[Finite, Field(ge=0, lt=1)]
 Steps = Annotated[int, Field(ge=1)]
 
 
@@ -31,7 +32,7 @@ class AdamParams(Section):
     """Of Adam and AdamW, from DeepSpeed or torch."""
 
     lr: Rate = 1e-3
-    betas: tuple[Finite, Finite] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Rate = 1e-8
     weight_decay: Rate = 0.0
     adam_w_mode: bool = True

@@ -33,6 +33,8 @@ _OLDER = {
 _FORMS = {"betas": "[beta1, beta2]"}
 """Keys whose values have a form of their own."""
 
+_BOUNDS = ("greater_than_equal", "less_than", "finite_number")
+
 _KINDS = {
     "int": "an integer",
     "float": "a number",
@@ -125,7 +127,7 @@ def _readable(error: ValidationError, root: type[Section], prefix: str) -> Confi
     # Of what a key may be, each alternative is a problem of its own.
     same = [each for each in problems if _located(each["loc"], root)[0] == parts]
     expected = " or ".join(dict.fromkeys(_expectation(each["type"], each["msg"]) for each in same))
-    form = _FORMS.get(parts[-1])
+    form = None if problem["type"] in _BOUNDS else _FORMS.get(parts[-1])
     value = problem["input"]
     found = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return ConfigError(name, f"found {found}, expected {form or expected}")

@@ -136,8 +136,6 @@ def _naming(path: str) -> Iterator[None]:
 
 def _batch(tree: dict[str, dict[str, Any]], data_ranks: int) -> Batch:
     micro, total = tree["batch"]["micro"], tree["batch"]["global"]
-    if micro < 1:
-        raise ConfigError("--micro-batch-size", f"found {micro}, expected at least 1")
     if total % (micro * data_ranks):
         raise ConfigError(
             "--global-batch-size",

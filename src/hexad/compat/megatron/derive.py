@@ -26,11 +26,14 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
         world: number of ranks; None: as few as the degrees allow.
 
     Raises:
-        ConfigError: a required flag is missing, or flags exclude each other.
+        ConfigError: a required flag is missing, a size is not positive, or flags exclude each other.
     """
-    for name in _REQUIRED:
-        if getattr(arguments, name) is None:
-            raise ConfigError(f"--{name.replace('_', '-')}", "is missing; give it")
+    for name in (*_REQUIRED, "global_batch_size"):
+        value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value is None and name in _REQUIRED:
+            raise ConfigError(flag, "is missing; give it")
+        if value is not None and value < 1:
+            raise ConfigError(flag, f"found {value}, expected at least 1")
     _layout(arguments, world)
     _model(arguments)
     _exclude(arguments, "--fp16", "--bf16")

@@ -43,6 +43,10 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
     given = iterations("lr_decay")
     decay = float(steps) if given is None else given
     if arguments.lr_warmup_fraction is not None:
+        if not 0 <= arguments.lr_warmup_fraction <= 1:
+            raise ConfigError(
+                "--lr-warmup-fraction", f"found {arguments.lr_warmup_fraction}, expected a number from 0 to 1"
+            )
         warmup = rounded("--lr-warmup-fraction", arguments.lr_warmup_fraction * decay)
     else:
         warmup = rounded(f"--lr-warmup-{unit}", iterations("lr_warmup") or 0.0)

@@ -311,6 +311,24 @@ def _refusals() -> list[str]:
     return found
 
 
+def _degree_of_the_file(size: int) -> str:
+    from hexad.compat import deepspeed
+
+    line = [*SIZES, *GROUPED, "--tensor-model-parallel-size", "2"]
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"autotp_size": size}}
+    with script(*line, world=False):
+        try:
+            deepspeed.initialize(model=megatron.GPTModel(), config=config)
+        except HexadError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_the_file_names_the_degree_of_the_model(pool: Pool) -> None:
+    assert pool.run(2, _degree_of_the_file, 2) == ["accepted", "accepted"]
+    assert all("found 4, but the GPTModel" in text for text in pool.run(2, _degree_of_the_file, 4))
+
+
 def test_tied_embeddings_and_refusals(pool: Pool) -> None:
     one, two = pool.run(2, _tied, "1f1b")
     assert one == two and float(one) > 0

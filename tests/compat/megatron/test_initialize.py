@@ -78,6 +78,11 @@ def _alone() -> None:
             megatron.get_tokenizer()
     with pytest.raises(ConfigError, match="--what: not a flag"), script(*NO_DATA, "--what"):
         pass
+    with (
+        pytest.raises(ConfigError, match=r"norm_eps: .* \(--norm-epsilon\)"),
+        script(*NO_DATA, "--norm-epsilon", "-1"),
+    ):
+        pass
 
 
 def test_world_of_one(pool: Pool) -> None:

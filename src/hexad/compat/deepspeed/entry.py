@@ -18,6 +18,7 @@ from hexad.model.transformer import Transformer
 from .. import world
 from .config import read_config
 from .engine import DeepSpeedEngine
+from .keys import Keys
 from .pipe import PipelineModule
 from .pipe_engine import PipelineEngine
 
@@ -72,7 +73,7 @@ def initialize(
     _log_to_terminal()
     source = _source(args, config, config_params)
     device = world.join()
-    kind, data_ranks = _kind(model)
+    kind, data_ranks, tensor = _kind(model)
     if kind is DeepSpeedEngine:
         _check_model_parallel(mpu, mesh_param)
     checked = read_config(source, data_ranks, strict)
@@ -81,15 +82,7 @@ def initialize(
         raise ConfigError(
             "data_parallel_size", f"found {keys.data_parallel_size} in a world of {data_ranks} data ranks"
         )
-    for name, degree in (
-        ("tensor_parallel.autotp_size", keys.tensor_parallel.autotp_size),
-        ("sequence_parallel_size", keys.sequence_parallel_size),
-    ):
-        if degree > 1:
-            raise HexadError(
-                f"{name}: found {degree}, but a user-defined module is not divided; use 1, or one of Hexad's "
-                "models (hexad config from-deepspeed)"
-            )
+    _check_degrees(keys, tensor)
     engine = kind(
         model, checked, device, optimizer, model_parameters, lr_scheduler, training_data, collate_fn
     )
@@ -120,10 +113,10 @@ def _log_to_terminal() -> None:
         log.setLevel(logging.INFO)
 
 
-def _kind(model: nn.Module) -> tuple[type[DeepSpeedEngine], int]:
-    """The class of a model's engine, and the number of data ranks."""
+def _kind(model: nn.Module) -> tuple[type[DeepSpeedEngine], int, int | None]:
+    """The class of a model's engine, the number of data ranks, and of a ``GPTModel`` that of tensor ranks."""
     if isinstance(model, PipelineModule):
-        return PipelineEngine, model.mesh.data.size
+        return PipelineEngine, model.mesh.data.size, None
     if isinstance(model, Transformer):
         from hexad.compat.megatron.gpt import GPTModel
         from hexad.compat.megatron.parallel_state import get_mesh
@@ -131,8 +124,23 @@ def _kind(model: nn.Module) -> tuple[type[DeepSpeedEngine], int]:
         from .megatron_engine import MegatronEngine
 
         if isinstance(model, GPTModel):
-            return MegatronEngine, get_mesh().data.size
-    return DeepSpeedEngine, world.world_size()
+            mesh = get_mesh()
+            return MegatronEngine, mesh.data.size, mesh.tensor.size
+    return DeepSpeedEngine, world.world_size(), None
+
+
+def _check_degrees(keys: Keys, tensor: int | None) -> None:
+    """Refuse degrees other than the model's; ``tensor`` is that of a ``GPTModel``."""
+    what = "a user-defined module is not divided" if tensor is None else "the GPTModel is not divided so"
+    for name, degree, has in (
+        ("tensor_parallel.autotp_size", keys.tensor_parallel.autotp_size, tensor or 1),
+        ("sequence_parallel_size", keys.sequence_parallel_size, 1),
+    ):
+        if degree > 1 and degree != has:
+            raise HexadError(
+                f"{name}: found {degree}, but {what}; use {has}, or hexad train with one of Hexad's models "
+                "(hexad config from-deepspeed)"
+            )
 
 
 def _check_model_parallel(mpu: Any, mesh_param: Any) -> None:

@@ -19,6 +19,7 @@ from hexad.resolve import Resolved, resolve
 from hexad.train.engine import Engine
 
 from . import parallel_state
+from .arguments import naming_flags
 from .cross_entropy import vocab_parallel_cross_entropy
 from .initialize import get_args, get_config
 from .mappings import gather_from_tensor_model_parallel_region
@@ -36,7 +37,8 @@ def resolved_model() -> Resolved:
     if vocab is None:
         raise HexadError("--vocab-size: is missing; GPTModel needs it, or --tokenizer-type")
     model = config.model.model_copy(update={"vocab": vocab})
-    return resolve(config.model_copy(update={"model": model}), parallel_state.get_mesh().layout)
+    with naming_flags():
+        return resolve(config.model_copy(update={"model": model}), parallel_state.get_mesh().layout)
 
 
 def check_tied(one_rank: bool, zero: int) -> None:

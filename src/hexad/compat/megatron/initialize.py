@@ -21,7 +21,7 @@ from hexad.model.transformer import factored_mesh
 from hexad.train.environment import Environment, environment
 
 from . import parallel_state
-from .arguments import ExtraArguments, parse
+from .arguments import ExtraArguments, naming_flags, parse
 from .derive import derive
 from .tokenizer import Tokenizer, build_tokenizer
 from .translate import Translation, translated
@@ -81,7 +81,8 @@ def initialize_megatron(
             print(f"hexad: {note}", file=sys.stderr)
     if not skip_mpu_initialization:
         _start(arguments)
-        _divide_heads(load_config(translation.tree, settings))
+        with naming_flags():
+            _divide_heads(load_config(translation.tree, settings))
     tokenizer = build_tokenizer(translation, arguments)
     _started = _Started(arguments, translation, tokenizer, settings)
 
@@ -169,4 +170,5 @@ def get_config() -> Config:
         ConfigError: settings that do not fit each other.
     """
     started = _current()
-    return load_config(started.translation.tree, started.settings)
+    with naming_flags():
+        return load_config(started.translation.tree, started.settings)

@@ -7,6 +7,7 @@ from .agreement import (
     first_difference,
     from_first,
     handed_out,
+    identical,
     merged,
     merging,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "first_difference",
     "from_first",
     "gather_objects",
+    "identical",
     "handed_out",
     "merged",
     "merging",

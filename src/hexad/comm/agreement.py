@@ -193,6 +193,33 @@ def first_difference(value: object, axis: Axis) -> tuple[Any, int, Any] | None:
     return None if rank is None else (values[0], rank, values[rank])
 
 
+def identical(what: str, value: object, axis: Axis) -> None:
+    """See that all ranks have the same value.
+
+    Args:
+        what: for the message; of a tree of dictionaries the leaf that differs is named, with ``settings``
+            without a prefix.
+        value: this rank's.
+        axis: of all ranks.
+
+    Raises:
+        AgreedError: they do not; names two ranks and what they have.
+    """
+    difference = first_difference(value, axis)
+    if difference is not None:
+        first, rank, other = difference
+        name, ours, theirs = _leaf(what, first, other)
+        raise AgreedError(f"{name}: rank 0 has {ours}, rank {rank} has {theirs}; all ranks need the same")
+
+
+def _leaf(name: str, one: object, other: object) -> tuple[str, object, object]:
+    """The first leaf in which two trees of settings differ: its dotted name and both values."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        key = next(key for key in one if one[key] != other[key])
+        return _leaf(key if name == "settings" else f"{name}.{key}", one[key], other[key])
+    return name, one, other
+
+
 def _lowest(one: dict[bytes, int], other: dict[bytes, int]) -> dict[bytes, int]:
     """The lowest rank of each hash; of a few hashes only."""
     found = sorted((other | one).items(), key=lambda item: item[1])

@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hexad.comm import CommError, Trace, agreed, first_difference, merged
-from hexad.config import AgreedError, Config, ConfigError, HexadError
+from hexad.comm import CommError, Trace, agreed, identical, merged
+from hexad.config import Config, ConfigError, HexadError
 from hexad.parallel.pointwise import missing_compiler
 from hexad.resolve import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
@@ -67,19 +67,7 @@ class Run:
         Raises:
             AgreedError: they do not; names two ranks and what they have.
         """
-        difference = first_difference(value, self.mesh.world)
-        if difference is not None:
-            first, rank, other = difference
-            name, ours, theirs = _difference(what, first, other)
-            raise AgreedError(f"{name}: rank 0 has {ours}, rank {rank} has {theirs}; all ranks need the same")
-
-
-def _difference(name: str, one: object, other: object) -> tuple[str, object, object]:
-    """The first leaf in which two trees of settings differ: its dotted name and both values."""
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        key = next(key for key in one if one[key] != other[key])
-        return _difference(key if name == "settings" else f"{name}.{key}", one[key], other[key])
-    return name, one, other
+        identical(what, value, self.mesh.world)
 
 
 def pick_device(setting: str, here: Environment) -> torch.device:

@@ -160,7 +160,11 @@ def test_clipping() -> None:
     assert read_config({"train_batch_size": 1, "gradient_clipping": 0}, 1).clip == 0.0
     adam = {"type": "Adam", "params": {"max_grad_norm": 0.5}}
     assert read_config({"train_batch_size": 1, "optimizer": adam}, 1).clip == 0.5
-    assert read_config({"train_batch_size": 1, "optimizer": adam, "gradient_clipping": 2.0}, 1).clip == 2.0
+    assert read_config({"train_batch_size": 1, "optimizer": adam, "gradient_clipping": 0.5}, 1).clip == 0.5
+    with pytest.raises(
+        ConfigError, match=r"max_grad_norm: found 0\.5 with gradient_clipping 2\.0; remove it"
+    ):
+        _ = read_config({"train_batch_size": 1, "optimizer": adam, "gradient_clipping": 2.0}, 1).clip
 
 
 def test_keys_without_effect_are_named_with_the_reason() -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -496,135 +495,62 @@ def test_a_scheduler_of_torch_is_made_of_the_optimizer(recwarn: pytest.WarningsR
     assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
 
 
-# Mistakes
+@pytest.mark.parametrize(("stage", "of_engine", "of_optimizer"), [(0, 2, 2), (1, 2, 2), (2, 3, 3), (3, 3, 2)])
+def test_gradients_are_discarded_as_in_deepspeed(stage: int, of_engine: int, of_optimizer: int) -> None:
+    """Measured with the package: by how much a weight changes, in units of the first gradient."""
+
+    def change(which: str) -> float:
+        model = nn.Linear(4, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=2.0)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0,
+            "zero_optimization": {"stage": stage},
+        }
+        engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config)
+        before = engine.module_state_dict()["weight"]
+        for size in (1.0, 2.0):
+            {"engine": engine, "optimizer": optimizer}[which].zero_grad()
+            engine.backward(engine(torch.full((1, 4), size)).sum())
+            engine.step()
+        assert engine.global_steps == 1
+        return float((before - engine.module_state_dict()["weight"]).mean())
+
+    assert change("engine") == pytest.approx(of_engine)
+    assert change("optimizer") == pytest.approx(of_optimizer)
 
 
-def mistake(kind: str) -> None:
-    if kind == "no model":
-        deepspeed.initialize(config={"train_batch_size": 1})
-    if kind == "no configuration":
-        deepspeed.initialize(model=Mlp())
-    if kind == "no optimizer":
-        engine, *_ = deepspeed.initialize(model=Mlp(), config={"train_batch_size": 1})
-        engine.backward(engine(*batch_of("mlp", 0, 0)))
-    engine = engine_of(2 if kind == "no_sync" else 0)
-    if kind == "step":
-        engine.step()
-    if kind == "save_dir":
-        engine.save_checkpoint("")
-    if kind == "scheduler":
-        config = {key: value for key, value in config_of(0).items() if key != "scheduler"}
-        other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(Mlp().parameters()), 1)
-        deepspeed.initialize(model=Mlp(), config=config, lr_scheduler=other)
-    if kind == "state_dict":
-        engine_of(3).module.state_dict()
-    if kind == "graph":
-        engine.backward(torch.zeros(()))
-    if kind == "shape":
-        engine.backward(torch.zeros(2, requires_grad=True))
-    if kind == "no_sync":
-        with engine.no_sync():
-            pass
-    if kind == "optimizer.step":
-        engine.optimizer.step()
-    if kind in WRONG_CALLS:
-        WRONG_CALLS[kind](engine)
-    if kind == "name":
-        getattr(deepspeed, "initialise")  # noqa: B009
-    if kind == "parallel":
-        deepspeed.initialize(model=Mlp(), config=config_of(0, tensor_parallel={"autotp_size": 2}))
-
-
-def adam(**params: Any) -> dict[str, Any]:
-    return config_of(0, optimizer={"type": "Adam", "params": params})
-
-
-WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
-    "misspelt": lambda _: deepspeed.initialize(model=Mlp(), config=adam(weigth_decay=0.9)),
-    "betas": lambda _: deepspeed.initialize(model=Mlp(), config=adam(betas=0.9)),
-    "other parameters": lambda _: deepspeed.initialize(
-        model=(model := Mlp()),
-        model_parameters=[*model.parameters(), nn.Parameter(torch.ones(1))],
-        config=config_of(0),
-    ),
-    "config": lambda _: deepspeed.initialize(model=Mlp(), config=3),
-    "model": lambda _: deepspeed.initialize(model=3, config=config_of(0)),
-    "lr_scheduler": lambda _: deepspeed.initialize(model=Mlp(), config=adam(), lr_scheduler="adam"),
-    "client_state": lambda engine: engine.save_checkpoint("unused", client_state=[1]),
-    "save_filename": lambda engine: engine.save_16bit_model("unused", "a/b.bin"),
-    "load_dir": lambda engine: engine.load_checkpoint(None),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("no model", "initialize: found no model"),
-        ("no configuration", "initialize: found no configuration"),
-        ("no optimizer", "backward: the engine has no optimizer"),
-        ("step", "step: found no backward pass since the last update"),
-        ("save_dir", "save_checkpoint: found save_dir '', expected a directory"),
-        ("scheduler", "lr_scheduler: found one of another optimizer"),
-        ("graph", r"backward: found shape \(\), requires_grad False, expected a scalar loss with a graph"),
-        ("shape", r"backward: found shape \(2,\), requires_grad True"),
-        ("no_sync", "no_sync: found zero_optimization.stage 2"),
-        ("state_dict", "state_dict: found ZeRO stage 3, which shards the values"),
-        ("optimizer.step", "call engine.step"),
-        ("misspelt", "optimizer.params: found .*weigth_decay"),
-        ("betas", "optimizer.params: found .*'betas': 0.9"),
-        ("other parameters", r"optimizer: found 1 of 12 parameters that the model does not have"),
-        ("config", "config: found a int, expected a path"),
-        ("model", "initialize: found a model of type int"),
-        ("lr_scheduler", "lr_scheduler: found 'adam', expected a scheduler"),
-        ("client_state", "client_state: found a list, expected a dictionary"),
-        ("save_filename", "save_filename: found 'a/b.bin', expected a name without a directory"),
-        ("load_dir", "load_checkpoint: found load_dir None"),
-        ("parallel", "tensor_parallel.autotp_size: found 2, but a user-defined module is not divided"),
-    ],
-)
-def test_mistakes_are_named(kind: str, message: str) -> None:
-    with pytest.raises(HexadError, match=message):
-        mistake(kind)
-
-
-def test_unknown_names_are_refused_with_what_there_is() -> None:
-    with pytest.raises(AttributeError, match=r"it has .*initialize"):
-        mistake("name")
-
-
-class Rows(torch.optim.Optimizer):
-    """Not elementwise: every row is divided by its norm."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    grad = parameter.grad
-                    parameter.sub_(group["lr"] * grad / grad.norm(dim=-1, keepdim=True).clamp_min(1e-6))
-
-
-def by_rows(stage: int, **more: Any) -> torch.Tensor:
+def test_a_step_of_discarded_gradients_changes_nothing() -> None:
     torch.manual_seed(5)
-    module = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, **more}
-    engine, *_ = deepspeed.initialize(model=module, optimizer=Rows(module.parameters(), 0.1), config=config)
-    engine.backward(engine(torch.ones(2, 7)).square().sum())
+    module = Mlp()
+    sgd = torch.optim.SGD(module.parameters(), lr=1.0)
+    config = {"train_micro_batch_size_per_gpu": 3}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=sgd, config=config)
+    before = engine.module_state_dict()
+    engine.backward(engine(*batch_of("mlp", 0, 0)))
+    engine.zero_grad()
     engine.step()
-    return engine.module_state_dict()["0.weight"]
+    now = engine.module_state_dict()
+    assert engine.get_global_grad_norm() == 0 and all(torch.equal(before[name], now[name]) for name in now)
+    steps(engine, 1, 2)
+    assert engine.get_global_grad_norm() > 0
 
 
-def test_an_optimizer_of_complete_parameters_is_not_given_shards(pool: Pool) -> None:
-    torch.manual_seed(5)
-    module = nn.Sequential(nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
-    optimizer = Rows(module.parameters(), 0.1)
-    loss = module(torch.ones(2, 7)).square().sum()
-    loss.backward()
-    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    optimizer.step()
-    torch.testing.assert_close(pool.run(2, by_rows, 0)[0], module[0].weight.detach())
-    with pytest.raises(RankError, match="found 1 with Rows, which may need complete parameters"):
-        pool.run(2, by_rows, 1)
+def test_batch_sizes_can_be_changed_between_steps() -> None:
+    engine = engine_of(1, gradient_accumulation_steps=2)
+    steps(engine, 0, 1)
+    engine.set_train_batch_size(12)
+    assert engine.get_batch_info() == (12, 3, 4) and engine.global_steps == 1
+    assert len(steps(engine, 1, 3)) == 2 and engine.global_steps == 3
+    expected = engine_of(1, gradient_accumulation_steps=4)
+    expected_norm = (steps(expected, 0, 1), expected.get_global_grad_norm())[1]
+    fresh = engine_of(1, gradient_accumulation_steps=2)
+    fresh.set_train_batch_size(12)
+    steps(fresh, 0, 1)
+    assert fresh.get_global_grad_norm() == pytest.approx(expected_norm, rel=1e-6)
+    fresh.set_train_micro_batch_size(5)
+    assert fresh.get_batch_info() == (20, 5, 4)
+    fresh.backward(fresh(*batch_of("mlp", 0, 0)))
+    with pytest.raises(HexadError, match="found accumulated gradients"):
+        fresh.set_train_batch_size(40)

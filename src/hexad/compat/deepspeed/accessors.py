@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hexad.config.errors import did_you_mean
+from hexad.train.environment import environment
+
 if TYPE_CHECKING:
     from hexad.train.engine import Engine
 
     from .config import DeepSpeedConfig
+
+
+_OF_MODULES = frozenset(dir(nn.Module))
 
 
 class Accessors(nn.Module):
@@ -37,7 +43,12 @@ class Accessors(nn.Module):
             module = self.__dict__.get("_modules", {}).get("_module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
-            raise
+            names = {*vars(self), *dir(type(self))} - _OF_MODULES
+            own = sorted(each for each in names if not each.startswith("_"))
+            hint = did_you_mean(name, own)
+            raise AttributeError(
+                f"{type(self).__name__} and its module have no {name!r}{hint or '; see docs/deepspeed.md'}"
+            ) from None
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -48,6 +59,11 @@ class Accessors(nn.Module):
     def global_rank(self) -> int:
         """This rank's number."""
         return self._engine.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its host."""
+        return environment().local_rank
 
     @property
     def world_size(self) -> int:
@@ -71,6 +87,11 @@ class Accessors(nn.Module):
         """Backward passes of a step."""
         return self._config.batch.accumulation
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, samples of a backward pass, and backward passes of a step."""
+        batch = self._config.batch
+        return batch.total, batch.micro, batch.accumulation
+
     def gradient_clipping(self) -> float:
         """The largest gradient norm; 0 for none."""
         return self._engine.optimizer.clip
@@ -90,6 +111,10 @@ class Accessors(nn.Module):
     def bfloat16_enabled(self) -> bool:
         """Whether parameters are bf16."""
         return self._config.keys.bf16.enabled
+
+    def wall_clock_breakdown(self) -> bool:
+        """As configured; it has no effect."""
+        return self._config.keys.wall_clock_breakdown
 
     def steps_per_print(self) -> int | None:
         """Steps between lines of the log."""
@@ -124,9 +149,6 @@ class Accessors(nn.Module):
         """Of every group."""
         for group in [] if self.basic_optimizer is None else self.basic_optimizer.param_groups:
             group["lr"] = lr
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """No effect: the first gradient of a step overwrites the previous one."""
 
     def empty_partition_cache(self) -> None:
         """Nothing: complete values of sharded parameters are released after use."""

@@ -50,7 +50,7 @@ class Checkpoints(Accessors):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what :meth:`save_checkpoint` has saved, in any layout; all ranks together.
 
         Args:
@@ -64,10 +64,10 @@ class Checkpoints(Accessors):
             custom_load_fn: None.
 
         Returns:
-            the directory and the ``client_state``; (None, {}) where ``load_dir`` names no latest one.
+            the directory and the ``client_state``; (None, None) where ``load_dir`` names no latest one.
 
         Raises:
-            HexadError: it is damaged, of another module, or was written by DeepSpeed.
+            HexadError: it is damaged, of another module, or was written by DeepSpeed; or ranks name others.
         """
         if custom_load_fn is not None:
             raise HexadError(

@@ -52,15 +52,20 @@ class DeepSpeedConfig:
         """The largest gradient norm; 0 for none.
 
         Raises:
-            ConfigError: ``optimizer.params.max_grad_norm`` is no norm.
+            ConfigError: ``optimizer.params.max_grad_norm`` is no norm, or contradicts ``gradient_clipping``.
         """
         params = {} if self.keys.optimizer is None else self.keys.optimizer.params
         limit = params.get("max_grad_norm")
-        if limit is None or "gradient_clipping" in self.keys.model_fields_set:
+        if limit is None:
             return self.keys.gradient_clipping
         if not isinstance(limit, int | float) or not limit >= 0:
             raise ConfigError(
                 "optimizer.params.max_grad_norm", f"found {limit!r}, expected a number that is not negative"
+            )
+        if "gradient_clipping" in self.keys.model_fields_set and self.keys.gradient_clipping != limit:
+            raise ConfigError(
+                "optimizer.params.max_grad_norm",
+                f"found {limit} with gradient_clipping {self.keys.gradient_clipping}; remove it",
             )
         return float(limit)
 
@@ -263,6 +268,18 @@ def batch_sizes(keys: Keys, ranks: int) -> Batch:
             f"{steps} x {ranks} data ranks = {micro * steps * ranks}; change one of them",
         )
     return Batch(micro, steps, total)
+
+
+def effective(section: BaseModel) -> dict[str, Any]:
+    """The values of a section that change what is computed, as a tree: all ranks need the same."""
+    found: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            found[spelling(name, info)] = effective(value)
+        elif not _has_no_effect(info) and name != "steps_per_print":
+            found[spelling(name, info)] = value
+    return found
 
 
 def without_effect(keys: Keys) -> list[str]:

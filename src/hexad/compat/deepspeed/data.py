@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from hexad.config import HexadError
 from hexad.topology.mesh import Axis
 
 
@@ -71,7 +72,17 @@ def loader_of(
         sampler: of this rank's samples, in place of one over all data ranks.
         shuffle: in every pass, without a sampler.
         workers: processes that load; 0 loads in this one.
+
+    Raises:
+        HexadError: it is neither.
     """
+    if not isinstance(dataset, IterableDataset) and not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise HexadError(
+            f"training_data: found a {type(dataset).__name__}, expected a data set with a length and "
+            "numbered samples, or a torch.utils.data.IterableDataset; pass loaders to train_batch"
+        )
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=shuffle)
     return Loader(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,10 +18,9 @@ from hexad.train.engine import Engine
 from .. import world
 from . import gathered
 from .checkpoints import Checkpoints
-from .config import DeepSpeedConfig, without_effect
+from .config import Batch, DeepSpeedConfig, without_effect
 from .data import Loader, loader_of
-from .lr_schedules import SCHEDULES
-from .optimizers import EngineOptimizer, Parameters, client_optimizer, trained
+from .optimizers import EngineOptimizer, Parameters, client_optimizer, client_scheduler, trained
 from .translate import engine_config
 
 log = logging.getLogger("hexad")
@@ -83,14 +83,16 @@ class DeepSpeedEngine(Checkpoints):
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
         gathered.register(self._engine)
-        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine)
+        self.optimizer = (
+            None if basic is None else EngineOptimizer(basic, self._engine, self._optimizer_discards())
+        )
         self.basic_optimizer = basic
-        self.lr_scheduler = self._scheduler(scheduler)
-        self._check_scheduler()
+        self.lr_scheduler = client_scheduler(scheduler, basic, config.keys)
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self.gradient_average = True
         self._passes = 0  # backward passes since the last update
+        self._discarded = False  # gradients, since the last update
         self._limit: int | None = None  # that reductions wait for; None: until the update
         self._boundary: bool | None = None
         self._no_sync = False
@@ -119,42 +121,6 @@ class DeepSpeedEngine(Checkpoints):
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer is not None and buffer.is_floating_point():
                     setattr(module, name, buffer.to(kind))
-
-    def _scheduler(self, given: Any) -> Any:
-        keys = self._config.keys.scheduler
-        if given is not None:
-            # Made for the inner optimizer: torch's schedulers count its steps.
-            if not hasattr(given, "step") and not callable(given):
-                raise HexadError(f"lr_scheduler: found {given!r}, expected a scheduler or a function")
-            return given if hasattr(given, "step") else given(self.basic_optimizer)
-        if keys is None or self.basic_optimizer is None:
-            return None
-        kinds = {**vars(torch.optim.lr_scheduler), **SCHEDULES}
-        if not callable(kinds.get(keys.type)):
-            raise HexadError(
-                f"scheduler.type: unknown scheduler {keys.type!r}; known: {', '.join(SCHEDULES)}, and those "
-                "of torch.optim.lr_scheduler"
-            )
-        try:
-            return kinds[keys.type](self.basic_optimizer, **keys.params)
-        except (TypeError, ValueError) as error:
-            raise HexadError(f"scheduler.params: found {keys.params} for {keys.type}: {error}") from None
-
-    def _check_scheduler(self) -> None:
-        """Refuse a schedule that would set the rates of another optimizer.
-
-        Raises:
-            HexadError: it does.
-        """
-        scheduler = self.lr_scheduler
-        updated = getattr(scheduler, "optimizer", None)
-        while updated is not None and updated is not self.basic_optimizer:
-            updated = getattr(updated, "optimizer", None)
-        if hasattr(scheduler, "optimizer") and updated is None:
-            raise HexadError(
-                "lr_scheduler: found one of another optimizer; make it of the optimizer that is passed to "
-                "initialize, or pass a function that makes it"
-            )
 
     def _report(self) -> None:
         if self.global_rank:
@@ -252,6 +218,55 @@ class DeepSpeedEngine(Checkpoints):
         self._limit = passes if known else None
         self._engine.begin(self._limit)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2 and
+        3, as in DeepSpeed. Needless otherwise: a step begins without gradients."""
+        if self.zero_optimization_stage() < 2:
+            self._discard()
+
+    def _optimizer_discards(self) -> Callable[[], None] | None:
+        """What the optimizer's ``zero_grad`` does: with ZeRO 3 more than the engine's, as in DeepSpeed."""
+        return None if self.zero_optimization_stage() == 2 else self._discard
+
+    def _discard(self) -> None:
+        if self._engine.gradients.contributed:
+            self._passes, self._discarded = 0, True
+            self._begin()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of a step, by other numbers of backward passes; between steps.
+
+        Raises:
+            HexadError: it is not divisible by the samples of a backward pass of all data ranks, or
+                gradients have been accumulated.
+        """
+        per_pass = self._per_pass()
+        if train_batch_size < 1 or train_batch_size % per_pass:
+            raise HexadError(
+                f"set_train_batch_size: found {train_batch_size}, expected a multiple of {per_pass}, the "
+                "samples of a backward pass over all data ranks"
+            )
+        self._set_batch(Batch(self._config.batch.micro, train_batch_size // per_pass, train_batch_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a backward pass, and with it those of a step; between steps.
+
+        Raises:
+            HexadError: it is not positive, or gradients have been accumulated.
+        """
+        if micro_batch_size < 1:
+            raise HexadError(f"set_train_micro_batch_size: found {micro_batch_size}, expected at least 1")
+        passes = self.gradient_accumulation_steps()
+        total = micro_batch_size * passes * self.dp_world_size
+        self._set_batch(Batch(micro_batch_size, passes, total))
+
+    def _set_batch(self, batch: Batch) -> None:
+        if self._engine.gradients.contributed:
+            raise HexadError("set_train_batch_size: found accumulated gradients; call it after a step")
+        self._config = replace(self._config, batch=batch)
+        self.micro_steps -= self.micro_steps % batch.accumulation
+        self._begin()
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` updates."""
         if self._boundary is not None:
@@ -300,13 +315,13 @@ class DeepSpeedEngine(Checkpoints):
             raise HexadError("step: found inside no_sync; call it outside")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
-            if not self._engine.gradients.contributed:
+            if not self._engine.gradients.contributed and not self._discarded:
                 raise HexadError("step: found no backward pass since the last update; call backward before")
             self._update(lr_kwargs or {})
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
-        passes, self._passes = self._passes, 0
+        passes, self._passes, self._discarded = self._passes, 0, False
         self._engine.reduce()
         mean = self._config.keys.gradient_allreduce_op == "mean"
         before = self._engine.updates
@@ -351,6 +366,12 @@ class DeepSpeedEngine(Checkpoints):
         total = torch.zeros((), device=self.device)
         for _ in range(self.gradient_accumulation_steps()):
             loss = self._loss(next(self._data(data_iter)))
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+                raise HexadError(
+                    f"train_batch: the module returned a {type(loss).__name__}{shape}, expected its loss; "
+                    "return it, or call the engine, backward and step"
+                )
             total += self.backward(loss).float()
             self.step()
         return total

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hexad.comm import agreed, identical
 from hexad.config import ConfigError, HexadError
 from hexad.model.transformer import Transformer
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
 
 from .. import world
-from .config import read_config
+from .config import effective, read_config
 from .engine import DeepSpeedEngine
 from .keys import Keys
 from .pipe import PipelineModule
@@ -73,16 +76,18 @@ def initialize(
     _log_to_terminal()
     source = _source(args, config, config_params)
     device = world.join()
-    kind, data_ranks, tensor = _kind(model)
+    kind, mesh = _kind(model, device)
     if kind is DeepSpeedEngine:
         _check_model_parallel(mpu, mesh_param)
-    checked = read_config(source, data_ranks, strict)
+    data_ranks = mesh.data.size
+    checked = agreed(lambda: read_config(source, data_ranks, strict), mesh.world)
     keys = checked.keys
+    identical("settings", effective(keys), mesh.world)
     if keys.data_parallel_size not in (None, data_ranks):
         raise ConfigError(
             "data_parallel_size", f"found {keys.data_parallel_size} in a world of {data_ranks} data ranks"
         )
-    _check_degrees(keys, tensor)
+    _check_degrees(keys, mesh.tensor.size if isinstance(model, Transformer) else None)
     engine = kind(
         model, checked, device, optimizer, model_parameters, lr_scheduler, training_data, collate_fn
     )
@@ -113,10 +118,10 @@ def _log_to_terminal() -> None:
         log.setLevel(logging.INFO)
 
 
-def _kind(model: nn.Module) -> tuple[type[DeepSpeedEngine], int, int | None]:
-    """The class of a model's engine, the number of data ranks, and of a ``GPTModel`` that of tensor ranks."""
+def _kind(model: nn.Module, device: torch.device) -> tuple[type[DeepSpeedEngine], Mesh]:
+    """The class of a model's engine, and its mesh."""
     if isinstance(model, PipelineModule):
-        return PipelineEngine, model.mesh.data.size, None
+        return PipelineEngine, model.mesh
     if isinstance(model, Transformer):
         from hexad.compat.megatron.gpt import GPTModel
         from hexad.compat.megatron.parallel_state import get_mesh
@@ -124,9 +129,8 @@ def _kind(model: nn.Module) -> tuple[type[DeepSpeedEngine], int, int | None]:
         from .megatron_engine import MegatronEngine
 
         if isinstance(model, GPTModel):
-            mesh = get_mesh()
-            return MegatronEngine, mesh.data.size, mesh.tensor.size
-    return DeepSpeedEngine, world.world_size(), None
+            return MegatronEngine, get_mesh()
+    return DeepSpeedEngine, world.mesh_of(Layout(world=world.world_size()), device)
 
 
 def _check_degrees(keys: Keys, tensor: int | None) -> None:

@@ -97,6 +97,16 @@ class MegatronEngine(DeepSpeedEngine):
             initialise=False,
         )
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refused.
+
+        Raises:
+            HexadError: always.
+        """
+        raise HexadError(
+            "set_train_micro_batch_size: found a GPTModel, whose ranks exchange --micro-batch-size sequences"
+        )
+
     def _settings(self, flags: Config) -> Config:
         """The flags' settings, with the file's for state, precision and clipping.
 

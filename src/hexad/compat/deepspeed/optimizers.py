@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from hexad.optim.torch_optimizer import is_elementwise
 
 from .keys import Keys
 from .keys import Optimizer as OptimizerKeys
+from .lr_schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from hexad.train.engine import Engine
@@ -102,12 +104,53 @@ def from_keys(keys: OptimizerKeys, parameters: Parameters) -> torch.optim.Optimi
         kind, dropped = _named(name), list(_DROPPED)
     for each in dropped:
         params.pop(each, None)
+    check_names("optimizer.params", keys.params, kind, name, (*_DROPPED, *dropped))
+    params = {key: _plain_number(key, value) for key, value in params.items()}
     try:
-        if "betas" in params:
-            params["betas"] = tuple(params["betas"])
         return kind(parameters, **params)
-    except (TypeError, ValueError) as error:
-        raise ConfigError("optimizer.params", f"found {params} for {name}: {error}") from None
+    except (TypeError, ValueError, IndexError) as error:
+        raise ConfigError("optimizer.params", f"found {dict(keys.params)} for {name}: {error}") from None
+
+
+def check_names(
+    field: str, params: Mapping[str, Any], kind: Callable[..., Any], name: str, others: Iterable[str] = ()
+) -> None:
+    """Refuse parameters of a section that what it names does not take.
+
+    Args:
+        field: of ``params``.
+        kind: which takes them, after a first argument.
+        name: of it.
+        others: that are accepted too.
+
+    Raises:
+        ConfigError: the first such parameter.
+    """
+    taken = [*list(signature(kind).parameters)[1:], *others]
+    for key in params:
+        if key not in taken:
+            hint = did_you_mean(key, taken) or f"; known: {', '.join(dict.fromkeys(taken))}"
+            raise ConfigError(f"{field}.{key}", f"not a parameter of {name}{hint}")
+
+
+def _plain_number(key: str, value: Any) -> Any:
+    """A parameter as numbers: files have ``"1e-3"``, and lists in place of tuples.
+
+    Raises:
+        ConfigError: a rate that is no number, or betas that are not two.
+    """
+    field = f"optimizer.params.{key}"
+    if key in ("lr", "eps", "weight_decay", "momentum"):
+        try:
+            return value if isinstance(value, torch.Tensor) else float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(field, f"found {value!r}, expected a number") from None
+    if key == "betas":
+        numbers = isinstance(value, list | tuple) and all(isinstance(each, int | float) for each in value)
+        if not numbers or len(value) != 2:
+            raise ConfigError(field, f"found {value!r}, expected two numbers, such as [0.9, 0.999]")
+        return tuple(value)
+    return value
 
 
 def _named(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -207,17 +250,68 @@ def _refuse_others(optimizer: torch.optim.Optimizer, held: set[nn.Parameter]) ->
         )
 
 
+def client_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, keys: Keys) -> Any:
+    """The learning-rate schedule of a script, or that its configuration names; None if there is neither.
+
+    Args:
+        given: a scheduler, a function of the optimizer that returns one, or None.
+        optimizer: the inner one, whose steps torch's schedulers count.
+        keys: of the configuration.
+
+    Raises:
+        HexadError: it is neither, cannot be made, or would set the rates of another optimizer.
+    """
+    if given is None:
+        return _named_scheduler(optimizer, keys)
+    if not hasattr(given, "step") and not callable(given):
+        raise HexadError(f"lr_scheduler: found {given!r}, expected a scheduler or a function")
+    scheduler = given if hasattr(given, "step") else given(optimizer)
+    updated = getattr(scheduler, "optimizer", None)
+    while updated is not None and updated is not optimizer:
+        updated = getattr(updated, "optimizer", None)
+    if hasattr(scheduler, "optimizer") and updated is None:
+        raise HexadError(
+            "lr_scheduler: found one of another optimizer; make it of the optimizer that is passed to "
+            "initialize, or pass a function that makes it"
+        )
+    return scheduler
+
+
+def _named_scheduler(optimizer: torch.optim.Optimizer | None, keys: Keys) -> Any:
+    if keys.scheduler is None or optimizer is None:
+        return None
+    name, params = keys.scheduler.type, keys.scheduler.params
+    kinds = {**vars(torch.optim.lr_scheduler), **SCHEDULES}
+    if not callable(kinds.get(name)):
+        hint = did_you_mean(name, SCHEDULES) or f"; known: {', '.join(SCHEDULES)}"
+        raise HexadError(
+            f"scheduler.type: unknown scheduler {name!r}{hint}, and those of torch.optim.lr_scheduler"
+        )
+    check_names("scheduler.params", params, kinds[name], name)
+    try:
+        return kinds[name](optimizer, **params)
+    except (TypeError, ValueError) as error:
+        raise HexadError(f"scheduler.params: found {params} for {name}: {error}") from None
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """What ``initialize`` returns as the optimizer: the groups of the inner one, which the engine steps.
+
+    Args:
+        optimizer: the inner one.
+        engine: that steps it.
+        discard: the gradients accumulated so far; None where :meth:`zero_grad` has no effect.
 
     Attributes:
         optimizer: the inner one; its parameters are master values.
         overflow: the last step was skipped: its gradients were not finite.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, discard: Callable[[], None] | None
+    ) -> None:
         # Not the base class's: groups and state are those of the inner optimizer.
-        self.optimizer, self._engine = optimizer, engine
+        self.optimizer, self._engine, self._discard = optimizer, engine, discard
         self.defaults = optimizer.defaults
         self.overflow = False
         self._global_grad_norm = 0.0
@@ -255,7 +349,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         raise HexadError("optimizer.load_state_dict: state is sharded; use engine.load_checkpoint")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """No effect: the first gradient of a step overwrites the previous one."""
+        """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as
+        in DeepSpeed. Needless otherwise: a step begins without gradients."""
+        if self._discard is not None:
+            self._discard()
 
     def step(self, closure: Any = None) -> Any:
         """Refused.

@@ -9,7 +9,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from hexad.checkpoint.directory import CheckpointDirectory, make_visible, sync_d
 from hexad.checkpoint.loading import chosen
 from hexad.checkpoint.loading import load as load_chunks
 from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
-from hexad.comm import agreed, first_difference, from_first, merged
+from hexad.comm import agreed, first_difference, from_first, identical, merged
 from hexad.config import AgreedError, HexadError
 from hexad.optim.torch_optimizer import TorchOptimizer
 from hexad.topology.mesh import Mesh
@@ -150,14 +150,15 @@ def load(
     optimizer: bool,
     schedule: bool,
     counters: bool,
-) -> tuple[str | None, dict[str, Any]]:
+) -> tuple[str | None, dict[str, Any] | None]:
     """Load a checkpoint, all ranks together; see :meth:`Checkpoints.load_checkpoint`."""
     if not isinstance(directory, str | os.PathLike):
         raise HexadError(f"load_checkpoint: found load_dir {directory!r}, expected a directory")
     axis = engine.mesh.world
+    identical("load_checkpoint", {"load_dir": str(directory), "tag": tag}, axis)
     path = chosen(lambda: find(directory, tag), axis, Path(directory))
     if path is None:
-        return None, {}
+        return None, None
     manifest = from_first(lambda: read_manifest(path), axis)
     # A checkpoint from before the first update has no tensors of the optimizer, but its settings.
     resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
@@ -190,9 +191,11 @@ def find(directory: str, tag: str | None) -> Path | None:
     """The checkpoint of a tag, or the latest; None without a file ``latest``.
 
     Raises:
-        HexadError: there is none of that tag, or DeepSpeed has written it.
+        HexadError: it is a file, there is none of that tag, or DeepSpeed has written it.
     """
     folder = Path(directory)
+    if folder.is_file():
+        raise HexadError(f"load_checkpoint: found load_dir {folder}, a file; expected a directory")
     if tag is None:
         latest = folder / "latest"
         if not latest.is_file():
@@ -267,13 +270,27 @@ def encoded(state: Any, what: str) -> dict[str, Any]:
         torch.save(state, file)
         kept = {"torch": base64.b64encode(file.getvalue()).decode()}
         decoded(kept)
-    except Exception as error:  # any: objects refuse to be pickled in any way
-        problem = str(error).splitlines()[0]
+    except Exception:  # any: objects refuse to be pickled in any way
+        name, value = next(_unsafe(state, what), (what, state))
         raise HexadError(
-            f"{what}: contains what a checkpoint cannot store safely ({problem}); keep numbers, texts, "
-            "tensors and containers of these"
+            f"{name}: found a {type(value).__name__}, which a checkpoint cannot store safely; keep numbers, "
+            "texts, tensors and containers of these"
         ) from None
     return kept
+
+
+def _unsafe(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what is neither a number, a text, a tensor nor a container of these."""
+    if isinstance(state, argparse.Namespace):
+        state = vars(state)
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from _unsafe(value, f"{name}.{key}")
+    elif isinstance(state, list | tuple | set):
+        for number, value in enumerate(state):
+            yield from _unsafe(value, f"{name}[{number}]")
+    elif not isinstance(state, bool | int | float | complex | str | bytes | torch.Tensor | None):
+        yield name, state
 
 
 def decoded(state: Mapping[str, Any]) -> Any:

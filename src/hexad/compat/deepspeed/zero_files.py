@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hexad.checkpoint.manifest import MANIFEST_FILE
 from hexad.config import HexadError
 
 from .saved_state import MOMENTS, Flat, SavedState, SavedTensor, adam_step, entry, load_file, progress, shapes
@@ -69,6 +70,8 @@ def model_files(directory: Path) -> tuple[list[Path], bool]:
         raise HexadError(f"{sharded[0]}: found beside {complete[0].name}; {_MIXED}")
     if len(complete) > 1:
         raise _model_parallel(complete[1])
+    if (directory / MANIFEST_FILE).is_file():
+        raise HexadError(f"{directory}: found a checkpoint of Hexad, which is loaded without an import")
     if not sharded and not complete:
         expected = "mp_rank_00_model_states.pt, or with ZeRO 3 zero_pp_rank_0_mp_rank_00_model_states.pt"
         raise HexadError(f"{directory}: no DeepSpeed checkpoint; expected {expected}")

@@ -165,6 +165,21 @@ def test_ranks_need_the_same_settings(pool: Pool, message: str) -> None:
     assert all(message in found for found in pool.run(2, _disagree, SETTINGS[message]))
 
 
+def _other_rates() -> str:
+    model, rank = Mlp(), torch.distributed.get_rank()
+    sgd = torch.optim.SGD([{"params": list(model.parameters()), "lr": 0.5 + rank}])
+    try:
+        deepspeed.initialize(model=model, optimizer=sgd, config={"train_batch_size": 2})
+    except HexadError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_ranks_need_the_same_groups(pool: Pool) -> None:
+    message = "optimizer.param_groups.0.lr: rank 0 has 0.5, rank 1 has 1.5; all ranks need the same"
+    assert pool.run(2, _other_rates) == [message] * 2
+
+
 def test_other_logs_on_other_ranks_are_accepted(pool: Pool) -> None:
     more = {"steps_per_print": 7, "wall_clock_breakdown": True}
     assert pool.run(2, _disagree, more) == ["accepted", "accepted"]

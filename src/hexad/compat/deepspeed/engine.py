@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from hexad.comm import identical
 from hexad.config import HexadError
 from hexad.topology.layout import Layout
 from hexad.train.engine import Engine
@@ -83,6 +84,9 @@ class DeepSpeedEngine(Checkpoints):
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
         gathered.register(self._engine)
+        if self._keeps_groups or self._engine.mesh.pipeline.size == 1:
+            groups = self._engine.optimizer.rule.numbers()["groups"]
+            identical("optimizer.param_groups", dict(enumerate(groups)), self._engine.mesh.world)
         self.optimizer = (
             None if basic is None else EngineOptimizer(basic, self._engine, self._optimizer_discards())
         )

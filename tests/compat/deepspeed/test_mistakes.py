@@ -185,18 +185,24 @@ def test_other_logs_on_other_ranks_are_accepted(pool: Pool) -> None:
     assert pool.run(2, _disagree, more) == ["accepted", "accepted"]
 
 
-def _loads(directory: str) -> str:
-    engine_of(0).save_checkpoint(directory, tag="a")
-    try:
-        engine_of(0).load_checkpoint(directory, tag="ab"[torch.distributed.get_rank()])
-    except HexadError as error:
-        return str(error)
-    return "loaded"
+def _loads(directory: str) -> list[str]:
+    engine, own = engine_of(0), "ab"[torch.distributed.get_rank()]
+    engine.save_checkpoint(directory, tag="a")
+    found = []
+    for attempt in (
+        lambda: engine.load_checkpoint(directory, tag=own),
+        lambda: engine.save_checkpoint(directory + own),
+    ):
+        with pytest.raises(HexadError) as error:
+            attempt()
+        found.append(str(error.value).replace(directory, ""))
+    return found
 
 
-def test_ranks_load_the_same_checkpoint(pool: Pool, tmp_path: Path) -> None:
-    message = "load_checkpoint.tag: rank 0 has a, rank 1 has b; all ranks need the same"
-    assert pool.run(2, _loads, str(tmp_path)) == [message] * 2
+def test_ranks_name_the_same_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    has = "rank 0 has a, rank 1 has b; all ranks need the same"
+    found = pool.run(2, _loads, str(tmp_path))
+    assert found == [[f"load_checkpoint.tag: {has}", f"save_checkpoint.save_dir: {has}"]] * 2
     assert engine_of(0).load_checkpoint(str(tmp_path / "empty")) == (None, None)
 
 

@@ -97,11 +97,12 @@ def save(
     """Write a checkpoint, all ranks together.
 
     Raises:
-        AgreedError: it cannot be written, or ranks have other tags.
+        AgreedError: it cannot be written, or ranks have other directories or tags.
         HexadError: ``client_state`` or the schedule's state holds what cannot be loaded safely.
     """
     validation = face._config.keys.checkpoint.tag_validation
     world = engine.mesh.world
+    identical("save_checkpoint", {"save_dir": str(directory)}, world)
     first = from_first(lambda: tag, world)
     difference = first_difference(tag, world) if validation != "Ignore" else None
     if difference is not None:

@@ -52,7 +52,11 @@ class Translation:
         """
         for each in self.files:
             if not kinds or each.kind in kinds:
-                each.write()
+                try:
+                    each.write()
+                except OSError as error:
+                    problem = f"{each.kind} cannot be written to {self.tree['run']['dir']}: {error.strerror}"
+                    raise ConfigError("--save", f"{problem}; name another directory") from None
 
 
 def _flow(value: Any) -> str:

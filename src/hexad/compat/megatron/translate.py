@@ -176,5 +176,9 @@ def _log(arguments: Namespace) -> dict[str, Any]:
         found["wandb"] = arguments.wandb_project
     if arguments.profile:
         first, end = arguments.profile_step_start, arguments.profile_step_end
-        found["profile"] = {"start": first + 1, "steps": max(end - first, 1)}
+        if end <= first:
+            raise ConfigError(
+                "--profile-step-end", f"found {end}, expected more than --profile-step-start {first}"
+            )
+        found["profile"] = {"start": first + 1, "steps": end - first}
     return found

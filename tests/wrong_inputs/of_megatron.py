@@ -56,6 +56,8 @@ _SETTINGS = (
 )
 MEGATRON = (
     ("megatron", "--num-layers: is missing"),
+    ("checkpoint import --from megatron:no/such --to out", "no/such: no such directory; expected the"),
+    ("checkpoint import --from megatron:ds.json --to out", "ds.json: is a file; expected the directory"),
     ("megatron --nproc 0 -- --bf16", "--nproc"),
     (
         "megatron --print-confg",

@@ -156,6 +156,15 @@ def test_arguments_of_ranks_differ(pool: Pool, first: str, second: str, says: st
     assert found == [("AgreedError", says)] * 2
 
 
+def test_one_rank_fails(pool: Pool) -> None:
+    """The others do not wait for it."""
+    says = "rank 1: --tensor-model-parallel-size: found 3 x pipeline 1 x context 1, which do not divide the 2"
+    for kind, text in pool.run(2, _other_arguments, [], ["--tensor-model-parallel-size", "3"], []):
+        assert kind == "AgreedError" and text.startswith(says)
+    found = pool.run(2, _other_arguments, ["--bf"], ["--bf"], [])
+    assert {kind for kind, _ in found} == {"ConfigError"} and found[0] == found[1]
+
+
 def test_what_may_differ_and_settings(pool: Pool) -> None:
     assert pool.run(2, _other_arguments, [], [], []) == [("", "")] * 2
     for kind, text in pool.run(2, _other_arguments, [], [], ["parallel.schedule=gpipe"]):

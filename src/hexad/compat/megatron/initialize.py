@@ -22,9 +22,9 @@ from hexad.model.transformer import factored_mesh
 from hexad.train.environment import Environment, environment
 
 from . import parallel_state
-from .arguments import ExtraArguments, naming_flags, parse
+from .arguments import ExtraArguments, Line, naming_flags, parse
 from .derive import derive
-from .identical import check_identical, values_of_flags
+from .identical import check_identical, failing_alike, values_of_flags
 from .tokenizer import Tokenizer, build_tokenizer
 from .translate import Translation, translated
 
@@ -64,7 +64,7 @@ def initialize_megatron(
         settings: Hexad's own beyond the flags, as ``parallel.schedule=zb_v``.
 
     Raises:
-        AgreedError: ranks have other flags or ``settings`` than the first; on all of them.
+        AgreedError: ranks have other flags or ``settings`` than the first, or some of them fail; on all.
         ConfigError: flags that are not known, malformed, do not fit the world, or that Hexad cannot honour.
         HexadError: it has been called before.
     """
@@ -72,11 +72,17 @@ def initialize_megatron(
     if _started is not None:
         raise HexadError("initialize_megatron: has been called before; call destroy_megatron first")
     settings = tuple(settings)
-    line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
-    arguments, here = line.arguments, _here()
-    common = {**values_of_flags(arguments), "settings": settings}
-    derive(arguments, here.world)
-    translation = translated(line, script=True)
+    here = _here()
+
+    def read() -> tuple[Line, Translation, dict[str, Any]]:
+        line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
+        common = {**values_of_flags(line.arguments), "settings": settings}
+        derive(line.arguments, here.world)
+        return line, translated(line, script=True), common
+
+    joined = dist.is_initialized() and not skip_mpu_initialization
+    line, translation, common = failing_alike(read) if joined else read()
+    arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
     arguments.params_dtype = _dtype(arguments)
     arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
@@ -87,9 +93,13 @@ def initialize_megatron(
         _start(arguments, common)
         with naming_flags():
             _divide_heads(load_config(translation.tree, settings))
-        # Hosts have file systems of their own: all ranks fail where one of them cannot write.
-        agreed(translation.write_files, parallel_state.get_mesh().world)
-    tokenizer = build_tokenizer(translation, arguments)
+
+    def prepare() -> Tokenizer | None:
+        translation.write_files("data")
+        return build_tokenizer(translation, arguments)
+
+    # Hosts may have file systems of their own.
+    tokenizer = prepare() if skip_mpu_initialization else agreed(prepare, parallel_state.get_mesh().world)
     _started = _Started(arguments, translation, tokenizer, settings)
 
 

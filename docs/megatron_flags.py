@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hexad.compat.megatron.flag import Flag
+from hexad.compat.megatron.flag import Flag, alternatives
 from hexad.compat.megatron.flags import GROUPS
 
 MEGATRON = Path(__file__).parent / "megatron.md"
@@ -25,9 +25,14 @@ def _tables() -> Iterator[str]:
         yield f"\n### {title}\n\n| Flag | Default | Hexad | |\n|---|---|---|---|\n"
         for flag in flags:
             names = ", ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
-            cells = (names, _default(flag), _target(flag), flag.note)
+            cells = (names, _default(flag), _target(flag), _note(flag))
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
     yield "\n"
+
+
+def _note(flag: Flag) -> str:
+    needed = f"with {alternatives(flag.needs)}" if flag.needs else ""
+    return "; ".join(filter(None, (needed, flag.note)))
 
 
 def _default(flag: Flag) -> str:

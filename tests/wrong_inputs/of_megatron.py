@@ -43,11 +43,21 @@ _SETTINGS = (
     ("--mock-data --lr-warmup-fraction nan", "--lr-warmup-fraction: found nan, expected a number from 0"),
     ("--mock-data --lr -1", "optimizer.lr: found -1.0, expected"),
     ("--mock-data --adam-beta1 2", "optimizer.betas[0]: found 2.0"),
+    ("--mock-data --train-iters 0", "--train-iters: found 0, expected at least 1"),
+    ("--mock-data --pipeline-model-parallel-size 0", "--pipeline-model-parallel-size: found 0, expected at"),
+    ("--mock-data --zero-stage 4", "--zero-stage: found 4, expected 0, 1, 2 or 3"),
+    (
+        "--mock-data --zero-stage 2 --use-distributed-optimizer",
+        "--zero-stage: sets ZeRO level 2, but --use-distributed-optimizer sets level 1; leave one out",
+    ),
+    ("--mock-data --lr-warmup-iters 4", "--lr-warmup-iters: found 4 iterations of warm-up, expected less"),
     ("--mock-data --seq-length 32", "data.sequence: found 32"),
     ("--mock-data --global-batch-size 3 --micro-batch-size 2", "batch.global: found 3"),
 )
 MEGATRON = (
     ("megatron", "--num-layers: is missing"),
+    ("checkpoint import --from megatron:no/such --to out", "no/such: no such directory; expected the"),
+    ("checkpoint import --from megatron:ds.json --to out", "ds.json: is a file; expected the directory"),
     ("megatron --nproc 0 -- --bf16", "--nproc"),
     (
         "megatron --print-confg",

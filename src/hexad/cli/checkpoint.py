@@ -181,8 +181,6 @@ def _import_checkpoint(
     given = None if model is None else Path(model)
     if kind == "ds":
         imported = deepspeed.import_checkpoint(source, target, _resolved, given, weights_only)
-    elif given is None:
-        raise HexadError("--model: missing; name the run.yaml or Hugging Face directory of Megatron's model")
     else:
         imported = megatron.import_checkpoint(source, target, _resolved, given, weights_only)
     config, where = imported.config, target.resolve()

@@ -20,6 +20,8 @@ import hexad
 from hexad.compat import megatron
 from hexad.compat.megatron import parallel_state
 from hexad.config import ConfigError, HexadError
+from hexad.dataset.loader import loader_from_config
+from hexad.dataset.tokenizer import load_tokenizer
 
 from ...pool import Pool
 from .test_translate import SMALL, without
@@ -40,14 +42,15 @@ def script(*words: str, world: bool = True, **options: Any) -> Iterator[argparse
                 dist.destroy_process_group()
 
 
-def _alone() -> None:
+def _alone(save: str) -> None:
     def extra(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser.add_argument_group("own").add_argument("--my-flag", type=float, default=0.5)
         return parser
 
     line = [*SMALL, "--my-flag", "2", "--bf16", "--distributed-backend", "gloo", "--seed", "7"]
-    with script(*line, extra_args_provider=extra, args_defaults={"tokenizer_type": "X", "save": "s"}) as args:
-        assert (args.my_flag, args.tokenizer_type, args.save) == (2.0, "NullTokenizer", "s")
+    defaults = {"tokenizer_type": "X", "save": save}
+    with script(*line, extra_args_provider=extra, args_defaults=defaults) as args:
+        assert (args.my_flag, args.tokenizer_type, args.save) == (2.0, "NullTokenizer", save)
         assert (args.ffn_hidden_size, args.kv_channels, args.num_query_groups) == (256, 16, 4)
         assert (args.rank, args.world_size, args.data_parallel_size, args.params_dtype) == (
             0,
@@ -67,7 +70,7 @@ def _alone() -> None:
         assert parallel_state.get_model_parallel_world_size() == total.item() == 1
         assert megatron.get_mesh().device.type == "cpu"
         config = megatron.get_config()
-        assert (config.model.hidden, config.run.dir, config.data.sequence) == (64, "s", 32)
+        assert (config.model.hidden, config.run.dir, config.data.sequence) == (64, save, 32)
         with pytest.raises(HexadError, match="called before"):
             megatron.initialize_megatron()
     with pytest.raises(HexadError, match="there is no mesh"):
@@ -85,8 +88,8 @@ def _alone() -> None:
         pass
 
 
-def test_world_of_one(pool: Pool) -> None:
-    pool.run(1, _alone)
+def test_world_of_one(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, _alone, str(tmp_path / "run"))
 
 
 def _joins_a_world(given: bool) -> tuple[int, int, float]:
@@ -117,6 +120,80 @@ def test_world_of_a_launcher(pool: Pool) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert pool.apart(2, _under_a_launcher, port) == pool.run(2, _joins_a_world, True)
+
+
+def _other_arguments(first: list[str], second: list[str], settings: list[str]) -> tuple[str, str]:
+    """The error's kind and text where the ranks' lines differ, and flags that may."""
+    rank = dist.get_rank()
+
+    def extra(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--my-rank", type=int)
+
+    own = ["--my-rank", str(rank), "--local-rank", str(rank), "--distributed-backend", "gloo"]
+    options = {"settings": settings[:rank], "extra_args_provider": extra}
+    try:
+        with script(*NO_DATA, *own, *(second if rank else first), world=False, **options):
+            return "", ""
+    except HexadError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (
+            "",
+            "--tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size: found 2 on rank 1, 1 on rank 0; give all ranks the same",
+        ),
+        ("--hidden-size 32", "", "--hidden-size: found 64 on rank 1, 32 on rank 0; give all ranks the same"),
+        ("--bf16", "", "--bf16: found on rank 0, not on rank 1; give all ranks the same"),
+        ("", "--save runs/b", "--save: found runs/b on rank 1, none on rank 0; give all ranks the same"),
+    ],
+)
+def test_arguments_of_ranks_differ(pool: Pool, first: str, second: str, says: str) -> None:
+    found = pool.run(2, _other_arguments, first.split(), second.split(), [])
+    assert found == [("AgreedError", says)] * 2
+
+
+def test_one_rank_fails(pool: Pool) -> None:
+    """The others do not wait for it."""
+    says = "rank 1: --tensor-model-parallel-size: found 3 x pipeline 1 x context 1, which do not divide the 2"
+    for kind, text in pool.run(2, _other_arguments, [], ["--tensor-model-parallel-size", "3"], []):
+        assert kind == "AgreedError" and text.startswith(says)
+    found = pool.run(2, _other_arguments, ["--bf"], ["--bf"], [])
+    assert {kind for kind, _ in found} == {"ConfigError"} and found[0] == found[1]
+
+
+def test_what_may_differ_and_settings(pool: Pool) -> None:
+    assert pool.run(2, _other_arguments, [], [], []) == [("", "")] * 2
+    for kind, text in pool.run(2, _other_arguments, [], [], ["parallel.schedule=gpipe"]):
+        assert kind == "AgreedError" and text.startswith("settings: found parallel.schedule=gpipe on rank 1")
+
+
+def _mock_data(directory: str) -> int:
+    with script(*SMALL, "--save", directory, "--distributed-backend", "gloo", world=False):
+        config = megatron.get_config()
+        with loader_from_config(config, dist.get_rank(), 2, load_tokenizer("byte")) as loader:
+            return sum(1 for _ in loader.step(0))
+
+
+def test_mock_data_of_a_script(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, _mock_data, str(tmp_path / "run")) == [4, 4]
+
+
+def _refused_mock_data(directory: str) -> str:
+    try:
+        _mock_data(directory)
+    except HexadError as error:
+        return str(error)
+    return ""
+
+
+def test_mock_data_that_cannot_be_written(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = pool.run(2, _refused_mock_data, str(tmp_path / "file" / "run"))
+    assert found[0] == found[1] and found[0].startswith("--save: data cannot be written to"), found
 
 
 def _mesh_of_a_run() -> float:

@@ -340,6 +340,9 @@ def test_table_names_settings() -> None:
         assert not flag.target or flag.target in known or flag.target.startswith("model.moe."), flag
         assert flag.note or flag.effect == "sets", flag
         assert flag.target or flag.note, flag
+        for needed in flag.needs:
+            name, _, value = needed.partition(" ")
+            assert name in FLAGS and (not value or value in FLAGS[name].choices), flag
     assert len(FLAGS) == len(
         {name for group in GROUPS.values() for flag in group for name in (flag.name, *flag.aliases)}
     )

@@ -62,7 +62,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in _PUBLIC:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+        from hexad.config import did_you_mean
+
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, __all__)}")
     return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
 
 

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 from hexad.config import ConfigError, HexadError, did_you_mean
 
-from .flag import Flag
-from .flags import GROUPS
+from .flag import Flag, alternatives
+from .flags import FLAGS, GROUPS
 
 ExtraArguments = Callable[[argparse.ArgumentParser], object]
 """Adds flags to the parser that it is called with, and may return another one."""
@@ -85,7 +85,7 @@ def parse(
             attributes[name] = value
     given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
     refuse(found, given)
-    notes = _notes([flag for flag in given if flag.attribute in written])
+    notes = _notes(found, [flag for flag in given if flag.attribute in written])
     return Line(found, given, written, notes)
 
 
@@ -154,10 +154,20 @@ def shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _notes(given: Sequence[Flag]) -> tuple[str, ...]:
+def _notes(arguments: Namespace, given: Sequence[Flag]) -> tuple[str, ...]:
     """The flags without effect, those with the same reason in one line."""
     reasons: dict[str, list[str]] = {}
     for flag in given:
         if flag.effect == "none":
-            reasons.setdefault(flag.note, []).append(flag.name)
-    return tuple(f"{', '.join(names)}: no effect: {reason}" for reason, names in reasons.items())
+            reasons.setdefault(f": {flag.note}", []).append(flag.name)
+        elif flag.needs and not any(_holds(arguments, each) for each in flag.needs):
+            reasons.setdefault(f" without {alternatives(flag.needs)}", []).append(flag.name)
+    return tuple(f"{', '.join(names)}: no effect{reason}" for reason, names in reasons.items())
+
+
+def _holds(arguments: Namespace, condition: str) -> bool:
+    """Whether one of :attr:`Flag.needs` is met."""
+    name, _, value = condition.partition(" ")
+    flag = FLAGS[name]
+    found = getattr(arguments, flag.attribute)
+    return found == value if value else _differs(flag, found)

@@ -7,14 +7,27 @@ from argparse import Namespace
 from hexad.config import ConfigError
 
 from .arguments import shown
+from .flags import FLAGS
 
 _REQUIRED = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "max_position_embeddings",
-    "micro_batch_size",
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+    "--max-position-embeddings",
+    "--micro-batch-size",
+)
+_POSITIVE = (
+    *_REQUIRED,
+    "--global-batch-size",
+    "--train-iters",
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--recompute-num-layers",
+    "--ddp-bucket-size",
 )
 
 
@@ -28,9 +41,9 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
     Raises:
         ConfigError: a required flag is missing, a size is not positive, or flags exclude each other.
     """
-    for name in (*_REQUIRED, "global_batch_size"):
-        value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
-        if value is None and name in _REQUIRED:
+    for flag in _POSITIVE:
+        value = getattr(arguments, FLAGS[flag].attribute)
+        if value is None and flag in _REQUIRED:
             raise ConfigError(flag, "is missing; give it")
         if value is not None and value < 1:
             raise ConfigError(flag, f"found {value}, expected at least 1")
@@ -45,7 +58,7 @@ def _layout(arguments: Namespace, world: int | None) -> None:
     tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     model = tensor * pipeline * arguments.context_parallel_size
     arguments.world_size = model if world is None else world
-    if model < 1 or arguments.world_size % model:
+    if arguments.world_size % model:
         raise ConfigError(
             "--tensor-model-parallel-size",
             f"found {tensor} x pipeline {pipeline} x context {arguments.context_parallel_size}, which do not "

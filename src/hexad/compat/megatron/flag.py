@@ -26,6 +26,8 @@ class Flag:
         choices: values that Megatron-LM accepts; empty for any.
         dest: its attribute in ``get_args()``; by default its name.
         aliases: other names of it.
+        needs: flags of which one must have another value than its default, or the value that follows its
+            name; without any of them this flag has no effect.
     """
 
     name: str
@@ -38,11 +40,17 @@ class Flag:
     choices: Sequence[str] = ()
     dest: str = ""
     aliases: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
     @property
     def attribute(self) -> str:
         """Its attribute in ``get_args()``."""
         return self.dest or self.name.removeprefix("--").replace("-", "_")
+
+
+def alternatives(flags: Sequence[str]) -> str:
+    """Flags in words: ``--a, --b or --c``."""
+    return " or ".join(filter(None, (", ".join(flags[:-1]), flags[-1])))
 
 
 def switch(name: str, target: str = "", note: str = "", **rest: Any) -> Flag:

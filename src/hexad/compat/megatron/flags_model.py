@@ -6,7 +6,13 @@ from .flag import Flag, negated, refused, switch, turned_off, unused
 
 _FUSED = "Hexad chooses its own kernels"
 _EXPERT = "experts are not supported yet"
-_WITH = "with --num-experts"
+_EXPERTS = ("--num-experts",)
+_ROPE = (
+    "--position-embedding-type rope",
+    "--position-embedding-type rotary",
+    "--use-rotary-position-embeddings",
+)
+_PIPELINE = ("--pipeline-model-parallel-size",)
 
 MODEL = (
     Flag("--num-layers", int, None, "model.layers", "required"),
@@ -20,7 +26,7 @@ MODEL = (
         "default: 4h; with --swiglu floor(8h / 3) rounded down to a multiple of 64",
     ),
     switch("--group-query-attention", "model.kv_heads"),
-    Flag("--num-query-groups", int, 1, "model.kv_heads", "with --group-query-attention"),
+    Flag("--num-query-groups", int, 1, "model.kv_heads", needs=("--group-query-attention",)),
     Flag("--num-key-value-heads", int, None, "model.kv_heads", "Megatron-DeepSpeed's"),
     Flag("--kv-channels", int, None, "model.head_dim", "default: hidden size / heads"),
     Flag(
@@ -42,10 +48,10 @@ MODEL = (
     negated(
         "--no-position-embedding", "add_position_embedding", "", "with rope only, where it changes nothing"
     ),
-    Flag("--rotary-base", float, 10000.0, "model.rope_theta"),
-    Flag("--rotary-percent", float, 1.0, "model.rotary_fraction"),
-    switch("--use-rope-scaling", "model.rope_scaling", "Llama 3.1's"),
-    Flag("--rope-scaling-factor", float, 8.0, "model.rope_scaling", "with --use-rope-scaling"),
+    Flag("--rotary-base", float, 10000.0, "model.rope_theta", needs=_ROPE),
+    Flag("--rotary-percent", float, 1.0, "model.rotary_fraction", needs=_ROPE),
+    switch("--use-rope-scaling", "model.rope_scaling", "Llama 3.1's", needs=_ROPE),
+    Flag("--rope-scaling-factor", float, 8.0, "model.rope_scaling", needs=("--use-rope-scaling",)),
     refused("--rotary-interleaved", "rotary pairs are the elements i and i + width / 2 of a head"),
     refused("--rotary-seq-len-interpolation-factor", "positions are not interpolated", int),
     switch("--swiglu", "model.family"),
@@ -92,14 +98,14 @@ MODEL = (
 
 EXPERTS = (
     Flag("--num-experts", int, None, "model.moe.experts", _EXPERT, "refused"),
-    Flag("--moe-router-topk", int, 2, "model.moe.top_k", _WITH),
-    Flag("--moe-ffn-hidden-size", int, None, "model.moe.ffn_hidden", _WITH),
-    Flag("--moe-shared-expert-intermediate-size", int, None, "model.moe.shared_experts", _WITH),
-    Flag("--moe-aux-loss-coeff", float, 0.0, "model.moe.aux_loss", _WITH),
-    Flag("--moe-z-loss-coeff", float, None, "model.moe.z_loss", _WITH),
-    Flag("--moe-expert-capacity-factor", float, None, "model.moe.capacity_factor", _WITH),
-    Flag("--moe-router-load-balancing-type", str, "aux_loss", "model.moe.balance", _WITH),
-    Flag("--moe-token-dispatcher-type", str, "allgather", "model.moe.dispatcher", _WITH),
+    Flag("--moe-router-topk", int, 2, "model.moe.top_k", needs=_EXPERTS),
+    Flag("--moe-ffn-hidden-size", int, None, "model.moe.ffn_hidden", needs=_EXPERTS),
+    Flag("--moe-shared-expert-intermediate-size", int, None, "model.moe.shared_experts", needs=_EXPERTS),
+    Flag("--moe-aux-loss-coeff", float, 0.0, "model.moe.aux_loss", needs=_EXPERTS),
+    Flag("--moe-z-loss-coeff", float, None, "model.moe.z_loss", needs=_EXPERTS),
+    Flag("--moe-expert-capacity-factor", float, None, "model.moe.capacity_factor", needs=_EXPERTS),
+    Flag("--moe-router-load-balancing-type", str, "aux_loss", "model.moe.balance", needs=_EXPERTS),
+    Flag("--moe-token-dispatcher-type", str, "allgather", "model.moe.dispatcher", needs=_EXPERTS),
     unused("--moe-grouped-gemm", _FUSED),
     unused("--moe-permute-fusion", _FUSED),
     Flag("--expert-model-parallel-size", int, 1, "parallel.expert", _EXPERT, "refused"),
@@ -108,7 +114,7 @@ EXPERTS = (
 
 PARALLEL = (
     Flag("--tensor-model-parallel-size", int, 1, "parallel.tensor"),
-    switch("--sequence-parallel", "parallel.sequence"),
+    switch("--sequence-parallel", "parallel.sequence", needs=("--tensor-model-parallel-size",)),
     Flag("--pipeline-model-parallel-size", int, 1, "parallel.pipeline"),
     Flag(
         "--num-layers-per-virtual-pipeline-stage",
@@ -120,8 +126,8 @@ PARALLEL = (
     Flag("--num-virtual-stages-per-pipeline-rank", int, None, "parallel.virtual_stages"),
     Flag("--decoder-first-pipeline-num-layers", int, None, "parallel.split"),
     Flag("--decoder-last-pipeline-num-layers", int, None, "parallel.split"),
-    switch("--account-for-embedding-in-pipeline-split", "parallel.split"),
-    switch("--account-for-loss-in-pipeline-split", "parallel.split"),
+    switch("--account-for-embedding-in-pipeline-split", "parallel.split", needs=_PIPELINE),
+    switch("--account-for-loss-in-pipeline-split", "parallel.split", needs=_PIPELINE),
     Flag("--pipeline-model-parallel-layout", str, None, "parallel.split", "with stages of E, t and L"),
     Flag(
         "--pp-partition-method",
@@ -129,6 +135,7 @@ PARALLEL = (
         None,
         "parallel.split",
         "Megatron-DeepSpeed's: uniform, or type:transformer, with embedding for the first and last layer",
+        needs=_PIPELINE,
     ),
     Flag(
         "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -136,6 +143,11 @@ PARALLEL = (
         None,
         "parallel.schedule_group",
         dest="microbatch_group_size_per_vp_stage",
+        needs=(
+            "--num-layers-per-virtual-pipeline-stage",
+            "--num-virtual-stages-per-pipeline-rank",
+            "--pipeline-model-parallel-layout",
+        ),
     ),
     Flag("--context-parallel-size", int, 1, "parallel.context"),
     Flag(
@@ -145,6 +157,7 @@ PARALLEL = (
         "parallel.context_method",
         "p2p, a2a, allgather or a2a+p2p, the same for all layers",
         several=True,
+        needs=("--context-parallel-size",),
     ),
     Flag(
         "--hierarchical-context-parallel-sizes",
@@ -153,6 +166,7 @@ PARALLEL = (
         "parallel.context_ulysses",
         "with a2a+p2p: ranks that exchange heads, then those of the ring",
         several=True,
+        needs=("--context-parallel-size",),
     ),
     switch("--use-tp-pp-dp-mapping", "parallel.order"),
     switch("--use-distributed-optimizer", "parallel.zero", "level 1"),
@@ -160,8 +174,8 @@ PARALLEL = (
     switch(
         "--use-megatron-fsdp",
         "parallel.zero",
-        "by --data-parallel-sharding-strategy",
         aliases=("--use-custom-fsdp",),
+        needs=("--data-parallel-sharding-strategy",),
     ),
     Flag(
         "--data-parallel-sharding-strategy",
@@ -170,6 +184,7 @@ PARALLEL = (
         "parallel.zero",
         "levels 0 to 3",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        needs=("--use-megatron-fsdp",),
     ),
     Flag("--zero-stage", int, None, "parallel.zero", "Megatron-DeepSpeed's"),
     Flag("--num-distributed-optimizer-instances", int, 1, "parallel.replicas"),
@@ -215,8 +230,9 @@ RECOMPUTE = (
         "memory.recompute_layers",
         "uniform: all layers, each by itself; block: the first --recompute-num-layers of a stage",
         choices=("uniform", "block"),
+        needs=("--recompute-granularity full",),
     ),
-    Flag("--recompute-num-layers", int, None, "memory.recompute_layers"),
+    Flag("--recompute-num-layers", int, None, "memory.recompute_layers", needs=("--recompute-method block",)),
     switch("--recompute-activations", "memory.recompute", "selective"),
     switch("--checkpoint-activations", "memory.recompute", "full; older versions'"),
     Flag("--checkpoint-num-layers", int, None, "", "each layer is recomputed by itself", "none"),

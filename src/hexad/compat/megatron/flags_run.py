@@ -6,6 +6,10 @@ from .flag import Flag, refused, switch, turned_off, unused
 
 _RAMP = "batches have one size"
 _KERNELS = "Hexad has its own"
+_WSD = ("--lr-decay-style WSD",)
+_FP16 = ("--fp16",)
+_LOAD = ("--load",)
+_PROFILE = ("--profile",)
 
 TRAINING = (
     Flag("--micro-batch-size", int, None, "batch.micro", "required", aliases=("--batch-size",)),
@@ -36,11 +40,12 @@ TRAINING = (
         str,
         "exponential",
         "lr_schedule.kind",
-        "with WSD: linear only",
+        "linear only",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        needs=_WSD,
     ),
-    Flag("--lr-wsd-decay-iters", int, None, "lr_schedule.decay_steps", "with WSD"),
-    Flag("--lr-wsd-decay-samples", int, None, "lr_schedule.decay_steps", "with WSD and --train-samples"),
+    Flag("--lr-wsd-decay-iters", int, None, "lr_schedule.decay_steps", needs=_WSD),
+    Flag("--lr-wsd-decay-samples", int, None, "lr_schedule.decay_steps", "with --train-samples", needs=_WSD),
     refused("--decoupled-lr", "one learning rate applies to all weights", float),
     refused("--decoupled-min-lr", "one learning rate applies to all weights", float),
     Flag("--weight-decay", float, 0.01, "optimizer.weight_decay"),
@@ -75,11 +80,11 @@ TRAINING = (
 PRECISION = (
     switch("--bf16", "precision.dtype"),
     switch("--fp16", "precision.dtype"),
-    Flag("--loss-scale", float, None, "precision.loss_scale", "with --fp16; default: dynamic"),
-    Flag("--initial-loss-scale", float, 2.0**32, "precision.loss_scale_initial", "with --fp16"),
-    Flag("--loss-scale-window", float, 1000.0, "precision.loss_scale_window", "with --fp16"),
-    Flag("--hysteresis", int, 2, "precision.loss_scale_hysteresis", "with --fp16"),
-    Flag("--min-loss-scale", float, 1.0, "precision.loss_scale_min", "with --fp16"),
+    Flag("--loss-scale", float, None, "precision.loss_scale", "default: dynamic", needs=_FP16),
+    Flag("--initial-loss-scale", float, 2.0**32, "precision.loss_scale_initial", needs=_FP16),
+    Flag("--loss-scale-window", float, 1000.0, "precision.loss_scale_window", needs=_FP16),
+    Flag("--hysteresis", int, 2, "precision.loss_scale_hysteresis", needs=_FP16),
+    Flag("--min-loss-scale", float, 1.0, "precision.loss_scale_min", needs=_FP16),
     switch("--grad-reduce-in-bf16", "precision.reduce", "and precision.accumulate"),
     unused("--accumulate-allreduce-grads-in-fp32", "the default"),
     refused("--fp16-lm-cross-entropy", "the loss is computed in at least float32"),
@@ -95,9 +100,10 @@ DATA = (
         "969, 30, 1",
         "data.split",
         "by documents, as there; the third part is not used",
+        needs=("--data-path", "--data-args-path", "--mock-data"),
     ),
     Flag("--train-data-path", str, None, "data.train", several=True),
-    Flag("--valid-data-path", str, None, "data.validation", several=True),
+    Flag("--valid-data-path", str, None, "data.validation", several=True, needs=("--train-data-path",)),
     unused("--test-data-path", "nothing is evaluated after training: see hexad evaluate", str, several=True),
     switch("--mock-data", "data.train", "a data set of counting numbers, written to the run's directory"),
     refused("--train-weighted-split-paths-path", "use --data-path and --split", str),
@@ -122,7 +128,14 @@ DATA = (
         ),
     ),
     Flag("--tokenizer-model", str, None, "data.tokenizer"),
-    Flag("--tokenizer-name-or-path", str, None, "data.tokenizer", "PretrainedFromHF: a directory"),
+    Flag(
+        "--tokenizer-name-or-path",
+        str,
+        None,
+        "data.tokenizer",
+        "a directory",
+        needs=("--tokenizer-type PretrainedFromHF",),
+    ),
     unused("--tiktoken-pattern", "determined by the tokenizer's file", str),
     unused("--tiktoken-num-special-tokens", "determined by the tokenizer's file", int, 1000),
     Flag("--vocab-file", str, None, "data.tokenizer"),
@@ -144,12 +157,12 @@ DATA = (
 CHECKPOINT = (
     Flag("--save", str, None, "run.dir", "default: runs/megatron"),
     Flag("--load", str, None, "checkpoint.load", "a run or checkpoint of Hexad; none if it is --save"),
-    switch("--finetune", "model.load", "with --load: weights only"),
+    switch("--finetune", "model.load", "weights only", needs=_LOAD),
     Flag("--pretrained-checkpoint", str, None, "model.load", "weights only"),
     Flag("--save-interval", int, None, "checkpoint.every", "default: only at the end"),
     Flag("--save-retain-interval", int, None, "", "all checkpoints are kept", "none"),
     switch("--async-save", "checkpoint.asynchronous"),
-    switch("--exit-on-missing-checkpoint", "checkpoint.resume", "must, where --load is --save"),
+    switch("--exit-on-missing-checkpoint", "checkpoint.resume", "must, where --load is --save", needs=_LOAD),
     switch("--no-load-optim", "", "with --finetune, or where there is nothing to load"),
     unused("--no-load-rng", "there is no generator's state: random numbers are keyed by seed and step"),
     refused("--no-save-optim", "checkpoints are complete"),
@@ -183,8 +196,8 @@ LOGGING = (
     unused("--log-progress", "metrics.jsonl has what is measured"),
     unused("--timing-log-level", "metrics.jsonl has what is measured", int, 0),
     switch("--profile", "log.profile", "of every rank, by torch's profiler"),
-    Flag("--profile-step-start", int, 10, "log.profile.start", "with --profile; Hexad counts from 1"),
-    Flag("--profile-step-end", int, 12, "log.profile.steps", "with --profile"),
+    Flag("--profile-step-start", int, 10, "log.profile.start", "Hexad counts from 1", needs=_PROFILE),
+    Flag("--profile-step-end", int, 12, "log.profile.steps", needs=_PROFILE),
     unused("--profile-ranks", "every rank is profiled", int, None, several=True),
     unused("--use-pytorch-profiler", "always so"),
 )

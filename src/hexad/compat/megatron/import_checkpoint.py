@@ -82,7 +82,7 @@ def import_checkpoint(
     source: Path,
     to: Path,
     check: Callable[[Config], Config],
-    model: Path,
+    model: Path | None,
     weights_only: bool = False,
 ) -> Imported:
     """Write a checkpoint with the state of a GPT model that Megatron-Core saved, in any of its layouts, one
@@ -96,10 +96,15 @@ def import_checkpoint(
         weights_only: leave out optimizer state and progress.
 
     Raises:
-        HexadError: a file is missing, damaged or could run code; the checkpoint is of another model, or has
-            no Adam moments; or ``to`` is not empty or cannot be written.
+        HexadError: a file or ``model`` is missing; a file is damaged or could run code; the checkpoint is of
+            another model, or has no Adam moments; or ``to`` is not empty or cannot be written.
     """
     check_target(to)
+    if not source.is_dir():
+        what = "is a file" if source.exists() else "no such directory"
+        raise HexadError(f"{source}: {what}; expected the directory of a Megatron-Core checkpoint")
+    if model is None:
+        raise HexadError("--model: missing; name the run.yaml or Hugging Face directory of Megatron's model")
     folder = None if model.suffix in (".yaml", ".yml") else model_directory(model)
     given = TorchDistCheckpoint(source)
     args = given.common.get("args")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hexad.comm import agreed
 from hexad.compat import world
 from hexad.config import Config, HexadError
 from hexad.model.configuration import load_config
@@ -21,8 +22,9 @@ from hexad.model.transformer import factored_mesh
 from hexad.train.environment import Environment, environment
 
 from . import parallel_state
-from .arguments import ExtraArguments, naming_flags, parse
+from .arguments import ExtraArguments, Line, naming_flags, parse
 from .derive import derive
+from .identical import check_identical, failing_alike, values_of_flags
 from .tokenizer import Tokenizer, build_tokenizer
 from .translate import Translation, translated
 
@@ -62,6 +64,7 @@ def initialize_megatron(
         settings: Hexad's own beyond the flags, as ``parallel.schedule=zb_v``.
 
     Raises:
+        AgreedError: ranks have other flags or ``settings`` than the first, or some of them fail; on all.
         ConfigError: flags that are not known, malformed, do not fit the world, or that Hexad cannot honour.
         HexadError: it has been called before.
     """
@@ -69,10 +72,17 @@ def initialize_megatron(
     if _started is not None:
         raise HexadError("initialize_megatron: has been called before; call destroy_megatron first")
     settings = tuple(settings)
-    line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
-    arguments, here = line.arguments, _here()
-    derive(arguments, here.world)
-    translation = translated(line, script=True)
+    here = _here()
+
+    def read() -> tuple[Line, Translation, dict[str, Any]]:
+        line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
+        common = {**values_of_flags(line.arguments), "settings": settings}
+        derive(line.arguments, here.world)
+        return line, translated(line, script=True), common
+
+    joined = dist.is_initialized() and not skip_mpu_initialization
+    line, translation, common = failing_alike(read) if joined else read()
+    arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
     arguments.params_dtype = _dtype(arguments)
     arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
@@ -80,10 +90,16 @@ def initialize_megatron(
         for note in translation.notes:
             print(f"hexad: {note}", file=sys.stderr)
     if not skip_mpu_initialization:
-        _start(arguments)
+        _start(arguments, common)
         with naming_flags():
             _divide_heads(load_config(translation.tree, settings))
-    tokenizer = build_tokenizer(translation, arguments)
+
+    def prepare() -> Tokenizer | None:
+        translation.write_files("data")
+        return build_tokenizer(translation, arguments)
+
+    # Hosts may have file systems of their own.
+    tokenizer = prepare() if skip_mpu_initialization else agreed(prepare, parallel_state.get_mesh().world)
     _started = _Started(arguments, translation, tokenizer, settings)
 
 
@@ -103,10 +119,11 @@ def _here() -> Environment:
     return Environment(dist.get_rank(), dist.get_world_size(), *known, here.launcher)
 
 
-def _start(arguments: Namespace) -> None:
-    """World, mesh and seeds."""
+def _start(arguments: Namespace, common: dict[str, Any]) -> None:
+    """World, mesh and seeds, if all ranks have the same ``common`` values."""
     timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
     device = world.join(timeout, "gloo" if arguments.distributed_backend == "gloo" else None)
+    check_identical(common)  # ranks that create other groups would wait for each other
     parallel_state.initialize_model_parallel(
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,

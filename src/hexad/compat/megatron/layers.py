@@ -41,12 +41,15 @@ class ModelParallelConfig:
         sequence_parallel: activations outside are sharded over tokens.
         perform_initialization: set initial values.
         init_method_std: standard deviation of those that an engine draws.
+        tensor_model_parallel_size: the number of tensor ranks, which layers compare with their group's; None,
+            and 1, Megatron-LM's default: any.
     """
 
     params_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     perform_initialization: bool = True
     init_method_std: float = _STD
+    tensor_model_parallel_size: int | None = None
 
 
 class _Layer(ShardedModule):
@@ -62,6 +65,7 @@ class _Layer(ShardedModule):
 
     def __init__(self, config: Any, group: dist.ProcessGroup | None, sequence: bool | None = None) -> None:
         axis = parallel_state.axis_of(group)
+        _check_config(type(self).__name__, config, group)
         sequence = bool(config.sequence_parallel) if sequence is None else sequence
         device = parallel_state.get_mesh().device
         super().__init__(Shard({"tensor": axis}, sequence and axis.size > 1, config.params_dtype, device))
@@ -98,6 +102,21 @@ class _Layer(ShardedModule):
                 raise HexadError(
                     f"{type(self).__name__}: found {name} {value!r}; it is not supported: leave it out"
                 )
+
+
+def _check_config(layer: str, config: Any, group: dist.ProcessGroup | None) -> None:
+    """Refuse a layer's ``config`` that is none, or of another number of tensor ranks than the mesh's."""
+    if not (hasattr(config, "params_dtype") and hasattr(config, "sequence_parallel")):
+        raise HexadError(
+            f"{layer}: config: found {'None' if config is None else type(config).__name__}; pass a "
+            "ModelParallelConfig or get_args()"
+        )
+    wanted, ranks = getattr(config, "tensor_model_parallel_size", None), parallel_state.axis_of(None).size
+    if group is None and wanted not in (None, 1, ranks):
+        raise HexadError(
+            f"{layer}: config.tensor_model_parallel_size: found {wanted}, but the mesh has {ranks} tensor "
+            "ranks; make them equal"
+        )
 
 
 def _describe(parameter: nn.Parameter, dim: int) -> None:
@@ -297,6 +316,7 @@ class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
         axis, device = parallel_state.axis_of(tp_group), parallel_state.get_mesh().device
+        _check_config(type(self).__name__, config, tp_group)
         sequence = reduce_scatter_embeddings and axis.size > 1
         if num_embeddings % axis.size:
             raise HexadError(

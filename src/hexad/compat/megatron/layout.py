@@ -59,13 +59,27 @@ def _refuse_without_pipeline(arguments: Namespace) -> None:
 
 
 def _zero(arguments: Namespace) -> int:
-    if arguments.zero_stage is not None:
-        return int(arguments.zero_stage)
+    """The level that flags determine; several need to agree."""
+    stage, strategy = arguments.zero_stage, arguments.data_parallel_sharding_strategy
+    if stage is not None and not 0 <= stage <= 3:
+        raise ConfigError("--zero-stage", f"found {stage}, expected 0, 1, 2 or 3")
+    found: dict[str, int] = {}
     if arguments.use_torch_fsdp2:
-        return 3
-    if arguments.use_megatron_fsdp:
-        return _STRATEGIES.index(arguments.data_parallel_sharding_strategy)
-    return 1 if arguments.use_distributed_optimizer else 0
+        found["--use-torch-fsdp2"] = 3
+    if arguments.use_megatron_fsdp and strategy != _STRATEGIES[0]:
+        found[f"--data-parallel-sharding-strategy {strategy}"] = _STRATEGIES.index(strategy)
+    elif arguments.use_distributed_optimizer:  # which Megatron-FSDP needs at every level
+        found["--use-distributed-optimizer"] = 1
+    if stage is not None:
+        found[f"--zero-stage {stage}"] = int(stage)
+    for one, level in found.items():
+        other = next((name for name in found if found[name] != level), None)
+        if other is not None:
+            raise ConfigError(
+                other.split(" ")[0],
+                f"sets ZeRO level {found[other]}, but {one} sets level {level}; leave one out",
+            )
+    return next(iter(found.values()), 0)
 
 
 def _context(arguments: Namespace) -> dict[str, Any]:
@@ -197,15 +211,36 @@ def _from_text(text: str, layers: int, pipeline: int) -> list[int]:
 
 def _memory(arguments: Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"offload": "optimizer"} if arguments.optimizer_cpu_offload else {}
-    kind = arguments.recompute_granularity
-    if kind is None and arguments.recompute_activations:
-        kind = "selective"
-    if kind is None and arguments.checkpoint_activations:
-        return {"recompute": "full", **found}
-    if kind == "full" and arguments.recompute_method is None:
+    kind, flag = _recompute(arguments)
+    method, layers = arguments.recompute_method, arguments.recompute_num_layers
+    if flag == "--checkpoint-activations":
+        return {"recompute": kind, **found}
+    if kind == "selective" and method is not None:
+        raise ConfigError("--recompute-method", f"found {method} with {flag}; leave it out")
+    if kind == "full" and method is None:
         raise ConfigError("--recompute-granularity", "found full without --recompute-method; add uniform")
-    if kind == "full" and arguments.recompute_method == "block":
-        if arguments.recompute_num_layers is None:
+    if kind == "full" and method == "block":
+        if layers is None:
             raise ConfigError("--recompute-method", "found block without --recompute-num-layers; give it")
-        found["recompute_layers"] = arguments.recompute_num_layers
-    return {"recompute": kind or "none", **found}
+        if layers > arguments.num_layers:
+            raise ConfigError(
+                "--recompute-num-layers",
+                f"found {layers}, expected at most --num-layers {arguments.num_layers}; lower it",
+            )
+        found["recompute_layers"] = layers
+    return {"recompute": kind, **found}
+
+
+def _recompute(arguments: Namespace) -> tuple[str, str]:
+    """What is recomputed, and the flag that determines it; several need to agree."""
+    kind = arguments.recompute_granularity
+    given = {f"--recompute-granularity {kind}": kind} if kind is not None else {}
+    if arguments.checkpoint_activations:
+        given["--checkpoint-activations"] = "full"
+    if arguments.recompute_activations:
+        given["--recompute-activations"] = "selective"
+    if len(set(given.values())) > 1:
+        one, *_, other = given
+        raise ConfigError(other, f"found with {one}; leave one out")
+    flag = next(iter(given), "")
+    return given.get(flag, "none"), flag

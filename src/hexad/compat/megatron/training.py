@@ -47,9 +47,11 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
             raise ConfigError(
                 "--lr-warmup-fraction", f"found {arguments.lr_warmup_fraction}, expected a number from 0 to 1"
             )
-        warmup = rounded("--lr-warmup-fraction", arguments.lr_warmup_fraction * decay)
+        flag, length = "--lr-warmup-fraction", arguments.lr_warmup_fraction * decay
     else:
-        warmup = rounded(f"--lr-warmup-{unit}", iterations("lr_warmup") or 0.0)
+        flag, length = f"--lr-warmup-{unit}", iterations("lr_warmup") or 0.0
+    _check_warmup(flag, length, decay, f"--train-{unit}" if given is None else f"--lr-decay-{unit}")
+    warmup = rounded(flag, length)
     end = rounded(f"--lr-decay-{unit}", decay)
     kind = _KINDS[arguments.lr_decay_style]
     found: dict[str, Any] = {"kind": kind, "warmup": warmup}
@@ -76,3 +78,12 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
     elif kind != "inverse_sqrt":
         found["decay_steps"] = end
     return {**found, "min_lr": arguments.min_lr}, notes
+
+
+def _check_warmup(flag: str, length: float, decay: float, whole: str) -> None:
+    """Refuse warm-up that does not end before the schedule of ``decay`` iterations, those of ``whole``."""
+    if length and length >= decay:
+        raise ConfigError(
+            flag,
+            f"found {length:g} iterations of warm-up, expected less than the {decay:g} of {whole}; lower it",
+        )

@@ -52,7 +52,11 @@ class Translation:
         """
         for each in self.files:
             if not kinds or each.kind in kinds:
-                each.write()
+                try:
+                    each.write()
+                except OSError as error:
+                    problem = f"{each.kind} cannot be written to {self.tree['run']['dir']}: {error.strerror}"
+                    raise ConfigError("--save", f"{problem}; name another directory") from None
 
 
 def _flow(value: Any) -> str:
@@ -172,5 +176,9 @@ def _log(arguments: Namespace) -> dict[str, Any]:
         found["wandb"] = arguments.wandb_project
     if arguments.profile:
         first, end = arguments.profile_step_start, arguments.profile_step_end
-        found["profile"] = {"start": first + 1, "steps": max(end - first, 1)}
+        if end <= first:
+            raise ConfigError(
+                "--profile-step-end", f"found {end}, expected more than --profile-step-start {first}"
+            )
+        found["profile"] = {"start": first + 1, "steps": end - first}
     return found

@@ -1,0 +1,72 @@
+"""Wrong calls of Megatron-LM's functions and layers: one line each, with what to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from torch import nn
+
+from hexad.compat import megatron
+from hexad.compat.megatron import parallel_state
+from hexad.config import HexadError
+
+from ...pool import Pool
+
+
+def _message(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except HexadError as error:
+        return str(error)
+    return ""
+
+
+def _configs() -> list[str]:
+    """What is said about a layer's ``config``, where there are two tensor ranks."""
+    parallel_state.initialize_model_parallel(2)
+    four, two = (megatron.ModelParallelConfig(tensor_model_parallel_size=number) for number in (4, 2))
+    kinds = (megatron.ColumnParallelLinear, megatron.VocabParallelEmbedding)
+    try:
+        found = [
+            _message(partial(kind, 8, 8, config=config)) for config in (None, 32, four, two) for kind in kinds
+        ]
+        alone = parallel_state.get_context_parallel_group()  # of one rank
+        found.append(_message(lambda: megatron.RowParallelLinear(8, 8, config=four, tp_group=alone)))
+    finally:
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_config_of_a_layer(pool: Pool) -> None:
+    hint = "pass a ModelParallelConfig or get_args()"
+    size = "config.tensor_model_parallel_size: found 4, but the mesh has 2 tensor ranks; make them equal"
+    for found in pool.run(2, _configs):
+        assert found == [
+            f"ColumnParallelLinear: config: found None; {hint}",
+            f"VocabParallelEmbedding: config: found None; {hint}",
+            f"ColumnParallelLinear: config: found int; {hint}",
+            f"VocabParallelEmbedding: config: found int; {hint}",
+            f"ColumnParallelLinear: {size}",
+            f"VocabParallelEmbedding: {size}",
+            *[""] * 3,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("model", "found"), [(None, "None"), (nn.Linear(1, 1), "a Linear"), ([nn.Linear(1, 1)], "a list")]
+)
+def test_model_of_another_kind(model: object, found: str) -> None:
+    forward_backward = megatron.get_forward_backward_func()
+    with pytest.raises(HexadError, match=f"^model: found {found}; pass what setup_model returns$"):
+        forward_backward(
+            forward_step_func=lambda *_: None, data_iterator=iter(()), model=model, num_microbatches=1
+        )
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'get_tokeniser' \(did you mean 'get_tokenizer'\?\)"
+    ):
+        megatron.get_tokeniser  # noqa: B018

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hexad.comm import Trace
 from hexad.config import HexadError
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 from hexad.train.environment import environment
 from hexad.train.launch import pick_device
 
@@ -57,6 +57,11 @@ def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.
 def world_size() -> int:
     """Ranks of the world that was joined."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def everyone(device: torch.device) -> Axis:
+    """All ranks of the world that was joined, for agreements before there is a layout."""
+    return mesh_of(Layout(world=world_size()), device).world
 
 
 def mesh_of(layout: Layout, device: torch.device, timeout: float = 1800.0) -> Mesh:

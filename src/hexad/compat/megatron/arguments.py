@@ -149,6 +149,12 @@ def naming_flags() -> Iterator[None]:
         raise ConfigError(error.field, f"{error.problem} ({' or '.join(flags[:3])})") from None
 
 
+def values_of_flags(arguments: Namespace) -> dict[str, Any]:
+    """The values that all ranks need alike, by flag: those of Megatron-LM's flags that have an effect, which
+    ``--local-rank`` and a script's own flags do not."""
+    return {name: getattr(arguments, flag.attribute) for name, flag in FLAGS.items() if flag.effect != "none"}
+
+
 def shown(value: Any) -> str:
     """A value as it stands on the line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

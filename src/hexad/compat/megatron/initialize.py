@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hexad.comm import agreed
+from hexad.comm import agreed, identical
 from hexad.compat import world
 from hexad.config import Config, HexadError
 from hexad.model.configuration import load_config
@@ -22,9 +22,8 @@ from hexad.model.transformer import factored_mesh
 from hexad.train.environment import Environment, environment
 
 from . import parallel_state
-from .arguments import ExtraArguments, Line, naming_flags, parse
+from .arguments import ExtraArguments, Line, naming_flags, parse, values_of_flags
 from .derive import derive
-from .identical import check_identical, failing_alike, values_of_flags
 from .tokenizer import Tokenizer, build_tokenizer
 from .translate import Translation, translated
 
@@ -81,7 +80,7 @@ def initialize_megatron(
         return line, translated(line, script=True), common
 
     joined = dist.is_initialized() and not skip_mpu_initialization
-    line, translation, common = failing_alike(read) if joined else read()
+    line, translation, common = agreed(read, world.everyone(world.join())) if joined else read()
     arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
     arguments.params_dtype = _dtype(arguments)
@@ -123,7 +122,8 @@ def _start(arguments: Namespace, common: dict[str, Any]) -> None:
     """World, mesh and seeds, if all ranks have the same ``common`` values."""
     timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
     device = world.join(timeout, "gloo" if arguments.distributed_backend == "gloo" else None)
-    check_identical(common)  # ranks that create other groups would wait for each other
+    # Ranks that create other groups would wait for each other.
+    identical("settings", common, world.everyone(device))
     parallel_state.initialize_model_parallel(
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -535,6 +537,20 @@ def test_a_step_of_discarded_gradients_changes_nothing() -> None:
     assert engine.get_global_grad_norm() == 0 and all(torch.equal(before[name], now[name]) for name in now)
     steps(engine, 1, 2)
     assert engine.get_global_grad_norm() > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_engines_are_freed_when_nothing_refers_to_them(stage: int) -> None:
+    gc.disable()
+    try:
+        engine, optimizer, *_ = deepspeed.initialize(model=Mlp(), config=config_of(stage))
+        inner = weakref.ref(engine._engine)
+        del engine
+        optimizer.zero_grad()  # refers to the inner engine alone
+        del optimizer, _
+        assert inner() is None
+    finally:
+        gc.enable()
 
 
 def test_batch_sizes_can_be_changed_between_steps() -> None:

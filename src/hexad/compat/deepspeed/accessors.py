@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 _OF_MODULES = frozenset(dir(nn.Module))
+"""Names that are no hint for a misspelt one."""
 
 
 class Accessors(nn.Module):

@@ -266,7 +266,7 @@ class DeepSpeedEngine(Checkpoints):
 
     def _set_batch(self, batch: Batch) -> None:
         if self._engine.gradients.contributed:
-            raise HexadError("set_train_batch_size: found accumulated gradients; call it after a step")
+            raise HexadError("found accumulated gradients; change batch sizes after a step")
         self._config = replace(self._config, batch=batch)
         self.micro_steps -= self.micro_steps % batch.accumulation
         self._begin()

@@ -67,7 +67,8 @@ def initialize(
         engine, optimizer, loader, scheduler; None for what there is not.
 
     Raises:
-        ConfigError: a key that is unknown, malformed or not supported.
+        AgreedError: a key that is unknown, malformed or not supported, batch sizes that do not fit each
+            other, or settings that differ between ranks.
         HexadError: arguments that do not fit.
     """
     if not isinstance(model, nn.Module):

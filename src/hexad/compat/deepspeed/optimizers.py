@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -300,7 +301,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: the inner one.
         engine: that steps it.
-        discard: the gradients accumulated so far; None where :meth:`zero_grad` has no effect.
+        discard: a method that discards the gradients accumulated so far, of whoever holds this optimizer;
+            None where :meth:`zero_grad` has no effect.
 
     Attributes:
         optimizer: the inner one; its parameters are master values.
@@ -311,7 +313,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self, optimizer: torch.optim.Optimizer, engine: Engine, discard: Callable[[], None] | None
     ) -> None:
         # Not the base class's: groups and state are those of the inner optimizer.
-        self.optimizer, self._engine, self._discard = optimizer, engine, discard
+        self.optimizer, self._engine = optimizer, engine
+        self._discard = None if discard is None else WeakMethod(discard)
         self.defaults = optimizer.defaults
         self.overflow = False
         self._global_grad_norm = 0.0
@@ -351,8 +354,9 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as
         in DeepSpeed. Needless otherwise: a step begins without gradients."""
-        if self._discard is not None:
-            self._discard()
+        discard = None if self._discard is None else self._discard()
+        if discard is not None:
+            discard()
 
     def step(self, closure: Any = None) -> Any:
         """Refused.

@@ -25,7 +25,7 @@ DEEPSPEED = (
     ),
     ("checkpoint import --from ds:no/such --to out", "no/such: no such directory"),
     ("checkpoint import --from ds:folder --to out", "folder: no DeepSpeed checkpoint"),
-    ("checkpoint import --from ds:good --to out", "good: no DeepSpeed checkpoint"),
+    ("checkpoint import --from ds:good --to out", "good: found a checkpoint of Hexad"),
     ("checkpoint import --from ds: --to out", "--from: found ds: without a directory; write ds:DIR"),
     ("checkpoint import --from ds:ds.json --to out", "ds.json: is a file; expected the directory of"),
     ("checkpoint import --from ds:folder --model hf/typo --to out", "--model: hf/typo: no such directory or"),

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 MAX_RANKS = 8
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 
 
 def _worker(pipe: Connection) -> None:

@@ -79,7 +79,7 @@ def test_ranks_wait_until_they_see_the_first_ranks_choice(pool: Pool, tmp_path: 
     views(tmp_path)
     begin = time.monotonic()
     assert pool.run(2, _found, str(tmp_path), "late") == [(Path("run/checkpoints/step-00000002"), "")] * 2
-    assert LAG < time.monotonic() - begin < 10 * LAG
+    assert time.monotonic() - begin > LAG
 
 
 def test_a_rank_that_never_sees_it_is_named_with_path_and_seconds(pool: Pool, tmp_path: Path) -> None:

@@ -28,10 +28,15 @@ def written_by(module: str, *arguments: str, timeout: float = 300.0) -> tempfile
 
 
 def quiet_deepspeed() -> None:
-    """Let the ``deepspeed`` package of this process log errors only, and compile nothing: who compiles waits
-    for ever where another process was killed while it did."""
-    import deepspeed.utils
+    """Let the ``deepspeed`` package of this process log errors only, compile nothing, and accept fp16.
 
+    A process killed while it compiles leaves a lock for which all later ones wait. The package refuses fp16
+    where the processor has no fp16 units for oneDNN's kernels; PyTorch computes it on every CPU.
+    """
+    import deepspeed.utils
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True
     deepspeed.utils.logger.setLevel(logging.ERROR)
     # Not by its path: the package has put torch itself in that name's place.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]

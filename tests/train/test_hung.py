@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,10 +74,9 @@ def test_a_hung_rank_ends_the_run_and_leaves_its_stacks(
 ) -> None:
     run = make_run(run={"steps": 10**6})
     process = begin(how, run, start, tmp_path)
-    began, ranks = time.monotonic(), process.ranks()
-    result = process.wait(60)
-    assert time.monotonic() - began < TIMEOUT + 12
-    wait_until_gone(ranks.values(), 5)
+    ranks = process.ranks()
+    result = process.wait()
+    wait_until_gone(ranks.values())
     assert result.status == 1
     assert re.fullmatch(
         r"rank 0 \(process \d+\) failed with exit status 1: CommError: .* over axis \w+ .*; rank 1 hung; .*",
@@ -89,19 +87,19 @@ def test_a_hung_rank_ends_the_run_and_leaves_its_stacks(
     words = rf"step [1-9]\d*, (waiting in|last finished) {call}"
     for text in (waiting, hung):
         assert "most recent call first" in text
-    assert re.search(rf"no progress for \d s \(run.timeout is 8 s\); {words}", waiting)
+    assert re.search(rf"no progress for \d+ s \(run.timeout is 8 s\); {words}", waiting)
     if how == "stop":  # told once it runs again, although it is about to end
         assert re.search(rf"no progress for \d+ s, in which no Python ran .*; {words}", hung)
     elif how == "lock":  # no Python could run there
         assert re.search(rf'File "as last seen: {words}"', hung) and "sitecustomize.py" in hung
     elif how == "loop":
-        assert re.search(rf"no progress for \d s .*; {words}", hung) and "sitecustomize.py" in hung
+        assert re.search(rf"no progress for \d+ s .*; {words}", hung) and "sitecustomize.py" in hung
 
 
 @pytest.mark.slow
 def test_an_abort_by_torch_s_watchdog_is_a_timeout(make_run: MakeRun, start: Start, tmp_path: Path) -> None:
     run = make_run(run={"steps": 10**6})
-    result = begin("abort", run, start, tmp_path).wait(60)
+    result = begin("abort", run, start, tmp_path).wait()
     call = r"all_reduce over axis tensor \(ranks 0,1\)"
     assert result.status == 1
     assert re.match(
@@ -114,7 +112,7 @@ def test_an_abort_by_torch_s_watchdog_is_a_timeout(make_run: MakeRun, start: Sta
 @pytest.mark.slow
 def test_a_hung_rank_is_restarted(make_run: MakeRun, start: Start, tmp_path: Path) -> None:
     run = make_run(run={"steps": 10})
-    result = begin("loop", run, start, tmp_path, "faults.restarts=1").wait(60)
+    result = begin("loop", run, start, tmp_path, "faults.restarts=1").wait()
     assert result.status == 0, result.err
     assert "rank 1 hung" in result.err and "restart 1 of 1: resuming after step 4" in result.err
     assert len(run.losses) == 10

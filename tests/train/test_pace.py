@@ -34,7 +34,7 @@ def paced() -> dict[str, float] | None:
     pace = Pace(mesh)
     all_reduce(torch.zeros(1), mesh.world)
     pace.begin()
-    time.sleep(0.4 if mesh.rank == 1 else 0.02)
+    time.sleep(1.0 if mesh.rank == 1 else 0.02)
     all_reduce(torch.zeros(1), mesh.world)
     pace.computed()
     with _NoOperators():
@@ -46,7 +46,7 @@ def test_slowest_rank_is_named(pool: Pool) -> None:
     """Compared on the hosts."""
     found = pool.run(3, paced)
     assert found == [found[0]] * 3
-    assert found[0]["rank"] == 1 and found[0]["seconds"] >= 0.4 and found[0]["fastest_seconds"] < 0.3
+    assert found[0]["rank"] == 1 and found[0]["seconds"] >= 1.0 > found[0]["fastest_seconds"]
 
 
 def compared() -> bool:

@@ -40,7 +40,7 @@ def test_killed_ranks_restart_and_lose_nothing_but_steps(
     assert result.status == 0, result.err
     assert "SIGUSR1: saved step" in result.err and "Traceback" not in result.err
     assert len(re.findall(r"rank \d \(process \d+\) was killed by SIGKILL; .*; restart", result.err)) == kills
-    wait_until_gone(ranks.values(), 5)
+    wait_until_gone(ranks.values())
     steps = len(run.losses)
     assert run.state()["step"] == steps
     assert reference.world(pool, 2, "parallel.data=2", f"run.steps={steps}") == [(0, "")] * 2
@@ -120,7 +120,7 @@ def test_ranks_end_with_a_command_that_is_killed_while_they_start(
         assert process.popen.poll() is None
     time.sleep(moment)
     os.kill(process.popen.pid, signal.SIGKILL)
-    wait_until_gone(ranks.values(), 10)
+    wait_until_gone(ranks.values())
     assert not run.metrics
 
 

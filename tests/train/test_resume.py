@@ -34,7 +34,7 @@ def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         checkpoint = {"asynchronous": request.param, "keep": 1}
         write_run(directory / point, data, checkpoint=checkpoint)
     command = [sys.executable, "-m", "tests.train.crash", str(directory)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     return directory
 

@@ -24,6 +24,8 @@ from hexad.train import flight_recorder
 from hexad.train.local import LocalOutcome, _Agent
 from hexad.train.watch import Watch
 
+from .command import LONGEST
+
 TIMEOUT = 0.5
 AXIS = "data (ranks 0,1)"
 
@@ -51,7 +53,7 @@ def enqueue(trace: Trace, operation: str = "all_reduce", axis: str = "data") -> 
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + LONGEST
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -99,12 +101,11 @@ def test_words_record_and_message_are_written_before_the_watchdog_aborts(
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: content, raising=False)
     trace = Trace()
     enqueue(trace).done = True
-    with (tmp_path / "log").open("w+") as file, Watch(trace, TIMEOUT, file, 3, tmp_path):
-        begin = time.monotonic()
+    with (tmp_path / "log").open("w+") as file, Watch(trace, TIMEOUT, file, 3, tmp_path) as watch:
+        assert watch._limit < TIMEOUT  # when torch aborts
         stuck = enqueue(trace, "all_gather")
         record = tmp_path / "flight-recorder/rank_3"
         until(record.exists)
-        assert time.monotonic() - begin < TIMEOUT  # when torch aborts
         message = json.loads(error_file.read_text())["message"]["message"]
         assert message == f"CommError: all_gather over axis {AXIS} timed out: not completed within 0 s"
         assert record.read_bytes() == content

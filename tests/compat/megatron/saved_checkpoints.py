@@ -47,7 +47,7 @@ def batch(step: int) -> Tensor:
 @cache
 def _written() -> tempfile.TemporaryDirectory[str]:
     pytest.importorskip("megatron.core")
-    return written_by(__name__, timeout=120)
+    return written_by(__name__)
 
 
 def saved(name: str) -> Path:

@@ -212,7 +212,7 @@ def test_import_needs_no_torch(tmp_path: Path) -> None:
     import subprocess
 
     script = "import sys, hexad.compat.megatron as m; dir(m); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", script], timeout=240).returncode == 0
     with pytest.raises(AttributeError, match="no attribute 'GPT'"):
         megatron.GPT  # noqa: B018
     for name in megatron.__all__:

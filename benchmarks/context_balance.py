@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 from facts import facts
 
-from hexad.dataset.build import build
-from hexad.dataset.corpus import standard_library_files
-from hexad.dataset.loader import DataLoader
-from hexad.dataset.tokenizer_training import train_bpe
+from hexad.dataset.build.builder import build
+from hexad.dataset.build.corpus import standard_library_files
+from hexad.dataset.load.loader import DataLoader
+from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.model.configuration import load_config
 from hexad.parallel.context.balance import received, work_of
 from hexad.parallel.context.slice import divide
-from hexad.resolve import planned_layout, resolve
+from hexad.planning import planned_layout, resolve
 from hexad.show.context import Division
 from hexad.show.context_figure import context_figure
 from hexad.show.figure import save_figure

@@ -30,8 +30,8 @@ import numpy as np
 from facts import facts
 
 from hexad.dataset.indexed import DTYPES, HEADER, MAGIC, VERSION, bin_path, idx_path
-from hexad.dataset.loader import DataLoader
-from hexad.dataset.stream import Stream
+from hexad.dataset.load.loader import DataLoader
+from hexad.dataset.load.stream import Stream
 
 _CHUNK = 1 << 22
 _UINT16 = 8
@@ -73,7 +73,7 @@ class Counting(Stream):
 
 def rank(number: int, ranks: int, prefix: str, begin: Any, results: Any) -> None:
     """Open the data as a data rank and report the seconds of each part."""
-    import hexad.dataset.samples as samples
+    import hexad.dataset.load.samples as samples
 
     samples.Stream = Counting  # type: ignore[misc]
     begin.wait()

@@ -4,9 +4,9 @@
                                   [--compile pointwise] [--json FILE]
 
 A model is a preset, with a number of layers where all of them would not fit: llama3-8b with 16 of its 32
-layers has 4.5 billion parameters. MFU counts training FLOPs as :func:`hexad.model.counts.flops_per_token`
+layers has 4.5 billion parameters. MFU counts training FLOPs as :func:`hexad.planning.costs.flops_per_token`
 does (causal attention halved, nothing recomputed) over the GPU's dense bf16 peak. The first steps, in which
-functions are compiled, are not timed. Memory is the allocator's peak beside :mod:`hexad.plan.memory`'s.
+functions are compiled, are not timed. Memory is the allocator's peak beside :mod:`hexad.planning.memory`'s.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.config import Config
-from hexad.model.counts import flops_per_token, parameter_count
-from hexad.plan.memory import predict
-from hexad.resolve import resolve
+from hexad.planning import resolve
+from hexad.planning.costs import flops_per_token, parameter_count
+from hexad.planning.memory import predict
 from hexad.topology.cluster import peak_flops
 
 _WARM_UP = 3

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from hexad.dataset.indexed import IndexedWriter
-from hexad.dataset.loader import DataLoader
+from hexad.dataset.load.loader import DataLoader
 
 VOCAB = 50_000
 

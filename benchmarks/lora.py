@@ -16,9 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hexad.model.configuration import build_config
-from hexad.model.counts import parameter_count, trained_count
-from hexad.plan.memory import largest
-from hexad.resolve import resolve
+from hexad.planning import resolve
+from hexad.planning.costs import parameter_count, trained_count
+from hexad.planning.memory import largest
 from hexad.topology.layout import Layout
 
 LORA = {"rank": 16, "alpha": 32.0}
@@ -78,9 +78,9 @@ def sent_bytes(config: Any) -> int:
     """Bytes that this rank sends over the data axis in a step."""
     import torch
 
-    from hexad.dataset.microbatch import Microbatch
+    from hexad.dataset.load.microbatch import Microbatch
+    from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     mesh = Mesh.create(Layout.from_settings(config.parallel, 2), torch.device("cpu"))
     engine = Engine(config, mesh)

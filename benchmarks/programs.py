@@ -69,7 +69,7 @@ def hexad_engine(
     from tests.weights import WholeTensors
 
     from hexad import Engine, Layout, Mesh, Microbatch, load_config
-    from hexad.checkpoint.published import published_tensors
+    from hexad.checkpoint.hugging_face.names import published_tensors
 
     shape = Shape()
     config = load_config(

@@ -10,7 +10,7 @@ FLOPs over the peak, bytes over the bandwidth, and the time of a launch: an H100
 TB/s, and 4 us. ``before`` is the same without compiled functions, with weight gradients through a 16-bit
 temporary and 1,024 rows per slice of the loss. Collectives are listed apart, at 450 GB/s.
 
-MFU counts the model's FLOPs as :func:`hexad.model.counts.flops_per_token`; the embedding and the optimizer
+MFU counts the model's FLOPs as :func:`hexad.planning.costs.flops_per_token`; the embedding and the optimizer
 are left out, as is everything that a real GPU does less well.
 """
 
@@ -34,11 +34,11 @@ from torch.utils._pytree import tree_leaves
 from hexad import load_config
 from hexad.comm import collectives
 from hexad.model import attention_kernels, ops, residual
-from hexad.model.counts import flops_per_token
 from hexad.model.transformer import Transformer, build_stages
-from hexad.parallel import gradients, pointwise
+from hexad.parallel import contributions, pointwise
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.parallel.tensor import cross_entropy, loss
+from hexad.planning.costs import flops_per_token
 from hexad.topology.mesh import Axis
 
 FLOPS, BANDWIDTH, LINK, LAUNCH = 989e12, 3.35e12, 450e9, 4e-6
@@ -169,7 +169,7 @@ class _Accumulator:
 @contextmanager
 def counted(after: bool) -> Iterator[Counting]:
     """Everything inside is counted, as it is now or as it was before."""
-    gradients.widening_products(torch.device("meta"))  # which is tried once
+    contributions.widening_products(torch.device("meta"))  # which is tried once
     counting = Counting()
     attention = _attention(counting)
 
@@ -194,7 +194,7 @@ def counted(after: bool) -> Iterator[Counting]:
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         if not after:
-            stack.enter_context(mock.patch.object(gradients, "widening_products", lambda device: False))
+            stack.enter_context(mock.patch.object(contributions, "widening_products", lambda device: False))
             stack.enter_context(mock.patch.object(loss, "loss_rows", lambda tokens, *_: min(tokens, 1024)))
         with counting:
             yield counting
@@ -208,7 +208,7 @@ def run(preset: str, layers: int, tokens: int, tensor: int, after: bool) -> Cost
     shard = Shard({"tensor": axis}, tensor > 1, torch.bfloat16, meta, compiled=after)
     (stage,) = build_stages(model, shard, [range(layers)], [0], 0).values()
     for each in declared_parameters(stage):
-        gradients.attach(each.parameter, _Accumulator())
+        contributions.attach(each.parameter, _Accumulator())
     ids = torch.empty((1, tokens), dtype=torch.int64, device=meta)
     with counted(after) as counting:
         _forward_and_backward(stage, ids)

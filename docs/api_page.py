@@ -27,20 +27,20 @@ CONTENTS: dict[str, tuple[str, ...]] = {
     "Functions": ("load_config", "train", "evaluate", "generate", "launch"),
     "What they take and return": (
         "Callback",
-        "train.loop.Outcome",
-        "train.evaluation.Score",
-        "generate.texts.Continuation",
-        "train.launch.Run",
+        "training.callbacks.Outcome",
+        "engine.evaluation.Score",
+        "generation.texts.Continuation",
+        "launching.launch.Run",
     ),
-    "A loop of one's own": (
+    "A custom loop": (
         "Engine",
-        "train.faults.StepResult",
+        "engine.faults.StepResult",
         "Microbatch",
-        "dataset.loader.DataLoader",
-        "dataset.loader.loader_from_config",
-        "dataset.tokenizer.load_tokenizer",
-        "train.saves.Saves",
-        "train.evaluation.ValidationSets",
+        "dataset.load.loader.DataLoader",
+        "dataset.load.loader.loader_from_config",
+        "dataset.text.tokenizer.load_tokenizer",
+        "training.saves.Saves",
+        "engine.evaluation.ValidationSets",
     ),
     "Ranks": ("Layout", "Mesh", "Axis"),
     "Errors": ("HexadError", "ConfigError"),
@@ -63,9 +63,6 @@ def api_page() -> str:
 
 def _find(name: str) -> Any:
     module, _, last = f"hexad.{name}".rpartition(".")
-    # hexad.train is a package that can be called; its function is in hexad.api.
-    if module == "hexad" and name in ("train", "generate", "evaluate"):
-        module = "hexad.api"
     return getattr(hexad if module == "hexad" else import_module(module), last)
 
 

@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 
 from hexad.config import Config
 from hexad.model.families import families
-from hexad.model.presets import preset_table
-from hexad.resolve.checks import SUPPORTED
+from hexad.planning.checks import SUPPORTED
+from hexad.planning.costs import preset_table
 
 from .api_page import API, api_page
 from .deepspeed_page import DEEPSPEED_KEYS, deepspeed_keys_page

@@ -21,8 +21,8 @@ import torch
 from hexad.compat import deepspeed
 from hexad.compat.megatron import GPTModel, get_args, get_config, get_num_microbatches, initialize_megatron
 from hexad.compat.megatron import parallel_state as mpu
-from hexad.dataset.loader import loader_from_config
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.load.loader import loader_from_config
+from hexad.dataset.text.tokenizer import load_tokenizer
 
 
 def main() -> None:

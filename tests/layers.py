@@ -20,7 +20,7 @@ from hexad.model.transformer import Transformer
 from hexad.parallel.context.attention import Exchange, attention_over_ranks
 from hexad.parallel.context.kernels import Plain
 from hexad.parallel.context.rounds import rounds
-from hexad.parallel.gradients import Contribution, WeightGradient, attach
+from hexad.parallel.contributions import Contribution, WeightGradient, attach
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.topology.mesh import Axis
 

@@ -23,20 +23,20 @@ __version__ = "0.1.0"
 # Resolved on first use, so that `import hexad` and the torch-free commands start in milliseconds.
 _PUBLIC = {
     "Axis": "hexad.topology.mesh",
-    "Callback": "hexad.train.callbacks",
+    "Callback": "hexad.training.callbacks",
     "Config": "hexad.config",
     "ConfigError": "hexad.config",
-    "Engine": "hexad.train.engine",
+    "Engine": "hexad.engine.engine",
     "HexadError": "hexad.config",
     "Layout": "hexad.topology.layout",
     "Mesh": "hexad.topology.mesh",
-    "Microbatch": "hexad.dataset.microbatch",
+    "Microbatch": "hexad.dataset.load.microbatch",
     "evaluate": "hexad.api",
-    "launch": "hexad.train.launch",
+    "generate": "hexad.api",
+    "launch": "hexad.launching.launch",
     "load_config": "hexad.model.configuration",
+    "train": "hexad.api",
 }
-_CALLABLE = ("generate", "train")
-"""Packages that can be called (:mod:`hexad.callable_package`)."""
 
 # Not Config: help() would list what pydantic gives every class of settings.
 __all__ = [
@@ -60,18 +60,16 @@ if TYPE_CHECKING:
     from hexad.api import evaluate, generate, train
     from hexad.config import Config as Config
     from hexad.config import ConfigError, HexadError
-    from hexad.dataset.microbatch import Microbatch
+    from hexad.dataset.load.microbatch import Microbatch
+    from hexad.engine.engine import Engine
+    from hexad.launching.launch import launch
     from hexad.model.configuration import load_config
     from hexad.topology.layout import Layout
     from hexad.topology.mesh import Axis, Mesh
-    from hexad.train.callbacks import Callback
-    from hexad.train.engine import Engine
-    from hexad.train.launch import launch
+    from hexad.training.callbacks import Callback
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CALLABLE:
-        return import_module(f"hexad.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'hexad' has no attribute '{name}'")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config
-from hexad.generate.sampling import Sampling
-from hexad.generate.session import generated
-from hexad.generate.texts import Continuation, Wanted
+from hexad.engine.evaluation import Score, evaluate_weights
+from hexad.generation.sampling import Sampling
+from hexad.generation.session import generated
+from hexad.generation.texts import Continuation, Wanted
+from hexad.launching.environment import environment
+from hexad.launching.launch import launch
 from hexad.model.configuration import load_config
-from hexad.resolve.saved import Prompt, evaluated_model, find_model, generating_model
-from hexad.train.callbacks import Callback
-from hexad.train.environment import environment
-from hexad.train.evaluation import Score, evaluate_run
-from hexad.train.launch import launch
-from hexad.train.loop import Outcome
-from hexad.train.loop import train as train_run
+from hexad.planning.saved_model import Prompt, evaluated_model, find_model, generating_model
+from hexad.training.callbacks import Callback, Outcome
+from hexad.training.loop import train as train_run
 
 __all__ = ["evaluate", "generate", "train"]
 
@@ -116,4 +115,4 @@ def evaluate(
     sets = {Path(data).name: data} if isinstance(data, str) else dict(data or {})
     model, tokenizer = evaluated_model(find_model(str(source)), sets, overrides, environment().world)
     with launch(model.config) as run:
-        return evaluate_run(run, model.weights, tokenizer, batches)
+        return evaluate_weights(run.resolved, run.mesh, model.weights, tokenizer, batches)

@@ -23,14 +23,14 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hexad.config import ConfigError
-from hexad.dataset.chat import load_chat_template
-from hexad.generate.generator import load_model
-from hexad.generate.sampling import Sampling
-from hexad.generate.scoring import Likelihood, log_likelihoods
-from hexad.generate.texts import Wanted, write
-from hexad.resolve.saved import find_model, generating_model
-from hexad.train.environment import environment
-from hexad.train.launch import launch
+from hexad.dataset.text.chat import load_chat_template
+from hexad.generation.generator import load_model
+from hexad.generation.sampling import Sampling
+from hexad.generation.scoring import Likelihood, log_likelihoods
+from hexad.generation.texts import Wanted, write
+from hexad.launching.environment import environment
+from hexad.launching.launch import launch
+from hexad.planning.saved_model import find_model, generating_model
 
 _NEW_TOKENS = 256
 """Where a task does not say how many."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hexad.model.configuration import load_config
-from hexad.resolve import resolve
+from hexad.planning import resolve
 from hexad.topology.layout import Layout
 
 from ..pool import Pool

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from hexad.checkpoint.directory import find_checkpoint
 from hexad.checkpoint.reader import Checkpoint
-from hexad.dataset.tokenizer import load_tokenizer
-from hexad.dataset.tokenizer_training import train_bpe
-from hexad.generate.generator import load_model
+from hexad.dataset.text.tokenizer import load_tokenizer
+from hexad.dataset.text.tokenizer_training import train_bpe
+from hexad.generation.generator import load_model
 from hexad.model.configuration import build_config
 from hexad.model.families import families
 from hexad.topology.layout import Layout
@@ -276,7 +276,7 @@ def test_slices_are_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("gpt2", "llama"):
         source = theirs.save(name, tmp_path / name)
         with monkeypatch.context() as patch:
-            patch.setattr("hexad.checkpoint.hugging_face.SLICE_BYTES", 1000)
+            patch.setattr("hexad.checkpoint.hugging_face.weights.SLICE_BYTES", 1000)
             convert("import", source, tmp_path / f"{name}-ours")
             convert("export", tmp_path / f"{name}-ours", tmp_path / f"{name}-out")
         theirs.assert_same_tensors(source, tmp_path / f"{name}-out")

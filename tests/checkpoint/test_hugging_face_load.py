@@ -14,12 +14,12 @@ import pytest
 import torch
 import yaml
 
-from hexad.checkpoint.hugging_face import opened_model
-from hexad.checkpoint.published import published_tensors
+from hexad.checkpoint.hugging_face.names import published_tensors
+from hexad.checkpoint.hugging_face.weights import opened_model
 from hexad.config import Config, ConfigError, dump_config
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config, load_config
-from hexad.model.sources import FREE, hugging_face_directory
+from hexad.model.pretrained import FREE, hugging_face_directory
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -65,8 +65,8 @@ Pieces = list[tuple[str, tuple[int, ...], np.ndarray]]
 
 def loaded(load: str, parallel: dict[str, int]) -> tuple[Pieces, list[float]]:
     """This rank's weights after loading, and the losses of two steps."""
+    from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     config = config_for(load, **parallel)
     world = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("data", 1)

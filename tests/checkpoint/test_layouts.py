@@ -13,9 +13,9 @@ import torch
 
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.config import Config
+from hexad.engine.engine import Engine
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
 
 from ..parity.harness import Case, Variant, assemble, microbatches
 from ..pool import Pool

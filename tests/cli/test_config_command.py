@@ -12,8 +12,8 @@ import yaml
 from hexad.config import Config, setting_names
 from hexad.config.template import commented
 from hexad.model.configuration import load_config
-from hexad.model.counts import parameter_count
 from hexad.model.families import presets
+from hexad.planning.costs import parameter_count
 from hexad.topology.devices import gpu_visible
 
 from ..dataset.chats import TEXT, chat_tokenizer

@@ -10,7 +10,7 @@ import yaml
 
 from hexad.cli import demo as module
 from hexad.cli.main import run
-from hexad.dataset.corpus import DemoData
+from hexad.dataset.build.corpus import DemoData
 from hexad.model.configuration import load_config
 from hexad.optim.learning_rate import learning_rate
 
@@ -31,7 +31,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         arguments.append(given)
         return 0
 
-    monkeypatch.setattr("hexad.dataset.corpus.build_demo_data", data)
+    monkeypatch.setattr("hexad.dataset.build.corpus.build_demo_data", data)
     monkeypatch.setattr("hexad.cli.train.start", start)
     monkeypatch.setattr(module, "_report", lambda where, data: 0)
     return arguments

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.text.tokenizer import load_tokenizer
 
 from ..dataset.chats import CHATML, CONVERSATIONS, TEXT, write_lines
 from ..train.command import Result, call

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from hexad import comm
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.config import HexadError
+from hexad.launching import launch
+from hexad.launching.environment import Environment
+from hexad.launching.stop import SAVE_FAILED, StopRequest
 from hexad.model.configuration import load_config
 from hexad.topology import mesh as mesh_module
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 from hexad.topology.tree import CHANNELS, FAN_OUT, tree_groups
-from hexad.train import launch
-from hexad.train.environment import Environment
-from hexad.train.stop import SAVE_FAILED, StopRequest
 
 from ..pool import TIMEOUT, Pool
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.config import Config
+from hexad.engine.engine import Engine
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
 
 
 def resumed(config: Config, mesh: Mesh) -> Engine:

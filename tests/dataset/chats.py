@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hexad.dataset.tokenizer_training import train_bpe
+from hexad.dataset.text.tokenizer_training import train_bpe
 
 CHATML = """\
 {%- if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}

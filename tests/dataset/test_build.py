@@ -16,14 +16,14 @@ from click.testing import CliRunner, Result
 
 from hexad.cli.main import hexad
 from hexad.config import ConfigError, HexadError
-from hexad.dataset.build import build
-from hexad.dataset.corpus import build_demo_data, standard_library_files, unigram_entropy
+from hexad.dataset.build.builder import build
+from hexad.dataset.build.corpus import build_demo_data, standard_library_files, unigram_entropy
+from hexad.dataset.build.inspect import inspect
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
-from hexad.dataset.inspect import inspect
-from hexad.dataset.loader import loader_from_config
+from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.sidecar import read_sidecar, sidecar_path, write_sidecar
-from hexad.dataset.tokenizer import ByteTokenizer, load_tokenizer
-from hexad.dataset.tokenizer_training import train_bpe
+from hexad.dataset.text.tokenizer import ByteTokenizer, load_tokenizer
+from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.model.configuration import load_config
 
 BYTE = load_tokenizer("byte")
@@ -113,8 +113,8 @@ def test_workers_do_not_change_the_result(
     lines = [json.dumps({"text": f"document {i} " * (i % 50)}) for i in range(4000)]
     (inputs / "f.jsonl").write_text("\n".join(lines) + "\n")
     train_bpe(lines[:50], 400, tmp_path / "bpe")
-    monkeypatch.setattr("hexad.dataset.build._TASK_BYTES", 20_000)
-    monkeypatch.setattr("hexad.dataset.sources._JSONL_PIECE", 10_007)
+    monkeypatch.setattr("hexad.dataset.build.builder._TASK_BYTES", 20_000)
+    monkeypatch.setattr("hexad.dataset.build.sources._JSONL_PIECE", 10_007)
     done: list[tuple[int, int]] = []
     for workers in (1, 3):
         prefix = tmp_path / f"with{workers}"
@@ -134,7 +134,7 @@ def test_workers_do_not_change_the_result(
 def test_lines_are_read_once_wherever_a_file_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    monkeypatch.setattr("hexad.dataset.sources._JSONL_PIECE", piece)
+    monkeypatch.setattr("hexad.dataset.build.sources._JSONL_PIECE", piece)
     expected = [f"{'ü' * (i % 13)}{i}" for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\r\n".join(json.dumps({"t": text}) for text in expected))
     build([tmp_path / "a.jsonl"], tmp_path / "d", "byte", workers=1, json_key="t")
@@ -165,7 +165,7 @@ def test_mistakes_name_file_and_line(tmp_path: Path, name: str, workers: int) ->
 
 
 def test_mistakes_in_workers_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hexad.dataset.build._TASK_BYTES", 1)
+    monkeypatch.setattr("hexad.dataset.build.builder._TASK_BYTES", 1)
     for i in range(6):
         (tmp_path / f"{i}.txt").write_bytes(b"\xff" if i == 4 else b"fine")
     with pytest.raises(HexadError, match=r"4\.txt:1: byte 0xff"):
@@ -223,7 +223,7 @@ def test_full_disk(tmp_path: Path, documents: int) -> None:
 
 KILLED = """
 import sys, time
-from hexad.dataset import build as module
+from hexad.dataset.build import builder as module
 module._TASK_BYTES = 1
 def stop(done, total):
     if done > total / 2:

@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from hexad.config import HexadError
-from hexad.dataset.build import build
+from hexad.dataset.build.builder import build
 from hexad.dataset.indexed import IndexedDataset
-from hexad.dataset.tokenizer import load_tokenizer
-from hexad.dataset.tokenizer_training import train_bpe
+from hexad.dataset.text.tokenizer import load_tokenizer
+from hexad.dataset.text.tokenizer_training import train_bpe
 
 from .chats import CHATML, CONVERSATIONS, GENERATION, TEXT, chat_tokenizer, write_lines
 
@@ -172,7 +172,7 @@ def test_lines_are_counted_for_messages_only(tmp_path: Path, monkeypatch: pytest
     def counted(*_: object) -> int:
         raise AssertionError("the lines of a good file were counted")
 
-    monkeypatch.setattr("hexad.dataset.sources._line_number", counted)
+    monkeypatch.setattr("hexad.dataset.build.sources._line_number", counted)
     records = [*({"messages": each} for each in CONVERSATIONS[:2]), {"prompt": "a", "completion": "ü"}]
     built(tmp_path, [*records, {"text": "ü"}], chat_tokenizer(tmp_path / "tok"))
 
@@ -265,8 +265,8 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
 
 
 def test_workers_do_not_change_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hexad.dataset.build._TASK_BYTES", 1500)
-    monkeypatch.setattr("hexad.dataset.sources._JSONL_PIECE", 700)
+    monkeypatch.setattr("hexad.dataset.build.builder._TASK_BYTES", 1500)
+    monkeypatch.setattr("hexad.dataset.build.sources._JSONL_PIECE", 700)
     spec = chat_tokenizer(tmp_path / "tok")
     records = [{"text": "plain"}] * 13 + [{"messages": CONVERSATIONS[i % 2]} for i in range(30)]
     write_lines(tmp_path / "in.jsonl", records)

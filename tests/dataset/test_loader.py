@@ -23,10 +23,10 @@ from hexad.dataset.indexed import (
     bin_path,
     idx_path,
 )
-from hexad.dataset.loader import DataLoader, loader_from_config
-from hexad.dataset.microbatch import IGNORED, Microbatch
+from hexad.dataset.load.loader import DataLoader, loader_from_config
+from hexad.dataset.load.microbatch import IGNORED, Microbatch
 from hexad.dataset.sidecar import describe, write_sidecar
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
 from hexad.parallel.context.slice import Balance, Slicing
 

@@ -11,8 +11,8 @@ import pytest
 from hexad.config import ConfigError, HexadError
 from hexad.config.schema import DataSettings
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
-from hexad.dataset.loader import DataLoader
-from hexad.dataset.part import DocumentPart
+from hexad.dataset.load.loader import DataLoader
+from hexad.dataset.load.part import DocumentPart
 from hexad.model.configuration import load_config
 
 

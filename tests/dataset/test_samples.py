@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hexad.config import HexadError
-from hexad.dataset.blend import Blend
 from hexad.dataset.files import lock
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
-from hexad.dataset.permutation import permute
-from hexad.dataset.samples import SampleSource
-from hexad.dataset.stream import Stream
+from hexad.dataset.load.blend import Blend
+from hexad.dataset.load.permutation import permute
+from hexad.dataset.load.samples import SampleSource
+from hexad.dataset.load.stream import Stream
 
 
 def numbered(directory: Path, lengths: list[int]) -> IndexedDataset:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from hexad.config import HexadError
-from hexad.dataset.build import build
+from hexad.dataset.build.builder import build
 from hexad.dataset.indexed import IndexedDataset
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.text.tokenizer import load_tokenizer
 
 from ..train.command import call
 
@@ -46,8 +46,8 @@ def test_compressed_files_give_the_same_data(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read in blocks of lines, whatever their size."""
-    monkeypatch.setattr("hexad.dataset.sources._JSONL_PIECE", 10_007)
-    monkeypatch.setattr("hexad.dataset.build._TASK_BYTES", 30_000)
+    monkeypatch.setattr("hexad.dataset.build.sources._JSONL_PIECE", 10_007)
+    monkeypatch.setattr("hexad.dataset.build.builder._TASK_BYTES", 30_000)
     (tmp_path / "a.jsonl").write_bytes(LINES)
     (tmp_path / f"b.jsonl.{kind}").write_bytes(COMPRESSORS[kind](LINES))
     (tmp_path / "t.txt").write_text("größe\n")
@@ -85,7 +85,7 @@ def test_named_json_files_are_records(tmp_path: Path, monkeypatch: pytest.Monkey
         '[{"text": "a"}, {"text": null}]': "wrong.json: record 2: 'text' is null, expected text",
         " " * 2000: f"as .jsonl: jq -c '.[]' {tmp_path}/wrong.json > {tmp_path}/wrong.jsonl",
     }
-    monkeypatch.setattr("hexad.dataset.sources._LARGEST_ARRAY", 1999)
+    monkeypatch.setattr("hexad.dataset.build.sources._LARGEST_ARRAY", 1999)
     for content, says in wrong.items():
         (tmp_path / "wrong.json").write_text(content)
         with pytest.raises(HexadError, match=re.escape(says)):
@@ -94,7 +94,7 @@ def test_named_json_files_are_records(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_large_array_is_divided_by_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That can be pasted; none for a compressed file."""
-    monkeypatch.setattr("hexad.dataset.sources._LARGEST_ARRAY", 1999)
+    monkeypatch.setattr("hexad.dataset.build.sources._LARGEST_ARRAY", 1999)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my data.v2.json").write_text(" " * 2000)
     with pytest.raises(HexadError, match=re.escape(": jq -c '.[]' 'my data.v2.json' > 'my data.v2.jsonl'")):
@@ -106,8 +106,8 @@ def test_a_large_array_is_divided_by_a_command(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_compressed_lines_are_shared_among_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hexad.dataset.sources._JSONL_PIECE", 10_007)
-    monkeypatch.setattr("hexad.dataset.build._TASK_BYTES", 10_000)
+    monkeypatch.setattr("hexad.dataset.build.sources._JSONL_PIECE", 10_007)
+    monkeypatch.setattr("hexad.dataset.build.builder._TASK_BYTES", 10_000)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES))
     for workers in (1, 2):
         build([tmp_path / "b.jsonl.gz"], tmp_path / str(workers), "byte", workers=workers)
@@ -156,7 +156,7 @@ def test_zstandard_windows_up_to_the_largest_are_read(tmp_path: Path) -> None:
 def test_wrong_lines_of_compressed_files_are_numbered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hexad.dataset.sources._JSONL_PIECE", 100)
+    monkeypatch.setattr("hexad.dataset.build.sources._JSONL_PIECE", 100)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n\n' * 20 + b'{"text": 5}\n'))
     with pytest.raises(HexadError, match=r"a\.jsonl\.gz:41: 'text' is a number \(5\)"):
         build([tmp_path / "a.jsonl.gz"], tmp_path / "d", "byte", workers=1)

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hexad.dataset.token_bytes import token_bytes
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.text.token_bytes import token_bytes
+from hexad.dataset.text.tokenizer import load_tokenizer
 
 TEXTS = ["def f(x):\n    return 'naïve' # 日本語\t🙂", " two  spaces", "Straße № 7"]
 
 
 def byte_level(directory: Path) -> str:
-    from hexad.dataset.tokenizer_training import train_bpe
+    from hexad.dataset.text.tokenizer_training import train_bpe
 
     train_bpe(iter(TEXTS * 4), 300, directory)
     return str(directory)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hexad.config import HexadError
-from hexad.dataset.tokenizer import ByteTokenizer, bos_ids, load_tokenizer
-from hexad.dataset.tokenizer_training import train_bpe
+from hexad.dataset.text.tokenizer import ByteTokenizer, bos_ids, load_tokenizer
+from hexad.dataset.text.tokenizer_training import train_bpe
 
 TEXTS = ["def f(x):\n    return x + 1\n", "Grüße, 世界! 🙂", "", "   spaces\t\n\n", "1234567"] * 3
 
@@ -208,7 +208,7 @@ def test_missing_packages_say_how_to_get_them(
 
 def test_no_torch() -> None:
     script = (
-        "import sys, hexad.dataset.build, hexad.dataset.inspect, hexad.dataset.samples, hexad.dataset.blend\n"
-        "import hexad.dataset.corpus\nassert 'torch' not in sys.modules\n"
+        "import sys, hexad.dataset.build.builder, hexad.dataset.build.inspect, hexad.dataset.load.samples\n"
+        "import hexad.dataset.load.blend, hexad.dataset.build.corpus\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

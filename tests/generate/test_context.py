@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from hexad.config import Config
-from hexad.generate import generator
-from hexad.generate.generator import generate_all
-from hexad.generate.sampling import Sampling
-from hexad.generate.scoring import Likelihood, log_likelihoods
+from hexad.generation import generator
+from hexad.generation.generator import generate_all
+from hexad.generation.sampling import Sampling
+from hexad.generation.scoring import Likelihood, log_likelihoods
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
-from hexad.resolve.checks import planned_layout
-from hexad.resolve.resolve import resolve
+from hexad.planning.checks import planned_layout
+from hexad.planning.resolve import resolve
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool

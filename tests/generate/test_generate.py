@@ -15,12 +15,12 @@ import torch
 
 from hexad.cli.main import run
 from hexad.config import ConfigError, HexadError
-from hexad.dataset.tokenizer import ByteTokenizer
-from hexad.dataset.tokenizer_training import train_bpe
-from hexad.generate.cache import KeyValueCache, Lengths
-from hexad.generate.generator import generate, generate_all
-from hexad.generate.sampling import Sampling, choose
-from hexad.generate.scoring import log_likelihoods
+from hexad.dataset.text.tokenizer import ByteTokenizer
+from hexad.dataset.text.tokenizer_training import train_bpe
+from hexad.generation.cache import KeyValueCache, Lengths
+from hexad.generation.generator import generate, generate_all
+from hexad.generation.sampling import Sampling, choose
+from hexad.generation.scoring import log_likelihoods
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer
 from hexad.parallel.sharding import declared_parameters, initialise
@@ -254,7 +254,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(
 def test_prompts_begin_as_the_tokenizer_says(trained: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[list[int]] = []
     monkeypatch.setattr(ByteTokenizer, "bos", (256,))
-    monkeypatch.setattr("hexad.generate.session.write", lambda _, __, ids, *rest: prompts.extend(ids) or [])
+    monkeypatch.setattr("hexad.generation.session.write", lambda _, __, ids, *rest: prompts.extend(ids) or [])
     for override in ("data.bos=auto", "data.bos=no"):
         generated(trained, override)
     assert prompts == [[256, *b"the q"], [*b"the q"]]

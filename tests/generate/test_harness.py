@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from hexad.config import ConfigError
-from hexad.dataset.tokenizer import ByteTokenizer
+from hexad.dataset.text.tokenizer import ByteTokenizer
 
 from ..checkpoint import hugging_face as theirs
 from ..checkpoint.test_hugging_face import convert, small_run
@@ -160,7 +160,7 @@ def test_texts_are_written_in_batches_of_equal_options(
     adapter: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal to one by one, and in the order of the requests."""
-    from hexad.generate import texts
+    from hexad.generation import texts
 
     sizes: list[int] = []
     original = texts.generate_all

@@ -12,7 +12,7 @@ from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.model import attention_kernels
 from hexad.parallel.context import kernels
 from hexad.parallel.context.attention import Merged
-from hexad.parallel.gradients import WeightGradient, widening_products
+from hexad.parallel.contributions import WeightGradient, widening_products
 from hexad.parallel.tensor import fp8
 from hexad.topology.cluster import has_fp8
 

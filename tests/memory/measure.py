@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from hexad.config import Config
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.parallel.context.slice import Slicing
-from hexad.plan.memory import MemoryPlan, predict
-from hexad.resolve import resolve
+from hexad.planning import resolve
+from hexad.planning.memory import MemoryPlan, predict
 from hexad.topology.layout import Layout
 
 from .live import Live
@@ -57,8 +57,8 @@ def _pooled(engine: Any) -> int:
 def measure(config: Config, world: int) -> Found:
     """Run six steps on this rank and watch the last five. A collective's thread releases its tensors a
     little later, in some steps too late: the smallest peak is the one that is needed."""
+    from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     layout = Layout.from_settings(config.parallel, world)
     mesh = Mesh.create(layout, torch.device("cpu"))

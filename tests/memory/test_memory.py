@@ -18,8 +18,8 @@ from hexad.model.transformer import build_stages
 from hexad.parallel.data.bucket_plan import Held
 from hexad.parallel.inventory import Execution
 from hexad.parallel.sharding import Shard, declared_parameters, initialise
-from hexad.plan.memory import rank_parameters, rank_stages
-from hexad.resolve import resolve
+from hexad.planning import resolve
+from hexad.planning.memory import rank_parameters, rank_stages
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
@@ -248,5 +248,5 @@ def test_state_is_so_many_bytes_per_parameter(zero: int, shards: int, pool: Pool
 
 
 def test_planning_does_not_import_torch() -> None:
-    code = "import sys, hexad.plan.memory; assert 'torch' not in sys.modules"
+    code = "import sys, hexad.planning.memory; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

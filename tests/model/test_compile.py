@@ -13,10 +13,10 @@ from torch._inductor.scheduler import NopKernelSchedulerNode
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.config import ConfigError
+from hexad.engine import language
 from hexad.model import dropout, ops, residual
 from hexad.parallel import pointwise
 from hexad.parallel.tensor import cross_entropy, fp8
-from hexad.train import language
 
 needs_compiler = pytest.mark.skipif(
     pointwise.missing_compiler(torch.device("cpu")) is not None, reason="no C++ compiler is installed"

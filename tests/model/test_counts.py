@@ -11,9 +11,9 @@ import pytest
 from hexad.config import ConfigError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config, load_config
-from hexad.model.counts import flops_per_token, layer_costs, parameter_count
 from hexad.model.families import presets
 from hexad.model.inventory import ModelInventory
+from hexad.planning.costs import flops_per_token, layer_costs, parameter_count
 
 # Parameters of the published checkpoints (safetensors metadata on the Hugging Face hub; for tied
 # embeddings counted once).
@@ -210,7 +210,7 @@ def test_unresolved_settings_are_named() -> None:
 
 
 def test_counting_does_not_import_torch() -> None:
-    code = "import sys, hexad.model.counts; assert 'torch' not in sys.modules"
+    code = "import sys, hexad.planning.costs; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

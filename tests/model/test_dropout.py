@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from hexad.checkpoint.published import published_tensors
+from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys

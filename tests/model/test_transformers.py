@@ -11,15 +11,15 @@ import torch
 import transformers
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
-from hexad.checkpoint.published import published_tensors
+from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.config import Config
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.engine.engine import Engine
 from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
 
 from ..checkpoint.hugging_face import rms_norms
 from ..layers import load_global, shard_of, whole_model

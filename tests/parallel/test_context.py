@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.parallel.context.attention import Merged
 from hexad.parallel.context.balance import _by_dealing, by_work, received, work_of
 from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
@@ -397,10 +397,10 @@ def test_how_many_ranks_can_share_heads() -> None:
 
 def _calls(method: str, recompute: str) -> tuple[int, int]:
     """How often this rank's kernel computes a tile, forward and backward, in a step of two layers."""
+    from hexad.engine.engine import Engine
     from hexad.model.configuration import build_config
     from hexad.topology.layout import Layout
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     config = build_config(
         {

@@ -10,14 +10,14 @@ import torch
 
 from hexad.comm import sent_bytes
 from hexad.config import Config
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.parallel.context.balance import received
 from hexad.parallel.context.rounds import rounds
 from hexad.parallel.context.slice import Slicing
 from hexad.parallel.inventory import Execution
-from hexad.plan.memory import execution, rank_stages
-from hexad.resolve import resolve
+from hexad.planning import resolve
+from hexad.planning.memory import execution, rank_stages
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -42,8 +42,8 @@ def _config(dtype: str = "fp32", kv_heads: int = 2, recompute: str = "none", **p
 
 
 def _measure(config: Config, world: int, documents: tuple[int, ...] | None) -> dict[str, int]:
+    from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
     engine = Engine(config, mesh)

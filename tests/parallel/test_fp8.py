@@ -13,19 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from hexad.config import Config, ConfigError
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.engine.engine import Engine
+from hexad.engine.language import training_shard
+from hexad.launching.launch import check_device
 from hexad.model.configuration import build_config
 from hexad.parallel.tensor import fp8
 from hexad.parallel.tensor.embedding import VocabParallelHead
 from hexad.parallel.tensor.embedding_inventory import Head
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from hexad.parallel.tensor.linear_inventory import Linear
-from hexad.resolve import check_config
+from hexad.planning import check_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
-from hexad.train.language import training_shard
-from hexad.train.launch import check_device
 
 from ..layers import Sums, load_global, shard_of
 from ..pool import Pool

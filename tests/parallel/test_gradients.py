@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hexad.parallel.contributions import WeightGradient, widening_products
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets
-from hexad.parallel.data.rounds import Rounds
-from hexad.parallel.gradients import WeightGradient, widening_products
+from hexad.parallel.data.reductions import Rounds
 from hexad.parallel.inventory import Parameter, Weight
 
 

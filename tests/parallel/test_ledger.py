@@ -10,11 +10,11 @@ import torch
 
 from hexad.comm import sent_bytes
 from hexad.config import Config
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
-from hexad.model.counts import parameter_count
-from hexad.plan.memory import execution, per_pipeline_rank, rank_buckets, rank_parameters, rank_stages
-from hexad.resolve import resolve
+from hexad.planning import resolve
+from hexad.planning.costs import parameter_count
+from hexad.planning.memory import execution, per_pipeline_rank, rank_buckets, rank_parameters, rank_stages
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
@@ -49,8 +49,8 @@ def _config(
 
 
 def _measure(config: Config, world: int) -> dict[str, int]:
+    from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
     engine = Engine(config, mesh)
@@ -259,8 +259,8 @@ _LORA = {"lora": {"rank": _RANK}}  # of every linear layer
 
 def _state(config: Config, world: int) -> dict[str, int]:
     """Bytes that a rank keeps, by kind; memory that two kinds share counts as the first."""
+    from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu")))
     kinds: dict[str, list[torch.Tensor | None]] = {

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad.config import Config
+from hexad.engine.engine import Engine
 from hexad.model.configuration import build_config
 from hexad.model.inventory import ModelInventory
 from hexad.parallel import normal
@@ -21,7 +22,6 @@ from hexad.parallel.normal import fill_normal
 from hexad.parallel.rectangle import Rectangle
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
 
 from ..pool import Pool
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hexad.launching import launch
 from hexad.model.configuration import build_config
 from hexad.parallel.pinned import pinned
-from hexad.resolve import resolve
+from hexad.planning import resolve
 from hexad.topology import mesh
 from hexad.topology.layout import Layout
-from hexad.train import launch
 
 
 class _Runtime:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from hexad.config import AgreedError
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.engine.engine import Engine
 from hexad.model.configuration import build_config
 from hexad.optim import optimizer
 from hexad.parallel.data import replicas
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
 
 from ..pool import Pool
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hexad.config import Config
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.parallel.data.bucket_plan import Held, plan_buckets
 from hexad.parallel.inventory import Parameter, Weight
@@ -44,8 +44,8 @@ def config_of(microbatches: int = 2, dtype: str = "fp32", **parallel: Any) -> Co
 
 
 def engine_of(config: Config) -> Any:
+    from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     return Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu")))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hexad.config import Config
-from hexad.dataset.microbatch import IGNORED, Microbatch
+from hexad.dataset.load.microbatch import IGNORED, Microbatch
 from hexad.model.configuration import build_config
 from hexad.topology.layout import Layout
 
@@ -494,8 +494,8 @@ def _join(rows: list[Microbatch]) -> Microbatch:
 
 def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
     """Train a few steps on this rank; returns losses, norms, and this rank's pieces."""
+    from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     from . import mutations
 

@@ -11,16 +11,16 @@ from unittest import mock
 import torch
 
 from hexad import comm
+from hexad.engine import language
 from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import Transformer
 from hexad.optim.optimizer import BucketOptimizer
-from hexad.parallel.data import buckets, gradients, rounds
+from hexad.parallel.data import buckets, gradients, reductions
 from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.inventory import Parameter
 from hexad.parallel.pipeline import executor
 from hexad.parallel.tensor import cross_entropy, embedding, linear, lora, loss
 from hexad.topology.mesh import Mesh
-from hexad.train import language
 
 from .context_mutations import CONTEXT_MUTATIONS
 from .harness import EVERY_ADAPTED, VARIANTS, Case, deep, fewer
@@ -42,12 +42,12 @@ def _average_over_data(mesh: Mesh) -> Patches:
 
 
 def _reduce_before_complete(mesh: Mesh) -> Patches:
-    original = rounds.Rounds._later
+    original = reductions.Rounds._later
 
     def later(self: Any, bucket: int, member: int) -> int:
         return original(self, bucket, member) + self._buckets[bucket].uses[member]
 
-    return [mock.patch.object(rounds.Rounds, "_later", later)]
+    return [mock.patch.object(reductions.Rounds, "_later", later)]
 
 
 def _double_count_norm(mesh: Mesh) -> Patches:
@@ -125,7 +125,7 @@ def _drop_embedding_reduction(mesh: Mesh) -> Patches:
 
 
 def _overwrite_gradients(mesh: Mesh) -> Patches:
-    return [mock.patch.object(rounds.Rounds, "fresh", lambda self, bucket, member: True)]
+    return [mock.patch.object(reductions.Rounds, "fresh", lambda self, bucket, member: True)]
 
 
 def _ignore_documents(mesh: Mesh) -> Patches:

@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 
 from hexad import comm
+from hexad.engine import language
 from hexad.model.dropout import DropoutKey
 from hexad.parallel.data import gatherer, gradients
 from hexad.topology.mesh import Axis, Mesh
-from hexad.train import language
 
 from .harness import DROPPED, VARIANTS, Case
 from .mutation import Mutation, Patches, same_async

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexad.config import Config
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer, build_stages
 from hexad.parallel.data.buckets import Formats, make_buckets

@@ -13,8 +13,7 @@ from hexad.parallel.pipeline.schedule import Schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.steady import Shortened, shortened
 from hexad.parallel.pipeline.validate import validate
-from hexad.plan import memory
-from hexad.resolve import Resolved, resolve, smallest_world
+from hexad.planning import Resolved, memory, resolve, smallest_world
 from hexad.topology.layout import Layout
 
 NAMES = ["1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v"]

@@ -12,7 +12,7 @@ import yaml
 from hexad.cli.main import run
 from hexad.config import Config, ConfigError
 from hexad.model.configuration import build_config, load_config
-from hexad.resolve import resolve
+from hexad.planning import resolve
 from hexad.topology.layout import Layout
 
 # The head of the byte tokenizer's 257 tokens costs as much as several of these layers.

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hexad.dataset.loader import loader_from_config
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.load.loader import loader_from_config
+from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
-from hexad.resolve import planned_layout, resolve
+from hexad.planning import planned_layout, resolve
 
 from ..train.command import call
 from .common import document_of, error_of, labels_of, png_size, text_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hexad.plan.memory import MemoryPlan
+from hexad.planning.memory import MemoryPlan
 from hexad.show.memory import MOST_BARS, memory_figure
 from hexad.topology.devices import named_gpus, published_peaks
 

@@ -15,7 +15,7 @@ from hexad.config import HexadError
 from hexad.config.schema import ProfileSettings
 from hexad.dataset.indexed import IndexedWriter
 from hexad.show.trace import summarise
-from hexad.train.profile import StepProfile
+from hexad.training.profile import StepProfile
 
 from ..pool import Pool
 from ..train.command import call, write_run

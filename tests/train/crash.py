@@ -16,7 +16,7 @@ from typing import Any
 from hexad.checkpoint import checkpointer, manifest_writer
 from hexad.checkpoint.tensor_file import TensorFileWriter
 from hexad.cli.main import run
-from hexad.train import loop
+from hexad.training import loop
 
 STEP = "step-00000008"  # the second save: the first is whole
 

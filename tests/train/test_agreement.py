@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from hexad.config import AgreedError, HexadError
+from hexad.engine.engine import Engine
+from hexad.launching.environment import Environment
+from hexad.launching.launch import Run
 from hexad.model.configuration import load_config
 from hexad.topology.devices import published_peaks
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
-from hexad.train.environment import Environment
-from hexad.train.launch import Run
 
 from ..pool import Pool
 from ..weights import WholeTensors
@@ -50,7 +50,7 @@ def _own_directories(parent: str) -> str:
     from contextlib import ExitStack
 
     from hexad.config.schema import RunSettings
-    from hexad.train.rundir import open_run_directory
+    from hexad.training.rundir import open_run_directory
 
     mesh = Mesh.create(Layout(world=2), torch.device("cpu"))
     try:

@@ -13,13 +13,13 @@ from torch import nn
 
 from hexad import ConfigError, Engine, HexadError, Layout, Mesh
 from hexad.config import Config
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.model import attention
 from hexad.model.configuration import build_config
 from hexad.parallel.context.heads import heads_for_tokens
 from hexad.parallel.context.rounds import Round, rounds
 from hexad.parallel.context.slice import Slicing
-from hexad.resolve import resolve
+from hexad.planning import resolve
 from hexad.topology.mesh import Axis
 
 from ..pool import Pool

@@ -11,13 +11,13 @@ import yaml
 
 from hexad.checkpoint.manifest import read_manifest
 from hexad.config import ConfigError
+from hexad.engine import precision
+from hexad.launching.launch import launch
 from hexad.model.configuration import build_config
-from hexad.resolve import resolve
+from hexad.planning import resolve
 from hexad.topology.cluster import has_bf16
 from hexad.topology.devices import cpu_has_bf16
 from hexad.topology.layout import Layout
-from hexad.train import precision
-from hexad.train.launch import launch
 
 from ..pool import Pool
 from .command import call, free_port, rank_variables
@@ -92,8 +92,8 @@ def test_bf16_on_a_cpu_that_lacks_it_is_said(make_run: MakeRun, monkeypatch: pyt
 
 def _format_of(rank: int, world: int, port: int, path: str) -> tuple[str, str]:
     """(format of the run, format of an engine of the unresolved configuration), bf16 on rank 0 alone."""
+    from hexad.engine.engine import Engine
     from hexad.model.configuration import load_config
-    from hexad.train.engine import Engine
 
     precision.has_bf16 = lambda device: rank == 0  # type: ignore[assignment]
     config = load_config(path)

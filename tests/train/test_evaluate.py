@@ -14,7 +14,7 @@ import torch
 
 from hexad.checkpoint.directory import find_checkpoint
 from hexad.dataset.indexed import IndexedDataset
-from hexad.dataset.loader import DataLoader
+from hexad.dataset.load.loader import DataLoader
 
 from ..checkpoint import hugging_face as theirs
 from ..pool import Pool
@@ -127,10 +127,10 @@ def test_adapters_are_evaluated_with_their_base(tmp_path: Path, data: str, pool:
 
 def test_evaluation_needs_no_gradients_or_optimizer_state(trained: RunFile) -> None:
     from hexad.checkpoint.manifest import read_manifest
+    from hexad.engine.engine import Engine
     from hexad.model.configuration import build_config
     from hexad.topology.layout import Layout
     from hexad.topology.mesh import Mesh
-    from hexad.train.engine import Engine
 
     config = build_config(read_manifest(trained.newest).config)
     engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")), training=False)
@@ -189,7 +189,7 @@ def test_several_sets_are_checked_by_name(trained: RunFile, tmp_path: Path) -> N
 
 
 def test_byte_counts_ignore_ids_beyond_the_tokenizer() -> None:
-    from hexad.train.evaluation import Score, total
+    from hexad.engine.evaluation import Score, total
 
     scores = {"a": Score(2.0, 4, 8), "b": Score(6.0, 4, None)}
     assert (total(scores).loss, total(scores).bits_per_byte) == (1.0, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hexad.train import launch
+from hexad.launching import launch
 
 from ..pool import Pool
 from .command import RunFile, call

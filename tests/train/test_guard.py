@@ -14,8 +14,8 @@ import pytest
 from hexad.cli.outcome import attempt
 from hexad.cli.train import train_here
 from hexad.config.schema import FaultSettings
-from hexad.train.engine import Engine
-from hexad.train.faults import FaultGuard
+from hexad.engine.engine import Engine
+from hexad.engine.faults import FaultGuard
 
 from ..pool import Pool
 from .command import FOUR, RunFile, call, free_port, rank_variables

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hexad.train import heap
+from hexad.engine import heap
 
 
 def _resident() -> int:

@@ -31,7 +31,7 @@ def abort(trace):  # as torch's watchdog does
     os.abort()
 def watch():
     while True:
-        module = sys.modules.get("hexad.train.engine")
+        module = sys.modules.get("hexad.engine.engine")
         if module is not None and hasattr(module, "Engine"):
             break
         threading.Event().wait(0.01)

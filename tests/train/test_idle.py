@@ -11,7 +11,7 @@ import pytest
 
 from hexad.config import ConfigError
 from hexad.model.configuration import load_config
-from hexad.resolve import working_layout
+from hexad.planning import working_layout
 
 from ..pool import Pool
 from .command import Process, RunFile, alive, wait_until_gone

@@ -14,9 +14,9 @@ from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hexad.checkpoint.manifest import read_manifest
-from hexad.dataset.same_ids import same_ids
-from hexad.dataset.tokenizer import load_tokenizer
-from hexad.resolve.saved import encoded, find_model, generating_model
+from hexad.dataset.text.same_ids import same_ids
+from hexad.dataset.text.tokenizer import load_tokenizer
+from hexad.planning.saved_model import encoded, find_model, generating_model
 
 from ..dataset.chats import CHATML, CONVERSATIONS, GENERATION, TEXT, chat_tokenizer, write_lines
 from .command import RunFile, call, write_run

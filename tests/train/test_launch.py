@@ -13,8 +13,9 @@ import torch
 
 from hexad import Layout, Mesh, load_config
 from hexad.config import AgreedError, HexadError
-from hexad.train import language, launch
-from hexad.train.environment import Environment, environment, first_host, tasks_of_node
+from hexad.engine import language
+from hexad.launching import launch
+from hexad.launching.environment import Environment, environment, first_host, tasks_of_node
 
 from ..pool import Pool
 from .command import Process, free_port
@@ -193,7 +194,7 @@ def test_a_rank_beyond_its_world_is_named(make_run: MakeRun, monkeypatch: pytest
 def test_missing_ranks_are_reported_while_they_are_waited_for(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hexad.train.rendezvous._EVERY", 0.3)
+    monkeypatch.setattr("hexad.launching.rendezvous._EVERY", 0.3)
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "MASTER_PORT": free_port()}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -20,18 +20,18 @@ from hexad.checkpoint.directory import check_same_model
 from hexad.checkpoint.manifest import read_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.config import ConfigError, HexadError
-from hexad.dataset.loader import loader_from_config
-from hexad.dataset.microbatch import Microbatch
-from hexad.dataset.tokenizer import ByteTokenizer
+from hexad.dataset.load.loader import loader_from_config
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.dataset.text.tokenizer import ByteTokenizer
+from hexad.engine.engine import Engine
 from hexad.model.configuration import build_config
-from hexad.model.counts import flops_per_token, parameter_count, trained_count
 from hexad.model.families import family
-from hexad.plan.memory import per_pipeline_rank
-from hexad.resolve import resolve
+from hexad.planning import resolve
+from hexad.planning.costs import flops_per_token, parameter_count, trained_count
+from hexad.planning.memory import per_pipeline_rank
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
-from hexad.train.saves import Saves
+from hexad.training.saves import Saves
 
 from ..checkpoint import hugging_face as theirs
 from ..checkpoint.test_hugging_face import convert, logits, refused

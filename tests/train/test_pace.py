@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad.comm import Trace, all_reduce
+from hexad.engine.engine import Engine
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
-from hexad.train.pace import Pace
+from hexad.training.pace import Pace
 
 from ..pool import Pool
 from .conftest import MakeRun
@@ -110,7 +110,7 @@ def test_garbage_is_collected_between_steps(make_run: MakeRun, monkeypatch: pyte
             collected.append((inside, info["generation"]))
 
     monkeypatch.setattr(Engine, "train_step", watched)
-    monkeypatch.setattr("hexad.train.pace.COLLECT_EVERY", 5)
+    monkeypatch.setattr("hexad.training.pace.COLLECT_EVERY", 5)
     closed: list[Pace] = []
     monkeypatch.setattr(Pace, "close", lambda self: closed.append(self))
     frozen = gc.get_freeze_count()

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from hexad.config import Config, ConfigError
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.engine.engine import Engine
+from hexad.engine.language import Task
 from hexad.model.configuration import build_config
 from hexad.optim.scaling import LossScaler
-from hexad.parallel.gradients import Contribution, WeightGradient
+from hexad.parallel.contributions import Contribution, WeightGradient
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.loss import head_loss_sum
-from hexad.resolve import check_config
+from hexad.planning import check_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
-from hexad.train.language import Task
 
 from ..pool import Pool
 from .conftest import MakeRun

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hexad.model.configuration import load_config
-from hexad.train.callbacks import Callback
-from hexad.train.loop import train
+from hexad.training.callbacks import Callback
+from hexad.training.loop import train
 
 from .conftest import MakeRun
 

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from hexad.dataset.indexed import IndexedWriter
-from hexad.dataset.loader import loader_from_config
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.load.loader import loader_from_config
+from hexad.dataset.text.tokenizer import load_tokenizer
+from hexad.engine.engine import Engine
 from hexad.model.configuration import load_config
-from hexad.model.counts import flops_per_token, parameter_count
-from hexad.train.engine import Engine
+from hexad.planning.costs import flops_per_token, parameter_count
 
 from ..pool import Pool
 from .command import FOUR, Process, RunFile, call
@@ -67,7 +67,7 @@ def test_mfu_counts_attention_inside_documents(
         writer.add_documents(np.arange(1829) % 250, np.arange(2, 61))
     data = {"train": str(tmp_path / "short"), "sequence": 64, "documents": "isolate"}
     settings = {"run": {"steps": 2}, "data": data}
-    monkeypatch.setattr("hexad.train.loop.peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr("hexad.training.loop.peak_flops", lambda *_: 1e9)
     run, both, joined = make_run(**settings), make_run(**settings), make_run(**settings)
     assert run.train().status == 0 and joined.train("data.documents=join").status == 0
     assert [status for status, _ in both.world(pool, 2, "parallel.data=2")] == [0, 0]

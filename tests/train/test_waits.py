@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad import Engine, Layout, Mesh, Microbatch, load_config
-from hexad.train.language import LanguageModel
+from hexad.engine.language import LanguageModel
 
 
 class _Calls(TorchDispatchMode):

@@ -19,10 +19,10 @@ import torch
 
 from hexad.comm import Pending, Trace
 from hexad.comm.collectives import _start
+from hexad.launching import flight_recorder
+from hexad.launching.local import LocalOutcome, _Agent
+from hexad.launching.watch import Watch
 from hexad.topology.mesh import Axis
-from hexad.train import flight_recorder
-from hexad.train.local import LocalOutcome, _Agent
-from hexad.train.watch import Watch
 
 from .command import LONGEST
 

@@ -17,13 +17,13 @@ import yaml
 from hexad.comm import agreed, first_difference, from_first
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
 from hexad.model.inventory import ModelInventory
-from hexad.model.sources import HUGGING_FACE, hugging_face_directory
+from hexad.model.pretrained import HUGGING_FACE, hugging_face_directory
 from hexad.parallel.sharding import fill_initial
 from hexad.topology.mesh import Axis
 
 from .chunks import Chunk
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint
-from .hugging_face import opened_model
+from .hugging_face.weights import opened_model
 from .loading import chosen, load
 from .manifest import Manifest, manifest_checksum
 
@@ -165,7 +165,7 @@ def base_of(checkpoint: Path, manifest: Manifest) -> Base:
     if base is None:
         raise HexadError(
             f"checkpoint {checkpoint} holds adapters without a reference to the weights that they belong to; "
-            "save with hexad.train.saves.Saves, which records them"
+            "save with hexad.training.saves.Saves, which records them"
         )
     return base
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, HexadError
-from hexad.model.sources import FREE, TRAINED
+from hexad.model.pretrained import FREE, TRAINED
 
 from .manifest import MANIFEST_FILE, STEP_NAME, manifest_checksum, read_manifest
 from .verification import check_size

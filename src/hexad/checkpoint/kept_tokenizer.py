@@ -15,13 +15,13 @@ from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.load import anchored
-from hexad.dataset.chat import load_chat_template, template_files
-from hexad.dataset.same_ids import same_ids
 from hexad.dataset.sidecar import chat_templates, prefixes
+from hexad.dataset.text.chat import load_chat_template, template_files
+from hexad.dataset.text.same_ids import same_ids
 from hexad.model.hugging_face import CONFIG_FILE
 
 from .directory import sync_directory, write_durably
-from .hugging_face_files import byte_tokenizer_files, has_tokenizer, tokenizer_files
+from .hugging_face.files import byte_tokenizer_files, has_tokenizer, tokenizer_files
 from .manifest import FileRecord
 from .verification import whole_file
 

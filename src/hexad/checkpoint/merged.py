@@ -12,12 +12,12 @@ import torch
 
 from hexad.config import Config, HexadError, blaming
 from hexad.model.inventory import ModelInventory
-from hexad.model.sources import hugging_face_directory
+from hexad.model.pretrained import hugging_face_directory
 from hexad.parallel.rectangle import Rectangle
 
 from .base import Base, absolute
 from .directory import check_same_model, find_checkpoint
-from .hugging_face import opened_model
+from .hugging_face.weights import opened_model
 from .manifest import manifest_checksum
 from .reader import Checkpoint
 

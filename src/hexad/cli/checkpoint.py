@@ -147,7 +147,7 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
             f"--from: found the prefix {kind!r} in {source}; use ds:DIR, megatron:DIR, or a Hugging Face "
             "model's directory without a prefix"
         )
-    from hexad.checkpoint.hugging_face_import import import_model
+    from hexad.checkpoint.hugging_face.importing import import_model
 
     imported = import_model(Path(source), Path(target), _resolved)
     config, where = imported.config, Path(target).resolve()
@@ -201,7 +201,7 @@ def _import_checkpoint(
 
 def _resolved(config: Config) -> Config:
     """A configuration with a number for every ``auto``; one that this version cannot run is refused."""
-    from hexad.resolve import resolve
+    from hexad.planning import resolve
     from hexad.topology.layout import Layout
 
     return resolve(config, Layout(world=1)).config
@@ -231,10 +231,10 @@ def export_command(
     Adapters (model.lora) are merged with the model that they were trained on, unless --adapter is given.
     """
     from hexad.checkpoint.directory import find_checkpoint
-    from hexad.checkpoint.hugging_face_export import export_model, saved_config
-    from hexad.checkpoint.hugging_face_files import parse_size
+    from hexad.checkpoint.hugging_face.exporting import export_model, saved_config
+    from hexad.checkpoint.hugging_face.files import parse_size
+    from hexad.checkpoint.hugging_face.peft import export_adapters
     from hexad.checkpoint.merged import opened_weights
-    from hexad.checkpoint.peft_export import export_adapters
     from hexad.checkpoint.reader import Checkpoint
 
     if adapter and base is not None:
@@ -261,7 +261,7 @@ def export_command(
 
 def _end_of_document(config: Config) -> int | None:
     """The tokenizer's, if it still exists."""
-    from hexad.dataset.tokenizer import load_tokenizer
+    from hexad.dataset.text.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(config.data.tokenizer).eod

@@ -53,9 +53,9 @@ def check(
 ) -> None:
     """Check a configuration and its data as 'hexad train' would before starting, and print its size, tokens
     and memory."""
-    from hexad.plan.memory import per_pipeline_rank
-    from hexad.resolve import check_config, planned_layout, resolve
-    from hexad.resolve.machine import check_machine, check_without_data
+    from hexad.planning import check_config, planned_layout, resolve
+    from hexad.planning.machine import check_machine, check_without_data
+    from hexad.planning.memory import per_pipeline_rank
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
@@ -93,7 +93,7 @@ def presets_command(as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from hexad.model.presets import preset_table
+    from hexad.planning.costs import preset_table
     from hexad.show.summary import rounded
 
     rows = preset_table()

@@ -9,7 +9,7 @@ from hexad.config import Config, ConfigError, HexadError, apply_override, settin
 from hexad.config.template import commented
 from hexad.model.configuration import build_config
 from hexad.model.families import family, preset
-from hexad.resolve import check_config, planned_layout
+from hexad.planning import check_config, planned_layout
 
 _HEAD = (
     "Written by 'hexad config init'. A first choice of settings with what they mean; all others have "

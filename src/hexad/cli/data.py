@@ -11,7 +11,7 @@ import click
 from .options import json_option, print_json
 
 if TYPE_CHECKING:
-    from hexad.dataset.build import BuildSummary
+    from hexad.dataset.build.builder import BuildSummary
 
 
 class ManyValues(click.Command):
@@ -122,7 +122,7 @@ def build_command(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from hexad.dataset.build import build
+    from hexad.dataset.build.builder import build
 
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
@@ -180,7 +180,7 @@ def inspect_command(
     prefix: str, tokenizer: str | None, sequence: int | None, first: int, as_json: bool
 ) -> None:
     """Show what a .bin/.idx dataset holds."""
-    from hexad.dataset.inspect import inspect
+    from hexad.dataset.build.inspect import inspect
 
     facts = inspect(prefix, tokenizer=tokenizer, first=first, sequence=sequence)
     if as_json:

@@ -19,7 +19,7 @@ from hexad.parallel.pipeline.simulate import TIMELINE
 from .options import overrides_argument
 
 if TYPE_CHECKING:
-    from hexad.dataset.corpus import DemoData
+    from hexad.dataset.build.corpus import DemoData
 
 _RANKS = 8
 _LAYOUT = "data 2 x tensor 2 x pipeline 2"
@@ -82,7 +82,7 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
     Builds a tokenizer and a dataset, trains, draws the loss curve and the pipeline's timeline, and generates
     a sample. KEY=VALUE overrides settings, as in run.steps=50.
     """
-    from hexad.dataset.corpus import build_demo_data
+    from hexad.dataset.build.corpus import build_demo_data
 
     from .train import start
 

@@ -48,8 +48,8 @@ def evaluate(source: str, nproc: int, **options: Any) -> int:
     KEY=VALUE overrides the checkpoint's settings, as in parallel.tensor=2, precision.dtype=fp32 or
     data.sequence=2048. Bits per byte count bytes of the text that the predicted tokens stand for.
     """
-    from hexad.resolve.saved import evaluated_model, find_model
-    from hexad.train.environment import environment
+    from hexad.launching.environment import environment
+    from hexad.planning.saved_model import evaluated_model, find_model
 
     ranks = environment().world if environment().joined else nproc
     request = {**options, "source": find_model(source), "nproc": ranks}
@@ -92,14 +92,14 @@ def _refuse_setting(name: str, prefix: str) -> None:
 
 def evaluate_here(request: dict[str, Any]) -> None:
     """Be one rank of the evaluation; the first prints the result."""
-    from hexad.resolve.saved import evaluated_model
-    from hexad.train.evaluation import evaluate_run, total
-    from hexad.train.launch import launch
+    from hexad.engine.evaluation import evaluate_weights, total
+    from hexad.launching.launch import launch
+    from hexad.planning.saved_model import evaluated_model
 
     arguments = request["source"], request["data"], request["overrides"], request["nproc"]
     model, tokenizer = evaluated_model(*arguments)
     with launch(model.config) as run:
-        scores = evaluate_run(run, model.weights, tokenizer, request["batches"])
+        scores = evaluate_weights(run.resolved, run.mesh, model.weights, tokenizer, request["batches"])
         if run.mesh.rank:
             return
         if request["as_json"]:

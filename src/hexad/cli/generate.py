@@ -15,7 +15,7 @@ from hexad.config import ConfigError, HexadError
 from .options import json_option, nproc_option, overrides_argument, start_local
 
 if TYPE_CHECKING:
-    from hexad.generate.texts import Continuation, Wanted
+    from hexad.generation.texts import Continuation, Wanted
 
 
 @click.command("generate")
@@ -60,8 +60,8 @@ def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None,
     each of two stages. With parallel.context=2 it is sharded over half as many, and two of each process the
     prompts in parallel. Every layout writes the same text.
     """
-    from hexad.resolve.saved import encoded, find_model, generating_model
-    from hexad.train.environment import environment
+    from hexad.launching.environment import environment
+    from hexad.planning.saved_model import encoded, find_model, generating_model
 
     nproc = environment().world if environment().joined else nproc
     request = {**options, "checkpoint": find_model(source), "nproc": nproc}
@@ -111,8 +111,8 @@ def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _wanted(request: dict[str, Any]) -> Wanted:
-    from hexad.generate.sampling import Sampling
-    from hexad.generate.texts import Wanted
+    from hexad.generation.sampling import Sampling
+    from hexad.generation.texts import Wanted
 
     sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
     return Wanted(request["tokens"], sampling, request["samples"], tuple(request["stop"]), request["batch"])
@@ -120,9 +120,9 @@ def _wanted(request: dict[str, Any]) -> Wanted:
 
 def generate_here(request: dict[str, Any]) -> None:
     """Be one rank of the generation; the first prints the texts."""
-    from hexad.generate.session import generated
-    from hexad.resolve.saved import generating_model
-    from hexad.train.launch import launch
+    from hexad.generation.session import generated
+    from hexad.launching.launch import launch
+    from hexad.planning.saved_model import generating_model
 
     saved = generating_model(request["checkpoint"], request["overrides"], request["nproc"])
     with launch(saved.config) as run:

@@ -10,7 +10,7 @@ import click
 
 from hexad import __version__
 from hexad.config import HexadError, did_you_mean
-from hexad.train.environment import end_with, hold_back_notice
+from hexad.launching.environment import end_with, hold_back_notice
 
 from .messages import fail_once, print_once
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hexad.config import ConfigError
-from hexad.train.environment import environment
+from hexad.launching.environment import environment
 
 from .options import json_option, print_json
 
@@ -77,7 +77,7 @@ def _check(tree: dict[str, Any], world: int | None) -> None:
     """
     from hexad.compat.megatron.arguments import naming_flags
     from hexad.model.configuration import load_config
-    from hexad.resolve import check_config, smallest_world, working_layout
+    from hexad.planning import check_config, smallest_world, working_layout
 
     with naming_flags():
         config = load_config(tree)

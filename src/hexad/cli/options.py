@@ -56,7 +56,7 @@ def degrees(layout: Layout) -> dict[str, int]:
 def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 0) -> int:
     """Run a command of :mod:`hexad.cli.worker` on local ranks, restarted up to ``restarts`` times if they
     fail; returns the exit status."""
-    from hexad.train.local import run_local
+    from hexad.launching.local import run_local
 
     from .messages import fail
 

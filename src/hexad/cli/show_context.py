@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from hexad.config import Config, ConfigError, HexadError
 from hexad.model.configuration import load_config
-from hexad.resolve import Resolved, planned_layout, resolve
+from hexad.planning import Resolved, planned_layout, resolve
 from hexad.show.context import Division
 from hexad.show.memory import memory_title
 
@@ -93,8 +93,8 @@ def _from_data(config: Config, microbatch: int) -> tuple[int, ...]:
 
     Steps of one microbatch hold the same samples as larger ones, so that no more than needed is read.
     """
-    from hexad.dataset.loader import loader_from_config  # torch
-    from hexad.dataset.tokenizer import load_tokenizer
+    from hexad.dataset.load.loader import loader_from_config  # torch
+    from hexad.dataset.text.tokenizer import load_tokenizer
 
     samples = config.batch.micro * int(config.parallel.data)
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": samples})})

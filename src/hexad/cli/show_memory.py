@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from hexad.config import ConfigError, HexadError, did_you_mean
 from hexad.model.configuration import load_config
-from hexad.plan.memory import MemoryPlan, per_pipeline_rank, predict
-from hexad.resolve import Resolved, planned_layout, resolve
+from hexad.planning import Resolved, planned_layout, resolve
+from hexad.planning.memory import MemoryPlan, per_pipeline_rank, predict
 from hexad.show.memory import Device
 from hexad.topology.devices import named_gpus
 
@@ -61,7 +61,7 @@ def device_of(text: str) -> Device:
     Raises:
         HexadError: it is neither.
     """
-    from hexad.checkpoint.hugging_face_files import parse_size
+    from hexad.checkpoint.hugging_face.files import parse_size
 
     known = named_gpus()
     word = "-".join(text.lower().replace("_", " ").replace("-", " ").split())

@@ -13,8 +13,8 @@ from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import TIMELINE, Costs, simulate
 from hexad.parallel.pipeline.validate import validate
-from hexad.resolve import planned_layout, resolve
-from hexad.resolve.stages import stage_costs
+from hexad.planning import planned_layout, resolve
+from hexad.planning.stages import stage_costs
 from hexad.show.schedule import Chart, read_timeline
 
 from .options import split_settings

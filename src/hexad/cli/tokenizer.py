@@ -58,10 +58,10 @@ def train_command(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from hexad.checkpoint.hugging_face_files import appearing
-    from hexad.dataset.chat import load_chat_template
-    from hexad.dataset.tokenizer import load_tokenizer
-    from hexad.dataset.tokenizer_training import train_bpe, training_texts
+    from hexad.checkpoint.hugging_face.files import appearing
+    from hexad.dataset.text.chat import load_chat_template
+    from hexad.dataset.text.tokenizer import load_tokenizer
+    from hexad.dataset.text.tokenizer_training import train_bpe, training_texts
 
     template = load_chat_template("byte", chat_template)
     count = _Count()
@@ -138,8 +138,8 @@ def _notes(found: int, wanted: int, template: str, special: dict[str, int]) -> l
 @json_option
 def show_command(spec: str, text: str | None, as_json: bool) -> None:
     """Show a tokenizer's vocabulary, special tokens and chat template, and the tokens of a text."""
-    from hexad.dataset.chat import load_chat_template
-    from hexad.dataset.tokenizer import load_tokenizer
+    from hexad.dataset.text.chat import load_chat_template
+    from hexad.dataset.text.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(spec)
     template = load_chat_template(loaded.name)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hexad.config import Config, ConfigError, dump_config
+from hexad.launching.environment import environment
+from hexad.launching.run_lock import refuse_locked
 from hexad.model.configuration import load_config
-from hexad.resolve import Resolved, check_config, resolve, smallest_world, working_layout
-from hexad.train.environment import environment
-from hexad.train.run_lock import refuse_locked
+from hexad.planning import Resolved, check_config, resolve, smallest_world, working_layout
 
 from .options import degrees, json_option, overrides_argument, print_json, start_local
 
 if TYPE_CHECKING:
-    from hexad.train.loop import Outcome
+    from hexad.training.loop import Outcome
 
 
 @click.command("train")
@@ -36,7 +36,7 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
 
     Under torchrun or SLURM this process joins their world; otherwise it starts --nproc local ranks.
     """
-    from hexad.resolve.machine import check_machine
+    from hexad.planning.machine import check_machine
 
     config = load_config(path, overrides)
     joined = environment().joined
@@ -74,7 +74,7 @@ def start(ranks: int, arguments: list[str], restarts: int = 0) -> int:
 def train_here(arguments: list[str]) -> None:
     """Be one rank of the run: ``[--json] run.yaml key=value...``; with ``--json`` the first one prints how it
     ended."""
-    from hexad.train.loop import train as train_run
+    from hexad.training.loop import train as train_run
 
     as_json = arguments[0] == "--json"
     path, *overrides = arguments[as_json:]

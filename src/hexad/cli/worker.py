@@ -1,4 +1,4 @@
-"""One rank of a command, as :mod:`hexad.train.local` starts it: ``python -m hexad.cli.worker PARENT train
+"""One rank of a command, as :mod:`hexad.launching.local` starts it: ``python -m hexad.cli.worker PARENT train
 run.yaml key=value``, where PARENT is the process id of the command."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 
-from hexad.train.environment import end_with, hold_back_notice
+from hexad.launching.environment import end_with, hold_back_notice
 
 if __name__ == "__main__":
     # The imports below take seconds. Until the run handles signals, Ctrl-C ends a rank without a traceback.
@@ -15,7 +15,7 @@ if __name__ == "__main__":
     hold_back_notice()
     end_with(int(sys.argv[1]))
 
-from hexad.train.error_file import write_error
+from hexad.launching.error_file import write_error
 
 from .outcome import attempt, end_if_deserted
 

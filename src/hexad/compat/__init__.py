@@ -1,1 +1,1 @@
-"""Doors for users of other systems: thin faces over the one engine. Nothing below imports them."""
+"""Interfaces for users of other systems, over the one engine. Nothing below imports them."""

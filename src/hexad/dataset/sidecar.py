@@ -36,8 +36,8 @@ class Sidecar:
         eod: id of its end-of-document token, if it has one.
         bos: ids before each document; None if not known.
         mask: hash of the loss mask beside the data (``PREFIX.mask``); None where all tokens are trained.
-        chat_templates: those of its conversations, as :attr:`~hexad.dataset.chat.ChatTemplate.named`; None
-            where there are no conversations.
+        chat_templates: those of its conversations, as :attr:`.text.chat.ChatTemplate.named`; None where there
+            are no conversations.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of what is read from a file

@@ -10,13 +10,13 @@ from hexad.config import Config, ConfigError, parse_config, read_tree
 from hexad.config.model import ModelSettings
 
 from .families import family, preset
-from .sources import with_source
+from .pretrained import with_source
 
 
 def load_config(path: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()) -> Config:
     """Read a configuration file, apply ``a.b=value`` overrides and check it.
 
-    What depends on the world or on the tokenizer stays ``auto`` until :func:`hexad.resolve.resolve`.
+    What depends on the world or on the tokenizer stays ``auto`` until :func:`hexad.planning.resolve`.
 
     Args:
         path: a YAML file, an already parsed mapping, or None for all defaults.

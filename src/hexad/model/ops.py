@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hexad.parallel.gradients import own_gradient
+from hexad.parallel.contributions import own_gradient
 from hexad.parallel.pointwise import maybe_compiled
 
 from .recompute import recomputable

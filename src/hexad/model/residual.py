@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hexad.parallel.gradients import own_gradient
+from hexad.parallel.contributions import own_gradient
 from hexad.parallel.pointwise import maybe_compiled
 
 from . import ops

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, get_args
 from hexad.model.inventory import ModelInventory
 from hexad.parallel.context.rounds import Round, rounds
 from hexad.parallel.context.slice import Balance, Slice, Slicing
-from hexad.plan.memory import execution
-from hexad.resolve import Resolved
+from hexad.planning import Resolved
+from hexad.planning.memory import execution
 
 MOST_RANKS = 32
 """Ranks that are shown: the first so many."""

@@ -10,8 +10,8 @@ from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from hexad.plan.memory import MemoryPlan
-from hexad.resolve import Resolved
+from hexad.planning import Resolved
+from hexad.planning.memory import MemoryPlan
 from hexad.topology.devices import Gpu
 
 from .figure import PALETTE, styled

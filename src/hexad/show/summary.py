@@ -14,9 +14,9 @@ import yaml
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.kept_tokenizer import saved_form
 from hexad.config import Config, HexadError
-from hexad.model.counts import parameter_count, trained_count
-from hexad.plan.memory import MemoryPlan
-from hexad.resolve import Resolved
+from hexad.planning import Resolved
+from hexad.planning.costs import parameter_count, trained_count
+from hexad.planning.memory import MemoryPlan
 
 from .run import read_metrics
 
@@ -35,7 +35,7 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
 
     Args:
         resolved: the run.
-        ranks: a plan for every pipeline coordinate (:func:`hexad.plan.memory.per_pipeline_rank`).
+        ranks: a plan for every pipeline coordinate (:func:`hexad.planning.memory.per_pipeline_rank`).
     """
     config, layout = resolved.config, resolved.layout
     largest = max(ranks, key=lambda plan: plan.total)

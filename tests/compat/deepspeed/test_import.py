@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.checkpoint.hugging_face_export import saved_config
-from hexad.checkpoint.published import published_tensors
+from hexad.checkpoint.hugging_face.exporting import saved_config
+from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.verification import verify_files
 from hexad.compat import deepspeed
 from hexad.compat.deepspeed.import_checkpoint import Imported, import_checkpoint
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.engine.engine import Engine
 from hexad.model.configuration import build_config
 from hexad.model.trained import Trained
-from hexad.resolve import resolve
+from hexad.planning import resolve
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
 
 from ...pool import Pool
 from ..resumed import resumed

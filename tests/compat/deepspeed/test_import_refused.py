@@ -15,7 +15,7 @@ import torch
 from hexad.checkpoint.reader import Checkpoint
 from hexad.compat.deepspeed.import_checkpoint import read_state
 from hexad.compat.deepspeed.saved_state import load_file
-from hexad.compat.inert import Inert
+from hexad.compat.facade.inert import Inert
 from hexad.config import HexadError
 
 from ...train.command import call

@@ -19,9 +19,9 @@ from hexad.checkpoint.verification import verify_files
 from hexad.compat.megatron.import_checkpoint import Imported, import_checkpoint
 from hexad.compat.megatron.torch_dist import TorchDistCheckpoint
 from hexad.config import HexadError
-from hexad.dataset.microbatch import Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
-from hexad.resolve import resolve
+from hexad.planning import resolve
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 

@@ -20,8 +20,8 @@ import hexad
 from hexad.compat import megatron
 from hexad.compat.megatron import parallel_state
 from hexad.config import ConfigError, HexadError
-from hexad.dataset.loader import loader_from_config
-from hexad.dataset.tokenizer import load_tokenizer
+from hexad.dataset.load.loader import loader_from_config
+from hexad.dataset.text.tokenizer import load_tokenizer
 
 from ...pool import Pool
 from .test_translate import SMALL, without

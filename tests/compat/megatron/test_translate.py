@@ -20,7 +20,7 @@ from hexad.config import ConfigError, setting_names
 from hexad.model.configuration import build_config
 from hexad.model.families import preset
 from hexad.optim.learning_rate import learning_rate
-from hexad.resolve import Resolved, planned_layout, resolve
+from hexad.planning import Resolved, planned_layout, resolve
 
 from . import lines
 

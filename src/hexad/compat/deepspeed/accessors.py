@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hexad.config.errors import did_you_mean
-from hexad.train.environment import environment
+from hexad.launching.environment import environment
 
 if TYPE_CHECKING:
-    from hexad.train.engine import Engine
+    from hexad.engine.engine import Engine
 
     from .config import DeepSpeedConfig
 

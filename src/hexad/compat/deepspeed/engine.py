@@ -13,10 +13,10 @@ from torch import nn
 
 from hexad.comm import identical
 from hexad.config import HexadError
+from hexad.engine.engine import Engine
 from hexad.topology.layout import Layout
-from hexad.train.engine import Engine
 
-from .. import world
+from ..facade import world
 from . import gathered
 from .checkpoints import Checkpoints
 from .config import Batch, DeepSpeedConfig, without_effect

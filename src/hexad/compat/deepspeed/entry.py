@@ -18,7 +18,7 @@ from hexad.model.transformer import Transformer
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
-from .. import world
+from ..facade import world
 from .config import effective, read_config
 from .engine import DeepSpeedEngine
 from .keys import Keys
@@ -124,9 +124,8 @@ def _kind(model: nn.Module, device: torch.device) -> tuple[type[DeepSpeedEngine]
     if isinstance(model, PipelineModule):
         return PipelineEngine, model.mesh
     if isinstance(model, Transformer):
-        from hexad.compat.megatron.gpt import GPTModel
-        from hexad.compat.megatron.parallel_state import get_mesh
-
+        from ..megatron.gpt import GPTModel
+        from ..megatron.parallel_state import get_mesh
         from .megatron_engine import MegatronEngine
 
         if isinstance(model, GPTModel):

@@ -15,8 +15,8 @@ from hexad.comm import broadcast
 from hexad.config import HexadError
 
 if TYPE_CHECKING:
+    from hexad.engine.engine import Engine
     from hexad.parallel.data.buckets import Bucket
-    from hexad.train.engine import Engine
 
 _engines: Any = WeakTensorKeyDictionary()
 """Parameter -> weak reference to its engine."""

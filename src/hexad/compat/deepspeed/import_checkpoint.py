@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from hexad.checkpoint.foreign import ForeignTensor, write_foreign
-from hexad.checkpoint.hugging_face_files import appearing, has_tokenizer
-from hexad.checkpoint.hugging_face_import import check_target, with_precision, with_tokenizer
-from hexad.checkpoint.published import HEAD, located, published_tensors
+from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
+from hexad.checkpoint.hugging_face.importing import check_target, with_precision, with_tokenizer
+from hexad.checkpoint.hugging_face.names import HEAD, located, published_tensors
 from hexad.checkpoint.tensor_file import SAFETENSORS, dtype_name
-from hexad.compat.published import model_directory
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.trained import Trained
 
+from ..facade.imported import ForeignTensor, write_foreign
+from ..facade.published import model_directory
 from .saved_state import SavedState, SavedTensor
 from .universal import FOLDER, read_universal
 from .zero_files import read_zero

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from hexad.comm import broadcast, receive_async, send_async
-from hexad.compat.megatron import parallel_state
-from hexad.compat.megatron.gpt import GPTEngine, GPTModel, check_tied, resolved_model
 from hexad.config import Config, ConfigError, HexadError
+from hexad.engine.engine import Engine
 from hexad.topology.mesh import Axis
-from hexad.train.engine import Engine
 
+from ..megatron import parallel_state
+from ..megatron.gpt import GPTEngine, GPTModel, check_tied, resolved_model
 from .engine import DeepSpeedEngine
 from .translate import engine_config
 

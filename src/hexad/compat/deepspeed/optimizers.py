@@ -19,7 +19,7 @@ from .keys import Optimizer as OptimizerKeys
 from .lr_schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from hexad.train.engine import Engine
+    from hexad.engine.engine import Engine
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 """What ``torch.optim`` takes: parameters, or groups of them."""

@@ -13,12 +13,12 @@ from torch import nn
 
 from hexad.config import HexadError
 from hexad.config.errors import did_you_mean
+from hexad.engine.modules import Ties
 from hexad.parallel.pipeline.schedules import build_schedule
-from hexad.resolve import PipelinePlan
+from hexad.planning import PipelinePlan
 from hexad.topology.layout import Layout
-from hexad.train.modules import Ties
 
-from .. import world
+from ..facade import world
 from . import checkpointing
 
 Layer = Callable[[Any], Any]

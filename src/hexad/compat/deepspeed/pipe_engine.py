@@ -12,7 +12,7 @@ from torch import nn
 
 from hexad.comm import Pending, agreed, all_reduce, gather_objects, merged, receive_async, send_async
 from hexad.config import ConfigError, HexadError
-from hexad.train.engine import Engine
+from hexad.engine.engine import Engine
 
 from .engine import DeepSpeedEngine, _cast
 from .messages import Form

@@ -27,7 +27,7 @@ from hexad.optim.torch_optimizer import TorchOptimizer
 from hexad.topology.mesh import Mesh
 
 if TYPE_CHECKING:
-    from hexad.train.engine import Engine
+    from hexad.engine.engine import Engine
 
     from .checkpoints import Checkpoints
 

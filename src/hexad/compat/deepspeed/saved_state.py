@@ -14,7 +14,7 @@ import torch
 
 from hexad.config import HexadError
 
-from ..inert import Inert, load_inert
+from ..facade.inert import Inert, load_inert
 from .saved import encoded
 
 _CLASSES = (

@@ -44,6 +44,6 @@ class DeepSpeedConfig(checked.DeepSpeedConfig):
 
 def _data_ranks(mpu: Any) -> int:
     """Of the world that was joined; 1 before that."""
-    from .. import world  # imports torch
+    from ..facade import world  # imports torch
 
     return int(mpu.get_data_parallel_world_size()) if mpu is not None else world.world_size()

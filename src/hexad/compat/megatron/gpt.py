@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from hexad.config import HexadError
+from hexad.engine.engine import Engine
 from hexad.model.attention_kernels import Spans
 from hexad.model.dropout import DropoutKey
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import DTYPES, Transformer, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
-from hexad.resolve import Resolved, resolve
-from hexad.train.engine import Engine
+from hexad.planning import Resolved, resolve
 
 from . import parallel_state
 from .arguments import naming_flags

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from hexad.checkpoint.foreign import ForeignTensor, write_foreign
-from hexad.checkpoint.hugging_face_files import appearing, has_tokenizer
-from hexad.checkpoint.hugging_face_import import check_target, with_precision, with_tokenizer
-from hexad.compat.published import model_directory
+from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
+from hexad.checkpoint.hugging_face.importing import check_target, with_precision, with_tokenizer
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config, load_config
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.inventory import ModelInventory
 
-from ..inert import Inert
+from ..facade.imported import ForeignTensor, write_foreign
+from ..facade.inert import Inert
+from ..facade.published import model_directory
 from .torch_dist import DistTensor, TorchDistCheckpoint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

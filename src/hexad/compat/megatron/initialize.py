@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from hexad.comm import agreed, identical
-from hexad.compat import world
 from hexad.config import Config, HexadError
+from hexad.launching.environment import Environment, environment
 from hexad.model.configuration import load_config
 from hexad.model.transformer import factored_mesh
-from hexad.train.environment import Environment, environment
 
+from ..facade import world
 from . import parallel_state
 from .arguments import ExtraArguments, Line, naming_flags, parse, values_of_flags
 from .derive import derive

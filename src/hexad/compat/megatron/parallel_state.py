@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from hexad.comm import gather_objects
-from hexad.compat import world
 from hexad.config import HexadError
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
+
+from ..facade import world
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 

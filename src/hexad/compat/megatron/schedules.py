@@ -12,9 +12,9 @@ from torch import nn
 
 from hexad.config import Config, HexadError
 from hexad.config.schema import MemorySettings
+from hexad.engine.engine import Engine
 from hexad.model.transformer import DTYPES
 from hexad.topology.mesh import Mesh
-from hexad.train.engine import Engine
 
 from . import parallel_state
 from .gpt import GPTEngine, resolved_model

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import lcm
 
 from hexad.config import blaming
-from hexad.dataset import tokenizer as own
+from hexad.dataset.text import tokenizer as own
 
 from .translate import Translation
 

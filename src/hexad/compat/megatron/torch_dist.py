@@ -15,7 +15,7 @@ import torch
 from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 
-from ..inert import Inert, load_inert, unpickle_inert
+from ..facade.inert import Inert, load_inert, unpickle_inert
 
 METADATA, COMMON = ".metadata", "common.pt"
 _DCP = "torch.distributed.checkpoint"

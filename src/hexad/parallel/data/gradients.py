@@ -16,10 +16,10 @@ import torch
 from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
 
-from ..gradients import Contribution, Dense, WeightGradient, attach
+from ..contributions import Contribution, Dense, WeightGradient, attach
 from .buckets import Bucket
 from .pool import BufferPool
-from .rounds import Rounds
+from .reductions import Rounds
 from .state_sharding import Shardings
 
 Deferred = deque[tuple[torch.Tensor, WeightGradient]]

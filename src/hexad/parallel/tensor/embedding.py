@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_reduce, reduce_scatter
 
-from ..gradients import Rows, accumulator_of, add_rows_
+from ..contributions import Rows, accumulator_of, add_rows_
 from ..sharding import Shard, ShardedModule
 from .embedding_inventory import Embedding, Head
 from .linear import column_linear

@@ -23,7 +23,7 @@ from hexad.comm import (
     reduce_scatter_async,
 )
 
-from ..gradients import bias_gradient, deferred, weight_gradient
+from ..contributions import bias_gradient, deferred, weight_gradient
 from ..sharding import Shard
 from . import fp8
 from .linear_inventory import Linear

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hexad.topology.mesh import Axis
 
-from ..gradients import weight_gradient
+from ..contributions import weight_gradient
 from ..sharding import Shard, ShardedModule
 from .linear_inventory import Linear
 from .lora_inventory import b_name
@@ -86,7 +86,7 @@ class Adapters:
         x: torch.Tensor,
         gather: Axis | None = None,
     ) -> list[torch.Tensor | None]:
-        """Of all parameters, as :func:`~hexad.parallel.gradients.weight_gradient` returns them.
+        """Of all parameters, as :func:`~hexad.parallel.contributions.weight_gradient` returns them.
 
         Args:
             gradient: of the layer's output.

@@ -15,7 +15,7 @@ import torch
 
 from hexad.comm import Pending, all_gather_async, all_reduce_async, reduce_scatter_async
 
-from ..gradients import WeightGradient, accumulator_of
+from ..contributions import WeightGradient, accumulator_of
 from ..sharding import Shard
 from .cross_entropy import compiled_cross_entropy_sum_, cross_entropy_sum_
 from .embedding_inventory import loss_rows

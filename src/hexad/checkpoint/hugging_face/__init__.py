@@ -1,0 +1,1 @@
+"""Hugging Face models: weights under our names, import and export."""

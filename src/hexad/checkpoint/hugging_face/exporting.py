@@ -1,0 +1,213 @@
+"""A checkpoint as a Hugging Face model: safetensors shards, configuration, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.config import Config, HexadError
+from hexad.model.configuration import build_config
+from hexad.model.families import Family
+from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
+from hexad.model.transformer import DTYPES
+
+from ..directory import write_durably
+from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint
+from ..merged import Weights
+from ..reader import Checkpoint
+from ..tensor_file import TensorFileWriter, dtype_name
+from .files import GENERATION_FILE, appearing, has_tokenizer, special_tokens, write_json
+from .names import PublishedTensor, published_tensors
+from .weights import INDEX_FILE, SINGLE_FILE, row_slices
+
+
+@dataclass(frozen=True)
+class _Target:
+    """One of their tensors: our parts of it in order, and the format it is written in."""
+
+    name: str
+    parts: tuple[tuple[str, PublishedTensor], ...]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0][1].stored_shape
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export.
+
+    Attributes:
+        family: as which ``transformers`` loads it.
+        dtype: of the weights, in torch's word.
+        files: names of the weights' files.
+        parameters: in all.
+        notes: for the user, in sentences.
+    """
+
+    family: str
+    dtype: str
+    files: list[str]
+    parameters: int
+    notes: list[str]
+
+
+def saved_config(checkpoint: Checkpoint) -> Config:
+    """The configuration a checkpoint was written with, without ``model.load`` and with its own tokenizer."""
+    tree = dict(checkpoint.manifest.config)
+    tree["data"] = {**tree.get("data", {}), "tokenizer": tokenizer_of_checkpoint(checkpoint.path, tree)}
+    tree["model"] = {name: value for name, value in tree["model"].items() if name != "load"}
+    return build_config(tree)
+
+
+def export_model(
+    weights: Weights, config: Config, to: Path, dtype: str, shard_bytes: int, eod: int | None
+) -> Exported:
+    """Write a Hugging Face directory with the weights of a checkpoint, slice by slice.
+
+    Args:
+        weights: from :func:`~hexad.checkpoint.merged.opened_weights`.
+        config: the checkpoint's own, from :func:`saved_config`.
+        to: the directory; it is renamed into place when all is on disk.
+        dtype: a key of :data:`DTYPES`, or ``auto``: as in training; of an imported model, unchanged.
+        shard_bytes: largest size of a weights' file, unless a single tensor is larger.
+        eod: id of the tokenizer's end-of-document token, if it is known.
+
+    Raises:
+        HexadError: ``transformers`` has no such model; the checkpoint is damaged; a value is beyond the range
+            of ``dtype``; or ``to`` is not empty or cannot be written.
+    """
+    kind = architecture(config.model)
+    notes = []
+    if kind.name != config.model.family:
+        notes.append(
+            f"written as {kind.name}: {config.model.family} has no such biases, norms, rotation or sizes"
+        )
+    if "dropout" not in kind.keys and config.model.dropout:
+        notes.append(f"model.dropout {config.model.dropout} cannot be stored in its {CONFIG_FILE}")
+    wanted = None if dtype == "auto" and weights.weights_only else DTYPES[_format(config, dtype)]
+    targets = _targets(weights, config, kind, wanted)
+    stored = {dtype_name(weights.dtype(name)) for target in targets for name, _ in target.parts}
+    word = dtype_name(max(targets, key=lambda target: target.nbytes).dtype)
+    narrowed = [name for name in sorted(stored) if wanted is not None and _narrows(name, wanted)]
+    if narrowed:
+        notes.append(f"weights are rounded from {', '.join(narrowed)} to {word}")
+    with appearing(to, "--to") as partial:
+        shards = _shards(targets, shard_bytes)
+        for file, members in shards.items():
+            _write_shard(weights, partial / file, members)
+        if len(shards) > 1:
+            _write_index(partial, shards)
+        notes += _write_beside(partial, config, word, eod)
+    parameters = sum(torch.Size(target.shape).numel() for target in targets)
+    return Exported(kind.name, word, list(shards), parameters, notes)
+
+
+def _format(config: Config, dtype: str) -> str:
+    return config.precision.dtype if dtype == "auto" else dtype
+
+
+def _targets(weights: Weights, config: Config, kind: Family, dtype: torch.dtype | None) -> list[_Target]:
+    """Their tensors, of family ``kind``; without ``dtype`` in the format in which they are stored."""
+    parts: dict[str, list[tuple[str, PublishedTensor]]] = {}
+    for ours, place in published_tensors(config.model, kind).items():
+        parts.setdefault(place.name, []).append((ours, place))
+    targets = []
+    for name, found in parts.items():
+        found.sort(key=lambda entry: entry[1].row)
+        kept = torch.float16
+        for index, (ours, place) in enumerate(found):
+            weights.check(ours, place.shape)
+            each = weights.dtype(ours)
+            kept = torch.promote_types(kept, each) if index else each
+        targets.append(_Target(name, tuple(found), dtype or kept))
+    return targets
+
+
+def _shards(targets: Sequence[_Target], limit: int) -> dict[str, list[_Target]]:
+    """File name -> the tensors in it."""
+    shards: list[list[_Target]] = [[]]
+    for target in targets:
+        if shards[-1] and sum(other.nbytes for other in shards[-1]) + target.nbytes > limit:
+            shards.append([])
+        shards[-1].append(target)
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    stem, count = SINGLE_FILE.removesuffix(".safetensors"), len(shards)
+    return {f"{stem}-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+
+
+def _write_shard(weights: Weights, path: Path, targets: Sequence[_Target]) -> None:
+    tensors = [(target.name, target.dtype, target.shape) for target in targets]
+    with TensorFileWriter(path, tensors, {"format": "pt"}) as writer:
+        for target in targets:
+            for values in _slices(weights, target):
+                writer.write(_converted(values, target))
+        writer.close()
+
+
+def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
+    """One of their tensors, slice by slice."""
+
+    def read(ours: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        return weights.read(ours, offset, sizes)
+
+    if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
+        for row, rows in row_slices(target.shape, 8):
+            columns = [read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts]
+            yield torch.cat(columns, dim=1)
+        return
+    for ours, place in target.parts:
+        for row, rows in row_slices(place.shape, 8):
+            yield read(ours, (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:]))
+
+
+def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
+    found = values.to(target.dtype)
+    if found.dtype != values.dtype and not torch.equal(found.isinf(), values.isinf()):
+        raise HexadError(
+            f"--dtype: {target.name} has values up to {float(values[values.isfinite()].abs().max()):.3g}, "
+            f"beyond the range of {dtype_name(target.dtype)}; use bf16 or fp32"
+        )
+    return found
+
+
+def _write_index(directory: Path, shards: Mapping[str, Sequence[_Target]]) -> None:
+    total = sum(target.nbytes for shard in shards.values() for target in shard)
+    places = {target.name: file for file, shard in shards.items() for target in shard}
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    write_json(directory / INDEX_FILE, content)
+
+
+def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) -> list[str]:
+    """Tokenizer and configurations; returns what is missing."""
+    notes = _write_tokenizer(directory, config.data.tokenizer)
+    given = Path(config.data.tokenizer)
+    folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
+    special: dict[str, Any] = special_tokens(folder, eod)
+    write_json(directory / CONFIG_FILE, config_json(config.model, dtype, special))
+    if not (directory / GENERATION_FILE).exists() and special["eos_token_id"] is not None:
+        known = {key: value for key, value in special.items() if value is not None}
+        write_json(directory / GENERATION_FILE, {"_from_model_config": True, **known})
+    return notes
+
+
+def _write_tokenizer(directory: Path, given: str) -> list[str]:
+    for name, content in copied_files(given).items():
+        if name != CONFIG_FILE:  # the model's own is written
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_durably(directory / name, content)
+    return [] if has_tokenizer(directory) else [f"no tokenizer found in data.tokenizer {given}"]
+
+
+def _narrows(stored: str, dtype: torch.dtype) -> bool:
+    return torch.promote_types(getattr(torch, stored), dtype) != dtype

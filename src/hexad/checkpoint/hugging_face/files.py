@@ -1,0 +1,143 @@
+"""The files beside the weights of a Hugging Face model; directories that are written atomically."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hexad.config import HexadError
+from hexad.dataset.text.byte_tokenizer import BYTE_END, byte_backend
+from hexad.model.hugging_face import CONFIG_FILE
+
+from ..directory import make_visible, write_durably
+
+GENERATION_FILE = "generation_config.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
+"""Files that make a directory a tokenizer (``data.tokenizer``)."""
+_BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION_FILE,
+)
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@contextmanager
+def appearing(path: Path, option: str) -> Iterator[Path]:
+    """A directory to write into; it becomes ``path`` by one rename after the block, and is removed if that
+    fails.
+
+    Args:
+        path: where it will be.
+        option: that named it, for messages.
+
+    Raises:
+        HexadError: it exists already, or cannot be written.
+    """
+    path = path.resolve()
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise HexadError(
+                f"{option}: {path} exists and is not empty; remove it, or name another directory"
+            )
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            make_visible(partial, path)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise HexadError(f"{option}: {path}: cannot be written: {error.strerror or error}") from None
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The files of a tokenizer, and those that belong to it."""
+    names = (directory / name for name in _BESIDE)
+    return [*_tokenizers(directory), *(path for path in names if path.is_file())]
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory can be used as ``data.tokenizer``."""
+    return bool(_tokenizers(directory))
+
+
+def _tokenizers(directory: Path) -> list[Path]:
+    return [path for pattern in _TOKENIZERS for path in sorted(directory.glob(pattern)) if path.is_file()]
+
+
+def copy_files(files: list[Path], to: Path) -> None:
+    """Copy small files into a directory and flush them to disk.
+
+    Raises:
+        OSError: they cannot be read or written.
+    """
+    to.mkdir(exist_ok=True)
+    for file in files:
+        write_durably(to / file.name, file.read_bytes())
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object as Hugging Face does."""
+    write_durably(path, _as_json(content))
+
+
+def _as_json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
+
+
+def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
+    """``bos_token_id`` and the like of the ``config.json`` or ``generation_config.json`` beside a
+    tokenizer; if neither exists, the end-of-document token ends a text.
+
+    Raises:
+        HexadError: one of them is not JSON.
+    """
+    for path in (directory / CONFIG_FILE, directory / GENERATION_FILE) if directory is not None else ():
+        if not path.is_file():
+            continue
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return {key: content.get(key) for key in SPECIAL}
+        except (OSError, ValueError, AttributeError) as error:
+            raise HexadError(f"{path}: cannot be read: {error}") from None
+    return dict.fromkeys(SPECIAL) | {"eos_token_id": eod}
+
+
+def byte_tokenizer_files() -> dict[str, bytes]:
+    """The ``byte`` tokenizer as files."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": BYTE_END,
+        "clean_up_tokenization_spaces": False,
+    }
+    backend = byte_backend().to_str(pretty=True)
+    return {"tokenizer.json": backend.encode(), "tokenizer_config.json": _as_json(settings).encode()}
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of ``5GB``, ``200MB``, ``4GiB`` or a plain number.
+
+    Raises:
+        HexadError: it is none of them, or less than a byte.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMG]I?)B?", text.strip().upper())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise HexadError(f"{option}: found {text!r}, expected a size such as 5GB, 200MB or 4GiB")
+    return size

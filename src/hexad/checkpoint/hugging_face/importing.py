@@ -1,0 +1,146 @@
+"""A Hugging Face model as a checkpoint: weights only, in the format its files have, before the first step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.config import Config, HexadError
+from hexad.model.configuration import build_config
+from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
+from hexad.model.transformer import DTYPES
+from hexad.parallel.rectangle import Rectangle
+
+from ..directory import sync_directory
+from ..index import Index
+from ..kept_tokenizer import FOLDER
+from ..manifest import STEP_NAME, FileRecord
+from ..manifest_writer import write_manifest
+from ..tensor_file import dtype_name
+from ..verification import whole_file
+from ..writer import Part, TensorFile
+from .files import appearing, copy_files, has_tokenizer, tokenizer_files
+from .weights import HuggingFaceModel, row_slices
+
+_PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The result of an import.
+
+    Attributes:
+        config: of the checkpoint, resolved.
+        parameters: in all.
+        tokenizer: whether one came with the model.
+    """
+
+    config: Config
+    parameters: int
+    tokenizer: bool
+
+
+def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> Imported:
+    """Write a checkpoint with the weights of a Hugging Face directory, slice by slice.
+
+    Args:
+        source: with ``config.json`` and safetensors files.
+        to: the checkpoint's directory; it is renamed into place when all is on disk.
+        check: refuses a configuration that this version cannot run.
+
+    Raises:
+        HexadError: the model is not supported, or incomplete; or ``to`` is not empty or cannot be written.
+    """
+    check_target(to)
+    path, raw = source / CONFIG_FILE, read_config(source)
+    settings = model_settings(raw, path)
+    with appearing(to, "--to") as partial:
+        plain = build_config({"model": settings, "data": {"sequence": settings["max_positions"]}})
+        check(plain)
+        with HuggingFaceModel(source, plain.model) as model:
+            config, others = with_tokenizer(_with_precision(plain, model), source, partial, to.resolve())
+            index = _written(model, partial)
+        expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
+        progress = {"step": 0, "updates": 0, "samples": 0}
+        write_manifest(partial, index, expected, config, progress, origin_of_import(source), others)
+    parameters = sum(math.prod(place.shape) for place in model.tensors.values())
+    return Imported(config, parameters, has_tokenizer(source))
+
+
+def check_target(to: Path) -> None:
+    """Refuse names that only checkpoints of runs have.
+
+    Raises:
+        HexadError: ``to`` has one.
+    """
+    if STEP_NAME.fullmatch(to.name):
+        raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
+
+
+def origin_of_import(source: Path) -> dict[str, Any]:
+    """What the manifest of a checkpoint that was imported says of where it comes from."""
+    return {
+        "world": 1,
+        "layout": {},
+        "reason": f"imported from {source.resolve()}",
+        "saved_at": time.time(),
+        "hexad": version("hexad"),
+        "torch": str(torch.__version__),
+    }
+
+
+def with_precision(config: Config, dtype: torch.dtype) -> Config:
+    """The configuration with the weights' format as ``precision.dtype``."""
+    precision = config.precision.model_copy(update={"dtype": _PRECISIONS[dtype]})
+    return config.model_copy(update={"precision": precision})
+
+
+def _with_precision(config: Config, model: HuggingFaceModel) -> Config:
+    """The configuration with the format of most of a model's values."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, dtype in model.dtypes.items():
+        sizes[dtype] += math.prod(model.tensors[name].shape)
+    return with_precision(config, sizes.most_common(1)[0][0])
+
+
+def with_tokenizer(
+    config: Config, directory: Path, partial: Path, final: Path
+) -> tuple[Config, dict[str, FileRecord]]:
+    """The configuration with the tokenizer of a Hugging Face directory, whose files are copied.
+
+    Args:
+        config: of the checkpoint.
+        directory: with ``config.json``, and a tokenizer if there is one.
+        partial: the checkpoint's directory while it is written.
+        final: its path afterwards.
+
+    Returns:
+        The configuration, and the records of the copied files by name.
+    """
+    # config.json has the ids of the tokens that begin and end a text.
+    copy_files([*tokenizer_files(directory), directory / CONFIG_FILE], partial / FOLDER)
+    sync_directory(partial / FOLDER)
+    data = config.data.model_copy(update={"tokenizer": str(final / FOLDER)})
+    records = {f"{FOLDER}/{file.name}": whole_file(file) for file in sorted((partial / FOLDER).iterdir())}
+    return config.model_copy(update={"data": data}), records
+
+
+def _written(model: HuggingFaceModel, directory: Path) -> Index:
+    """All weights in one tensor file."""
+    wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
+    file = TensorFile.alone(
+        Part(whole.named(f"model.{name}"), dtype_name(model.dtypes[name])) for name, whole in wholes.items()
+    )
+    with file.open(directory) as writer:
+        for name, whole in wholes.items():
+            for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize):
+                writer.write(model.read(whole.rows(row, row + rows)))
+        return file.index(writer.close())

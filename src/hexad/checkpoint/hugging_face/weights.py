@@ -1,0 +1,248 @@
+"""Weights in Hugging Face files under our names: any rectangle of any tensor, read in slices.
+
+The files are not converted: a rank that starts from them (``model.load: hf:DIR``) reads what it holds, and so
+does the import, one slice after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from hexad.config import HexadError
+from hexad.config.model import ModelSettings
+from hexad.parallel.rectangle import Rectangle
+
+from ..chunks import Chunk
+from ..tensor_file import SAFETENSORS, dtype_name
+from .names import HEAD, PublishedTensor, located, published_tensors
+
+SLICE_BYTES = 64 * 2**20
+"""Values held at a time while a model is read or written."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_WEIGHTS = {name: dtype for dtype, name in SAFETENSORS.items() if dtype.is_floating_point}
+"""Formats of weights, by their names in safetensors."""
+
+
+class WeightSource(Protocol):
+    """Where weights come from; each rank reads what it holds."""
+
+    def fill(self, chunks: Iterable[Chunk]) -> None:
+        """Overwrite the tensors of chunks named ``model.<global name>``.
+
+        Raises:
+            HexadError: a tensor is missing, damaged, or does not fit.
+        """
+        ...
+
+
+class HuggingFaceModel:
+    """The weights of a Hugging Face directory. Used as a context manager, which closes its files.
+
+    Args:
+        directory: with ``model.safetensors``, or shards of it and their index.
+        model: resolved settings; the files must hold exactly its tensors.
+
+    Attributes:
+        tensors: our global name -> its location.
+        dtypes: our global name -> the format it is stored in.
+        files: names of the weights' files.
+
+    Raises:
+        HexadError: files that are missing or cannot be read; a tensor that is missing, unexpected, or of
+            another shape or format.
+    """
+
+    def __init__(self, directory: Path, model: ModelSettings) -> None:
+        self.directory = directory
+        self.tensors = published_tensors(model)
+        self.files: list[str] = []
+        self._open = ExitStack()
+        try:
+            self._slices = self._opened()
+            self._names = located(self.tensors, self._slices, model, directory)
+            self.dtypes = {ours: self._checked(ours, place) for ours, place in self.tensors.items()}
+            self._tied = model.tied_embeddings and HEAD in self._slices
+            if self._tied:
+                self._checked(HEAD, replace(self.tensors["embedding.weight"], name=HEAD))
+        except BaseException:
+            self._open.close()
+            raise
+
+    def fill(self, chunks: Iterable[Chunk]) -> None:
+        """Overwrite the tensors of ``chunks``, reading only what they hold. Floats may be widened.
+
+        Raises:
+            HexadError: the model has no such tensor, its shape or format does not fit, or it cannot be read.
+        """
+        for chunk in chunks:
+            name = chunk.name.removeprefix("model.")
+            place = self.tensors.get(name)
+            shape = chunk.rectangle.shape
+            if place is None or place.shape != shape:
+                found = "it is missing" if place is None else f"its shape is {place.shape}"
+                raise HexadError(f"{self.directory}: {name} of shape {shape}: {found}")
+            dtype = self.dtypes[name]
+            if not chunk.accepts(dtype):
+                raise HexadError(
+                    f"precision.dtype: {self.directory} stores {self._names[name]} in {dtype_name(dtype)}, "
+                    f"which does not fit into this run's {dtype_name(chunk.tensor.dtype)} master weights; "
+                    f"use {'fp64' if dtype == torch.float64 else 'fp32'}"
+                )
+            for row, rows in row_slices(chunk.tensor.shape, dtype.itemsize):
+                part = chunk.rectangle.rows(row, row + rows)
+                chunk.tensor.detach().narrow(0, row, rows).copy_(self.read(part.named(name)))
+
+    def read(self, rectangle: Rectangle) -> torch.Tensor:
+        """A rectangle of one of our tensors, in the format it is stored in.
+
+        Raises:
+            HexadError: it cannot be read, or a head that is tied has other values than the embedding.
+        """
+        name = rectangle.name
+        tensor = self.tensors[name]
+        place = tensor.place(rectangle)
+        values = self._slice(self._names[name], place)
+        if self._tied and name == "embedding.weight":
+            head = self._slice(HEAD, place)
+            # As bytes: NaN is not equal to itself.
+            if head.dtype != values.dtype or not torch.equal(_bytes(head), _bytes(values)):
+                raise HexadError(
+                    f"{self.directory}: {HEAD} and {self._names[name]} differ, but config.json says "
+                    "tie_word_embeddings; set it to false there, or remove the wrong tensor"
+                )
+        return values.t() if tensor.transposed else values
+
+    def _slice(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        try:
+            values: torch.Tensor = self._slices[name][place]
+        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            raise HexadError(f"{self.directory}: {name}: cannot be read: {_one_line(error)}") from None
+        return values
+
+    def _opened(self) -> dict[str, Any]:
+        """Their name -> the tensor's slices, of all files."""
+        slices: dict[str, Any] = {}
+        named = _weight_files(self.directory)
+        for file in sorted(set(named.values())) or [SINGLE_FILE]:
+            path = self.directory / file
+            try:
+                self.files.append(file)
+                opened = self._open.enter_context(safe_open(path, framework="pt"))
+                slices.update({name: opened.get_slice(name) for name in opened.keys()})  # noqa: SIM118
+            except FileNotFoundError:
+                raise HexadError(f"{path}: missing, but {INDEX_FILE} names it") from None
+            except (SafetensorError, OSError) as error:
+                raise HexadError(f"{path}: cannot be read: {_one_line(error)}") from None
+        for name, file in named.items():
+            if name not in slices:
+                raise HexadError(f"{self.directory / file}: {name} is missing, but {INDEX_FILE} names it")
+        return slices
+
+    def _checked(self, ours: str, place: PublishedTensor) -> torch.dtype:
+        """The format of a tensor, whose shape and format are those of weights."""
+        name = self._names.get(ours, ours)
+        found, dtype = self._slices[name], _WEIGHTS.get(self._slices[name].get_dtype())
+        if tuple(found.get_shape()) != place.stored_shape:
+            raise HexadError(
+                f"{self.directory}: tensor {name} has shape {tuple(found.get_shape())}, "
+                f"the model has {place.stored_shape}"
+            )
+        if dtype is None:
+            raise HexadError(
+                f"{self.directory}: tensor {name} is {found.get_dtype()}, which is not supported; "
+                f"supported: {', '.join(_WEIGHTS)}"
+            )
+        return dtype
+
+    def __enter__(self) -> HuggingFaceModel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slices.clear()
+        self._open.close()
+
+
+@contextmanager
+def opened_model(directory: Path, model: ModelSettings) -> Iterator[tuple[HuggingFaceModel, str]]:
+    """A model, and a text that identifies it: all hosts must have the same.
+
+    Raises:
+        HexadError: it is missing, damaged, not supported, or of another model.
+    """
+    with HuggingFaceModel(directory, model) as source:
+        yield source, _identity([(name, _sampled(directory / name)) for name in source.files])
+
+
+def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of the parts of a tensor that are held at a time: :data:`SLICE_BYTES` at most, or one
+    row."""
+    if not math.prod(shape):
+        return
+    count = max(1, SLICE_BYTES // (math.prod(shape[1:]) * itemsize))
+    for row in range(0, shape[0], count):
+        yield row, min(count, shape[0] - row)
+
+
+def _weight_files(directory: Path) -> dict[str, str]:
+    """Their name -> its file, according to the index; empty where one file has all.
+
+    Raises:
+        HexadError: there are no weights in safetensors files, or the index is not one.
+    """
+    if (directory / SINGLE_FILE).is_file():
+        return {}
+    path = directory / INDEX_FILE
+    if not path.is_file():
+        others = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pth"))
+        instead = ""
+        if others:
+            instead = (
+                f"; {others[0].name} holds pickled objects, which are not read: load it with transformers' "
+                "from_pretrained and save_pretrained the result"
+            )
+        raise HexadError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} exists{instead}")
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not named or not all(isinstance(file, str) and Path(file).name == file for file in named.values()):
+            raise ValueError("weight_map does not give each tensor a file of the directory")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HexadError(f"{path}: not an index of tensors: {_one_line(error)}") from None
+    return dict(named)
+
+
+def _sampled(path: Path) -> str:
+    """A checksum of a file's size and of 64 samples spread over it: enough to distinguish a model from a
+    fine-tuned version, on every host, without reading all of it."""
+    found, size = xxhash.xxh3_64(), path.stat().st_size
+    with open(path, "rb", buffering=0) as file:
+        for place in range(64):
+            file.seek(size * place // 64)
+            found.update(file.read(512))
+    return f"{size} {found.hexdigest()}"
+
+
+def _identity(files: Sequence[tuple[str, str]]) -> str:
+    return f"{len(files)} files ({xxhash.xxh3_64_hexdigest(repr(files).encode())})"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

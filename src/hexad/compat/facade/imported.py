@@ -1,0 +1,76 @@
+"""Checkpoints of other systems as ours: their tensors, read one at a time, in one file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.checkpoint.hugging_face.importing import origin_of_import
+from hexad.checkpoint.index import Index
+from hexad.checkpoint.manifest import FileRecord
+from hexad.checkpoint.manifest_writer import ManifestJob, write_manifest
+from hexad.checkpoint.tensor_file import dtype_name
+from hexad.checkpoint.writer import Part, TensorFile
+from hexad.config import Config
+from hexad.parallel.rectangle import Rectangle
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A tensor to write.
+
+    Attributes:
+        name: in our checkpoint: ``model.<name>`` or ``optimizer.<moment>.<name>``.
+        shape: of it, never of a single value.
+        dtype: in which it is stored.
+        read: returns its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+def write_foreign(
+    tensors: Sequence[ForeignTensor],
+    directory: Path,
+    source: Path,
+    progress: Mapping[str, Any],
+    config: Config | None = None,
+    others: Mapping[str, FileRecord] | None = None,
+) -> None:
+    """Write the files of a checkpoint.
+
+    Args:
+        tensors: all of it.
+        directory: empty.
+        source: where they come from, for the manifest.
+        progress: ``step``, ``updates`` and ``samples``.
+        config: that the tensors belong to; None for the state of a plain module.
+        others: further files that exist already, by name.
+
+    Raises:
+        HexadError: a tensor cannot be read.
+        OSError: the files cannot be written.
+    """
+    index, expected = _written(tensors, directory), {each.name: each.shape for each in tensors}
+    origin = origin_of_import(source)
+    if config is not None:
+        write_manifest(directory, index, expected, config, progress, origin, others)
+        return
+    ManifestJob(directory, index, expected, b"{}\n", {}, dict(progress), origin, dict(others or {})).run()
+
+
+def _written(tensors: Sequence[ForeignTensor], directory: Path) -> Index:
+    file = TensorFile.alone(
+        Part(Rectangle.whole(each.name, each.shape), dtype_name(each.dtype)) for each in tensors
+    )
+    with file.open(directory) as writer:
+        for each in tensors:
+            writer.write(each.read())
+        return file.index(writer.close())

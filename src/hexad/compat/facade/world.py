@@ -1,0 +1,74 @@
+"""The process group that a script has joined, and its meshes: state that all of ``compat`` shares.
+
+Scripts written for other systems join the world themselves (``torch.distributed.init_process_group``), or
+call a function that does so. Process groups are created once per layout.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hexad.comm import Trace
+from hexad.config import HexadError
+from hexad.launching.environment import environment
+from hexad.launching.launch import pick_device
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Axis, Mesh
+
+_meshes: dict[Layout, tuple[dist.ProcessGroup | None, Mesh]] = {}
+"""Layout -> the default process group that its mesh was created from, and the mesh."""
+
+
+def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.device:
+    """Join the world that torchrun or SLURM has started, unless the script has; returns this rank's device.
+
+    Args:
+        timeout: of collectives; 30 minutes by default.
+        backend: of ``torch.distributed``; by default NCCL on GPUs and gloo on CPUs.
+
+    Raises:
+        HexadError: the rendezvous failed.
+    """
+    if dist.is_initialized():
+        gpu = "nccl" in dist.get_backend()
+        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    here = environment()
+    device = torch.device("cpu") if backend == "gloo" else pick_device("auto", here)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    alone: dict[str, Any] = {"store": dist.HashStore()} if here.launcher == "none" else {}
+    try:
+        dist.init_process_group(
+            backend or ("nccl" if device.type == "cuda" else "gloo"),
+            rank=here.rank,
+            world_size=here.world,
+            timeout=timeout or timedelta(minutes=30),
+            **alone,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise HexadError(f"the process group could not be set up: {error}") from error
+    return device
+
+
+def world_size() -> int:
+    """Ranks of the world that was joined."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def everyone(device: torch.device) -> Axis:
+    """All ranks of the world that was joined, for agreements before there is a layout."""
+    return mesh_of(Layout(world=world_size()), device).world
+
+
+def mesh_of(layout: Layout, device: torch.device, timeout: float = 1800.0) -> Mesh:
+    """The mesh of a layout; created on first use, by all ranks together."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    for stale in [key for key, (made_of, _) in _meshes.items() if made_of is not group]:
+        del _meshes[stale]  # of a process group that no longer exists
+    if layout not in _meshes:
+        _meshes[layout] = group, Mesh.create(layout, device, timeout, Trace())
+    return _meshes[layout][1]

@@ -1,0 +1,406 @@
+"""From raw data to an indexed dataset, in many processes, with the same bytes for any number of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import islice
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hexad.config.errors import HexadError
+
+from ..text.chat import load_chat_template
+from ..indexed import IndexedDataset, IndexedWriter, dtype_for
+from .records import Document, Reading
+from ..sidecar import describe, sidecar_path, write_sidecar
+from .sources import NotText, Piece, cut, find_files, read, streamed
+from ..text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+_TASK_BYTES = 1 << 20
+"""Least text of a task, if there is enough: sending a task costs as much as a small file."""
+_BATCH_CHARACTERS = 1 << 22
+
+
+@dataclass(frozen=True)
+class BuildSummary:
+    """What was built.
+
+    Attributes:
+        prefix: of the files written.
+        documents, tokens: counts; what begins and ends every document is among the tokens.
+        trained: tokens that have a loss; None: all, and there is no ``PREFIX.mask``.
+        skipped: how many inputs were not used.
+        skipped_kinds: the same by reason: ``empty`` (files and documents without text), and of files in
+            directories ``binary`` and ``not UTF-8``.
+        left_out: files that include and exclude patterns left out.
+        bytes_read: size of the inputs on disk.
+        dtype: name of the token dtype.
+        tokenizer, vocab, eod: as in :class:`~hexad.dataset.sidecar.Sidecar`; ``eod`` is None if none was
+            appended.
+        bos: ids before each document.
+
+    Conversations have neither ``eod`` nor ``bos`` but what their template writes.
+    """
+
+    prefix: str
+    documents: int
+    tokens: int
+    trained: int | None
+    skipped: int
+    skipped_kinds: dict[str, int]
+    left_out: int
+    bytes_read: int
+    dtype: str
+    tokenizer: str
+    vocab: int
+    eod: int | None
+    bos: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The documents of one task: ids one after another, which of them are trained (None: all), the length of
+    each document, whether some have what begins and ends documents, whether some are conversations, and what
+    was skipped."""
+
+    tokens: NDArray[Any]
+    trained: NDArray[np.bool_] | None
+    lengths: NDArray[np.int64]
+    framed: bool
+    rendered: bool
+    skipped: Counter[str]
+    size: int
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """The ids before each document, and the one after it, if any."""
+
+    bos: tuple[int, ...]
+    eod: int | None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The writer, closed, of the files of a build; what was skipped; whether any document has the ids of a
+    :class:`_Frame`, and whether any is a conversation."""
+
+    writer: IndexedWriter
+    skipped: Counter[str]
+    framed: bool
+    rendered: bool
+
+
+def build(
+    inputs: Sequence[str | Path],
+    prefix: str | Path,
+    tokenizer: str,
+    *,
+    workers: int | None = None,
+    json_key: str | None = None,
+    chat_template: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    append_eod: bool = True,
+    prepend_bos: bool = True,
+    progress: Callable[[int, int], object] | None = None,
+) -> BuildSummary:
+    """Tokenize ``inputs`` into ``PREFIX.bin`` and ``PREFIX.idx``; ``PREFIX.mask`` where not all is trained.
+
+    Documents keep the order of the inputs (directories: sorted), so that the result does not depend on
+    ``workers``. Documents without text are skipped. The files appear when all is on disk; a build that fails
+    leaves an earlier dataset of that name unchanged. So does one that is killed, unless it was just replacing
+    the old one: then there is none.
+
+    Args:
+        inputs: files or directories: .jsonl or .ndjson, .parquet, and any other extension is one document of
+            UTF-8 text, but a .json that is named itself is an array of records; all but .parquet also
+            compressed (.gz, .bz2, .xz, .zst).
+        prefix: of the files to write.
+        tokenizer: as for :func:`~hexad.dataset.text.tokenizer.load_tokenizer`.
+        workers: processes that tokenize; None: one per usable CPU core. One works in this process.
+        json_key: key (.jsonl, .json) or column (.parquet) of the text or conversation; None: ``text``,
+            ``messages``, or ``prompt`` and ``completion``, whichever a record has.
+        chat_template: file of the template of conversations; None: the tokenizer's own.
+        include, exclude: glob patterns of files, see :func:`~hexad.dataset.build.sources.find_files`.
+        append_eod: end every document with the tokenizer's end-of-document token, if it has one.
+        prepend_bos: begin every document with what the tokenizer puts before each text, if anything.
+        progress: called with (bytes done, bytes in all) from time to time.
+
+    Raises:
+        HexadError: an input cannot be read or decoded (naming file and line), there is no text, or the output
+            cannot be written.
+    """
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise HexadError(f"--output: found '{prefix}', expected a prefix such as data/train")
+    encoder = load_tokenizer(tokenizer)
+    reading = reading_of(encoder, json_key, chat_template)
+    files, left_out = find_files(inputs, include, exclude)
+    pieces = cut(files)
+    frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
+    nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
+    written = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
+    template = reading.template.named if written.rendered and reading.template is not None else None
+    data = _describe(prefix, written, encoder, frame, template)
+    writer, skipped = written.writer, written.skipped
+    return BuildSummary(
+        prefix=str(prefix),
+        documents=writer.documents,
+        tokens=writer.tokens,
+        trained=writer.mask.trained if writer.mask.used else None,
+        skipped=skipped.total(),
+        skipped_kinds=dict(skipped),
+        left_out=left_out,
+        bytes_read=sum(piece.size for piece in pieces),
+        dtype=data.dtype.name,
+        tokenizer=encoder.name,
+        vocab=encoder.vocab_size,
+        eod=frame.eod if written.framed else None,
+        bos=frame.bos if written.framed else (),
+    )
+
+
+def _write(
+    prefix: str | Path,
+    pieces: Sequence[Piece],
+    encoder: Tokenizer,
+    reading: Reading,
+    frame: _Frame,
+    workers: int | None,
+    progress: Callable[[int, int], object] | None,
+    nothing: str,
+) -> _Written:
+    """Tokenize pieces into the files of ``prefix``, and remove a sidecar of earlier ones.
+
+    Raises:
+        HexadError: ``nothing``, where there is no text; or as for :func:`build`.
+    """
+    dtype, total = dtype_for(encoder.vocab_size), sum(piece.size for piece in pieces)
+    work = partial(_encode, reading=reading, frame=frame, dtype=dtype)
+    count = min(workers or _usable_cores(), max(1, total // _TASK_BYTES + 1, len(list(_group(pieces)))))
+    done, skipped, framed, rendered = 0, Counter[str](), False, False
+    with IndexedWriter(prefix, dtype) as writer:
+        for encoded in _run(work, _group(streamed(pieces)), encoder, count):
+            writer.add_documents(encoded.tokens, encoded.lengths, encoded.trained)
+            skipped += encoded.skipped
+            framed, rendered = framed or encoded.framed, rendered or encoded.rendered
+            done += encoded.size
+            if progress:
+                progress(done, total)
+        if not writer.tokens:
+            raise HexadError(nothing + (f" ({_listed(skipped)})" if skipped else ""))
+        if writer.mask.used and not writer.mask.trained:
+            raise HexadError(
+                "none of the tokens would be trained: completions are empty, or the chat template does not "
+                "render what the assistant says; give another one with --chat-template FILE"
+            )
+        with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
+            sidecar_path(prefix).unlink(missing_ok=True)
+    return _Written(writer, skipped, framed, rendered)
+
+
+def _describe(
+    prefix: str | Path,
+    written: _Written,
+    encoder: Tokenizer,
+    frame: _Frame,
+    templates: Mapping[str, str] | None,
+) -> IndexedDataset:
+    """Write the sidecar of new files; returns them, opened."""
+    data = IndexedDataset(prefix)
+    # A template writes what begins a conversation: the run's data.bos has no part in it.
+    facts = describe(
+        data,
+        written.writer.max_token,
+        tokenizer=encoder.name,
+        vocab=encoder.vocab_size,
+        eod=frame.eod if written.framed else encoder.eod,
+        bos=frame.bos if written.framed else None,
+        chat_templates=templates,
+    )
+    with suppress(OSError):  # the sidecar only saves time
+        write_sidecar(prefix, facts)
+    return data
+
+
+def _listed(skipped: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
+
+
+def reading_of(encoder: Tokenizer, key: str | None, chat_template: str | None) -> Reading:
+    """How records are read for a tokenizer.
+
+    Raises:
+        HexadError: the chat template cannot be read.
+    """
+    name = encoder.name
+    if not isinstance(encoder, HuggingFaceTokenizer | ByteTokenizer):
+        # Their special tokens are no text: what a template writes could not be tokenized.
+        return Reading(key, None, f"conversations need a Hugging Face tokenizer.json, and {name} is none")
+    template = load_chat_template(name, chat_template)
+    missing = (
+        f"conversations need a chat template, and tokenizer {name} has none (chat_template.jinja, or "
+        "chat_template of tokenizer_config.json); give one with --chat-template FILE"
+    )
+    return Reading(key, template, missing)
+
+
+def _group(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += piece.size if piece.lines is None else len(piece.lines)
+        if size >= _TASK_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _encode(
+    pieces: Sequence[Piece],
+    tokenizer: Tokenizer,
+    *,
+    reading: Reading,
+    frame: _Frame,
+    dtype: np.dtype[Any],
+) -> _Encoded:
+    """Read and tokenize the documents of some pieces."""
+    parts: list[NDArray[Any]] = []
+    marks: list[NDArray[np.bool_]] = []
+    lengths: list[int] = []
+    skipped = Counter[str]()
+    kinds: set[bool] = set()  # framed ones and conversations
+    begin = np.array(frame.bos, dtype=dtype)
+    end = np.array([] if frame.eod is None else [frame.eod], dtype=dtype)
+    for batch in _batches(_documents(pieces, reading, skipped)):
+        for document, (ids, trained) in zip(batch, _tokenized(batch, tokenizer)):
+            if not len(ids):
+                skipped["empty"] += 1
+                continue
+            before, after = (begin, end) if document.framed else (begin[:0], end[:0])
+            parts += [before, ids.astype(dtype), after]
+            marks += [np.full(len(before), document.trained is None), trained, np.full(len(after), True)]
+            lengths.append(len(before) + len(ids) + len(after))
+            kinds.add(document.framed)
+    tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
+    mask = np.concatenate(marks) if marks else None
+    return _Encoded(
+        tokens,
+        None if mask is None or mask.all() else mask,
+        np.array(lengths, dtype=np.int64),
+        True in kinds,
+        False in kinds,
+        skipped,
+        sum(p.size for p in pieces),
+    )
+
+
+def _documents(pieces: Sequence[Piece], reading: Reading, skipped: Counter[str]) -> Iterator[Document]:
+    """The documents of some pieces; files that are not text are counted."""
+    for piece in pieces:
+        try:
+            yield from map(reading.document, read(piece, reading.columns))
+        except NotText as error:
+            skipped[error.kind] += 1
+
+
+def _tokenized(
+    batch: Sequence[Document], tokenizer: Tokenizer
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    """The ids of each document's text, and which of them are trained: those with a trained character."""
+    plain = iter(tokenizer.encode_batch([each.text for each in batch if each.trained is None]))
+    marked = iter(tokenizer.encode_offsets([each.text for each in batch if each.trained is not None]))
+    for document in batch:
+        if document.trained is None:
+            ids = next(plain)
+            yield ids, np.ones(len(ids), dtype=np.bool_)
+        else:
+            places = next(marked)
+            yield places.ids, places.within(document.trained)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents in groups of a few megabytes, which bounds what the tokenizer holds at once."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@cache
+def _loaded(spec: str) -> Tokenizer:
+    """A worker process's tokenizer, loaded once."""
+    return load_tokenizer(spec)
+
+
+def _start_worker() -> None:
+    # One process per core already: the tokenizers package must not start threads of its own.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # The parent handles Ctrl-C, and a worker must not outlive a parent that was killed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work_on(work: Callable[[list[Piece], Tokenizer], _Encoded], task: list[Piece], spec: str) -> _Encoded:
+    return work(task, _loaded(spec))
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run(
+    work: Callable[[list[Piece], Tokenizer], _Encoded],
+    tasks: Iterable[list[Piece]],
+    tokenizer: Tokenizer,
+    workers: int,
+) -> Iterator[_Encoded]:
+    """The results of ``tasks`` in their order; never more than a few per worker are held in memory."""
+    if workers <= 1:
+        for task in tasks:
+            yield work(task, tokenizer)
+        return
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
+    waiting = iter(tasks)
+    window: deque[Future[_Encoded]] = deque()
+    try:
+        for task in islice(waiting, 4 * workers):
+            window.append(pool.submit(_work_on, work, task, tokenizer.name))
+        while window:
+            yield window.popleft().result()
+            for task in islice(waiting, 1):
+                window.append(pool.submit(_work_on, work, task, tokenizer.name))
+    except BrokenProcessPool:
+        raise HexadError(
+            "a tokenizing process died (most often out of memory); use fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

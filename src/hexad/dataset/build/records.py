@@ -1,0 +1,192 @@
+"""From a record of a file to a document: its text, and which part of the text is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hexad.config.errors import HexadError, did_you_mean
+
+from ..text.chat import ChatTemplate
+from .sources import Place, Record
+
+Span = tuple[int, int]
+
+_KEYS = ("messages", "prompt", "completion", "text")
+_NAMES = {
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
+    list: "a list", dict: "an object",
+}  # fmt: skip
+
+
+class Document(NamedTuple):
+    """A text to tokenize.
+
+    Attributes:
+        text: all of it.
+        trained: the characters whose tokens have a loss, as (start, stop); None: all, and the tokens around
+            the text too.
+        framed: whether the tokens that begin and end a document are put around it; a chat template writes its
+            own.
+    """
+
+    text: str
+    trained: tuple[Span, ...] | None = None
+    framed: bool = True
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records are read.
+
+    Attributes:
+        key: that of the text or conversation; None: by the keys that a record has.
+        template: of conversations; None where the tokenizer has none.
+        no_template: the message for a conversation then.
+    """
+
+    key: str | None = None
+    template: ChatTemplate | None = None
+    no_template: str = "conversations need a chat template (--chat-template FILE)"
+
+    @property
+    def columns(self) -> list[str]:
+        """Of a .parquet, of which it must have one."""
+        return list(_KEYS) if self.key is None else [self.key]
+
+    def document(self, record: Record) -> Document:
+        """The document of a record; its text may be empty.
+
+        Raises:
+            HexadError: the record holds no document; names file and line.
+        """
+        content, place = record
+        if isinstance(content, str):
+            return Document(content)
+        document = self._of_object(content, place)
+        if not document.text.isascii():
+            try:
+                document.text.encode()
+            except UnicodeEncodeError as error:
+                bad = ord(document.text[error.start])
+                raise HexadError(f"{place}: \\u{bad:04x} is a lone surrogate, not a character") from None
+        return document
+
+    def _of_object(self, content: dict[str, Any], place: Place) -> Document:
+        if self.key is not None:
+            if self.key not in content:
+                raise HexadError(f"{place}: no key '{self.key}' (--json-key); {_keys(content)}")
+            value = content[self.key]
+            if isinstance(value, list):
+                return self._conversation(self.key, content, place)
+            return Document(_text(self.key, content, place))
+        kinds = [kind for kind in ("messages", "completion", "text") if kind in content]
+        if len(kinds) > 1:
+            raise HexadError(
+                f"{place}: has {' and '.join(map(repr, kinds))}; choose one with --json-key, or remove one"
+            )
+        if "messages" in content:
+            return self._conversation("messages", content, place)
+        if "completion" in content:
+            return _completion(content, place)
+        if "text" in content:
+            return Document(_text("text", content, place))
+        if "prompt" in content:
+            raise HexadError(f"{place}: a 'prompt' without 'completion'; {_keys(content)}")
+        raise HexadError(
+            f"{place}: none of 'text', 'messages', or 'prompt' and 'completion'; {_keys(content)}; choose "
+            "one with --json-key"
+        )
+
+    def _conversation(self, key: str, content: dict[str, Any], place: Place) -> Document:
+        messages = content[key]
+        check_messages(key, messages, place, self.template)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise HexadError(f"{place}: '{key}' has no message with role 'assistant': nothing to train on")
+        if self.template is None:
+            raise HexadError(f"{place}: {self.no_template}")
+        tools = content.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise HexadError(f"{place}: 'tools' is {_name(tools)}, expected a list of function schemas")
+        try:
+            text, spans = self.template.conversation(messages, tools)
+        except HexadError as error:
+            raise HexadError(f"{place}: {error}") from None
+        return Document(text, spans, framed=False)
+
+
+def _completion(content: dict[str, Any], place: Place) -> Document:
+    if "prompt" not in content:
+        raise HexadError(f"{place}: a 'completion' without 'prompt'; {_keys(content)}")
+    for key in ("prompt", "completion"):
+        if isinstance(content[key], list):
+            raise HexadError(f"{place}: '{key}' is a list; give conversations as one list under 'messages'")
+    prompt, completion = _text("prompt", content, place), _text("completion", content, place)
+    if not completion:
+        raise HexadError(f"{place}: 'completion' is empty: nothing to train on")
+    return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
+
+
+def _text(key: str, content: dict[str, Any], place: Place) -> str:
+    value = content[key]
+    if isinstance(value, str):
+        return value
+    if value is None and place.row is not None:  # a missing value of a table
+        return ""
+    raise HexadError(f"{place}: '{key}' is {_name(value)}, expected text")
+
+
+def check_messages(key: str, messages: Any, place: Place | str, template: ChatTemplate | None) -> None:
+    """Refuse what no template can render.
+
+    Args:
+        key: of the messages, for the error.
+        messages: as found.
+        place: where they stand.
+        template: may name more roles than the usual ones.
+
+    Raises:
+        HexadError: naming place and message.
+    """
+    if not isinstance(messages, list):
+        raise HexadError(f"{place}: '{key}' is {_name(messages)}, expected a list of messages")
+    if not messages:
+        raise HexadError(f"{place}: '{key}' is empty: a conversation has at least one message")
+    for number, message in enumerate(messages):
+        # The place is formatted only for an error: that counts the lines of the file.
+        problem = _message_problem(message, template)
+        if problem is not None:
+            raise HexadError(f"{place}: {key}[{number}]{problem}")
+
+
+def _message_problem(message: Any, template: ChatTemplate | None) -> str | None:
+    """What is wrong with a message, if anything."""
+    if not isinstance(message, dict):
+        return f" is {_name(message)}, expected {{'role': ..., 'content': ...}}"
+    role = message.get("role")
+    if not isinstance(role, str):
+        found = "no 'role'" if role is None else f"role {role!r}"
+        return f" has {found}, expected 'role' and 'content'; {_keys(message)}"
+    roles = ChatTemplate.ROLES
+    if role not in roles and not (template is not None and template.mentions(role)):
+        return f": role '{role}' is unknown" + (did_you_mean(role, roles) or f"; known: {', '.join(roles)}")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        return f" has no 'content'; {_keys(message)}"
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, dict) else _name(part)
+                return f": its content has a part of type {kind!r}, expected 'text'"
+    elif content is not None and not isinstance(content, str):
+        return f": its content is {_name(content)}, expected text"
+    return None
+
+
+def _name(value: Any) -> str:
+    shown = f" ({value!r})" if isinstance(value, int | float) and not isinstance(value, bool) else ""
+    return _NAMES.get(type(value), type(value).__name__) + shown
+
+
+def _keys(content: dict[str, Any]) -> str:
+    return "keys found: " + (", ".join(f"'{key}'" for key in list(content)[:8]) or "none")

@@ -1,0 +1,1 @@
+"""From token files to microbatches."""

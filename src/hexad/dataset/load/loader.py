@@ -1,0 +1,339 @@
+"""This rank's microbatches of any step: a pure function of the settings and the samples consumed so far.
+
+Samples are numbered over the whole run. The step that begins at ``consumed`` takes samples ``consumed`` to
+``consumed + global_batch - 1`` in every layout; row ``i`` of microbatch ``m`` of data rank ``r`` is sample
+``consumed + m * micro * data_size + r * micro + i``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hexad.config import Config
+from hexad.config.errors import ConfigError, HexadError
+from hexad.parallel.context.slice import Slicing
+
+from ..indexed import IndexedDataset
+from ..sidecar import open_built
+from ..text.tokenizer import Tokenizer, bos_ids
+from .blend import Blend
+from .microbatch import IGNORED, Microbatch
+from .part import part_of
+from .samples import Samples, SampleSource, Source
+from .whole_samples import Packing, TooLong, WholeSamples, whole_documents
+
+log = logging.getLogger("hexad")
+
+Data = str | Sequence[tuple[float, str]]
+
+_AT_ONCE = 1 << 20
+"""Tokens read at once."""
+_AHEAD = 1 << 14
+"""Samples ahead whose sources' indexes are made at the start."""
+
+
+class DataLoader:
+    """Microbatches of one data rank. Its only state is the number of samples consumed.
+
+    While a step computes, a thread reads the next one.
+
+    Args:
+        data: a prefix, or a blend ``[[weight, prefix], ...]``.
+        sequence: inputs per sample, in tokens.
+        part: which documents of each data set to take (begin, end, as fractions); None: all.
+        documents: ``join``, or ``isolate``: positions whose target lies in the next document get no label,
+            and microbatches contain the offsets of documents.
+        packing: ``cut`` documents into samples, take ``whole`` ones, which isolates them, or ``auto``: whole
+            ones of data with a loss mask.
+        too_long: what to do with documents that are longer than a sample of whole ones.
+        micro: samples per microbatch.
+        global_batch: samples per step, over all data ranks.
+        seed: of the order of documents and samples.
+        data_rank, data_size: this rank's place on the data axis, and its degree.
+        slicing: how context ranks divide microbatches.
+        context_rank: this rank's place among them; None for whole microbatches.
+        vocab: refuse data whose sidecar records an id not below this. Without a sidecar ids are checked as
+            they are read, by the engine.
+        eod: the run's end-of-document token; data known to be built with another is refused. None: unchecked.
+        bos: the ids before each document in this run; data known to be built with others is refused. None:
+            unchecked.
+        cache_dir: where to keep the indexes of very large data if its own directory cannot be written.
+        patience: seconds to wait for another process that writes such an index.
+        setting: the setting that ``data`` is from, for messages.
+
+    Raises:
+        ConfigError: the data cannot be used (the message says why), or the batch cannot be divided.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        sequence: int,
+        part: tuple[float, float] | None = None,
+        documents: Literal["join", "isolate"] = "join",
+        packing: Packing = "auto",
+        too_long: TooLong = "refuse",
+        micro: int,
+        global_batch: int,
+        seed: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        slicing: Slicing = Slicing(),  # noqa: B008 (frozen)
+        context_rank: int | None = None,
+        vocab: int | None = None,
+        eod: int | None = None,
+        bos: Sequence[int] | None = None,
+        cache_dir: str | Path | None = None,
+        patience: float = 600.0,
+        setting: str = "data.train",
+    ) -> None:
+        if global_batch % (micro * data_size):
+            raise ConfigError(
+                "batch.global",
+                f"{global_batch} is not divisible by batch.micro {micro} x {data_size} data ranks; "
+                f"expected a multiple of {micro * data_size}",
+            )
+        blend = [(1.0, data)] if isinstance(data, str) else list(data)
+        if not blend:
+            raise ConfigError(setting, "an empty blend; give a prefix or [[weight, prefix], ...]")
+        self.sequence, self.documents = sequence, documents
+        self._setting = setting
+        self.micro, self.global_batch = micro, global_batch
+        self.data_rank, self.data_size = data_rank, data_size
+        self._slicing, self._context_rank = slicing, context_rank
+        self._blend = Blend([weight for weight, _ in blend])
+        try:
+            opened = [part_of(open_built(prefix, vocab, eod, bos), part) for _, prefix in blend]
+            self._sources = [
+                self._source(each, number, seed, packing, too_long, cache_dir, patience)
+                for number, each in enumerate(opened)
+            ]
+        except HexadError as error:
+            raise ConfigError(setting, str(error)) from None
+        self._isolates = documents == "isolate"
+        self._offsets = self._isolates or any(source.isolated for source in self._sources)
+        # One worker: reads are in order, and a source's caches need no lock.
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-data")
+        self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
+
+    def _source(
+        self,
+        data: IndexedDataset,
+        number: int,
+        seed: int,
+        packing: Packing,
+        too_long: TooLong,
+        cache_dir: str | Path | None,
+        patience: float,
+    ) -> Source:
+        """The samples of one dataset of the blend."""
+        if not whole_documents(packing, data):
+            return SampleSource(
+                data, sequence=self.sequence, seed=seed, source=number, cache_dir=cache_dir, patience=patience
+            )
+        whole = WholeSamples(
+            data,
+            sequence=self.sequence,
+            too_long=too_long,
+            seed=seed,
+            source=number,
+            cache_dir=cache_dir,
+            patience=patience,
+        )
+        _report(self._setting, whole)
+        return whole
+
+    @property
+    def samples(self) -> int:
+        """Of one epoch. Of a blend, as many as it takes until one of its sources has been read once."""
+        if len(self._sources) == 1:
+            return self._sources[0].per_epoch
+        period, shares = self._blend.period, self._blend.shares
+        return min(source.per_epoch * period // share for source, share in zip(self._sources, shares))
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step and data rank."""
+        return self.global_batch // (self.micro * self.data_size)
+
+    def prepare(self, samples_consumed: int) -> None:
+        """Have the indexes that steps from ``samples_consumed`` on begin with: of large data one process
+        writes them. Others are made when they are first needed.
+
+        Raises:
+            ConfigError: an index is damaged, cannot be stored, or is not completed in time.
+        """
+        sources, numbers = self._blend.locate(samples_consumed + np.arange(max(self.global_batch, _AHEAD)))
+        for number, source in enumerate(self._sources):
+            found = numbers[sources == number]
+            if len(found):
+                try:
+                    self._reader.submit(source.prepare, int(found[0])).result()
+                except HexadError as error:
+                    raise ConfigError(self._setting, str(error)) from None
+
+    def step(self, samples_consumed: int) -> list[Microbatch]:
+        """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.
+
+        Steps may be asked for in any order; the following one is read ahead.
+
+        Raises:
+            HexadError, OSError: the data can no longer be read (also when reading ahead failed).
+        """
+        if self._ahead is not None and self._ahead[0] == samples_consumed:
+            future = self._ahead[1]
+        else:
+            if self._ahead is not None:
+                self._ahead[1].cancel()
+            future = self._reader.submit(self._read, samples_consumed)
+        following = samples_consumed + self.global_batch
+        self._ahead = (following, self._reader.submit(self._read, following))
+        return future.result()
+
+    def _read(self, consumed: int) -> list[Microbatch]:
+        stride = self.micro * self.data_size
+        rows = consumed + self.data_rank * self.micro + np.arange(self.micro)
+        starts = stride * np.arange(self.microbatches)
+        # Several microbatches at once: most of the time per call does not depend on the amount.
+        at_once = max(1, _AT_ONCE // (self.micro * (self.sequence + 1)))
+        return [
+            microbatch
+            for group in (starts[at : at + at_once] for at in range(0, len(starts), at_once))
+            for microbatch in self._microbatches((group[:, None] + rows).reshape(-1))
+        ]
+
+    def _microbatches(self, samples: NDArray[np.int64]) -> Iterator[Microbatch]:
+        found = self._samples(samples)
+        for at in range(0, len(samples), self.micro):
+            part = slice(at, at + self.micro)
+            trained = None if found.trained is None else found.trained[part]
+            yield self._microbatch(found.tokens[part], found.begins[part], trained)
+
+    def _samples(self, samples: NDArray[np.int64]) -> Samples:
+        """Samples of the blend; documents begin where they are isolated."""
+        sources, numbers = self._blend.locate(samples)
+        if len(self._sources) == 1:
+            return self._sources[0].read(numbers)
+        shape = (len(samples), self.sequence + 1)
+        tokens, begins = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.bool_)
+        trained = None
+        for number in np.unique(sources):
+            rows, source = np.flatnonzero(sources == number), self._sources[number]
+            found = source.read(numbers[rows])
+            tokens[rows] = found.tokens
+            begins[rows] = found.begins & (self._isolates or source.isolated)
+            if found.trained is not None:
+                trained = np.ones(shape, dtype=np.bool_) if trained is None else trained
+                trained[rows] = found.trained
+        return Samples(tokens, begins, trained)
+
+    def _microbatch(
+        self, tokens: NDArray[np.int64], begins: NDArray[np.bool_], trained: NDArray[np.bool_] | None
+    ) -> Microbatch:
+        inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        offsets = None
+        if trained is not None:
+            labels[~trained[:, 1:]] = IGNORED
+        if self._offsets:
+            labels[begins[:, 1:]] = IGNORED
+            inside = begins[:, :-1].copy()
+            inside[:, 0] = True
+            offsets = (*map(int, np.flatnonzero(inside)), inputs.size)
+        whole = Microbatch(torch.from_numpy(inputs), torch.from_numpy(labels), offsets)
+        return whole if self._context_rank is None else whole.part(self._slicing, self._context_rank)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _report(setting: str, source: WholeSamples) -> None:
+    facts = source.facts
+    log.info(
+        "%s: %s: %s documents in %s samples per epoch, %.1f %% of their positions; the longest has %s tokens",
+        setting,
+        source.data.prefix,
+        f"{facts.documents:,}",
+        f"{facts.samples:,}",
+        100 * facts.efficiency,
+        f"{facts.longest:,}",
+    )
+    if facts.too_long:
+        log.warning(
+            "%s: %s documents are longer than data.sequence %d: %s truncated, %s skipped (data.too_long %s)",
+            setting,
+            f"{facts.too_long:,}",
+            facts.sequence,
+            f"{facts.too_long - facts.left_out:,}",
+            f"{facts.left_out:,}",
+            source.too_long,
+        )
+
+
+def loader_from_config(
+    config: Config,
+    data_rank: int,
+    data_size: int,
+    tokenizer: Tokenizer,
+    which: str = "train",
+    context_rank: int | None = None,
+) -> DataLoader:
+    """The loader that a configuration describes.
+
+    Args:
+        config: resolved; uses ``data``, ``batch``, ``run.seed``, ``run.dir``, ``model.vocab``, and what
+            divides tokens among context ranks.
+        data_rank, data_size: this rank's place on the data axis, and its degree.
+        tokenizer: of ``data.tokenizer``; its vocabulary is the model's where ``model.vocab`` is ``auto``.
+        which: ``train``, ``validation``, or ``validation.NAME`` of several sets.
+        context_rank: this rank's place on the context axis, to get what it holds of each microbatch; None
+            for whole ones, of which the engine takes that.
+
+    Raises:
+        ConfigError: the setting is null, or as for :class:`DataLoader`.
+    """
+    sets = config.data.validation_sets
+    data = config.data.train if which == "train" else sets.get(which.removeprefix("validation."))
+    if data is None:
+        raise ConfigError(
+            f"data.{which}", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]"
+        )
+    return DataLoader(
+        data,
+        sequence=config.data.sequence,
+        part=config.data.part(which == "train"),
+        documents=config.data.documents,
+        packing=config.data.packing,
+        too_long=config.data.too_long,
+        micro=config.batch.micro,
+        global_batch=config.batch.global_,
+        seed=config.run.seed,
+        data_rank=data_rank,
+        data_size=data_size,
+        slicing=Slicing.of(config.parallel, config.model),
+        context_rank=context_rank,
+        vocab=int(config.model.vocab),
+        eod=tokenizer.eod,
+        bos=bos_ids(tokenizer, config.data.bos),
+        cache_dir=Path(config.run.dir) / "index-cache",
+        patience=config.run.timeout,
+        setting=f"data.{which}",
+    )

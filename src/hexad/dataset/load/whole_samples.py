@@ -1,0 +1,200 @@
+"""Samples of whole documents: none is cut, each is isolated, the rest of a sample is padding without loss."""
+
+from __future__ import annotations
+
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hexad.config.errors import HexadError
+
+from ..files import write_whole
+from ..indexed import SMALL, IndexedDataset
+from .packing import PackingFacts, assigned, count_samples
+from .permutation import permute
+from .samples import Samples, SampleSource, Source, ranges
+from .stream import document_order, index_places, stored
+
+Packing = Literal["auto", "cut", "whole"]
+TooLong = Literal["refuse", "truncate", "skip"]
+
+PADDING = 0
+"""Token id of what fills a sample; it is no target, and no document attends to it."""
+_CHUNK = 1 << 22
+_FORMAT = "hexad-whole-1"
+"""Change it when the packing or the orders drawn from a seed change."""
+
+
+class WholeSamples(Source):
+    """Random access to the samples of whole documents of a dataset, over any number of epochs.
+
+    Args:
+        data: the dataset.
+        sequence: positions of a sample, in tokens. A document takes as many as it has tokens; its last one
+            has no target.
+        too_long: what to do with documents longer than that: ``refuse`` the data, ``truncate`` them to their
+            first ``sequence`` tokens, or ``skip`` them.
+        seed, source, cache_dir, in_memory, patience: as for :class:`~.samples.SampleSource`.
+
+    Raises:
+        HexadError: documents are too long, or nothing is left.
+    """
+
+    isolated = True
+
+    def __init__(
+        self,
+        data: IndexedDataset,
+        *,
+        sequence: int,
+        too_long: TooLong = "refuse",
+        seed: int,
+        source: int = 0,
+        cache_dir: str | Path | None = None,
+        in_memory: int = SMALL,
+        patience: float = 600.0,
+    ) -> None:
+        self.data, self.sequence, self.too_long = data, sequence, too_long
+        self._histogram, self.facts = packing_facts(data, sequence, too_long)
+        if too_long == "refuse" and self.facts.too_long:
+            raise HexadError(
+                f"{data.prefix}: {self.facts.too_long:,} of {data.documents:,} documents are longer than "
+                f"data.sequence {sequence}, the longest has {self.facts.longest:,} tokens; raise it, or set "
+                "data.too_long to truncate or skip (data.packing: cut divides documents among samples)"
+            )
+        if not self.facts.samples:
+            raise HexadError(f"{data.prefix}: no document is left (data.too_long: {too_long})")
+        super().__init__((seed, source), self.facts.samples)
+        places = index_places(data, cache_dir)
+        self._places, self._in_memory, self._patience = places, in_memory, patience
+
+    @cached_property
+    def _slots(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(places in the order from the longest document to the shortest, by sample; where each sample's
+        begin among them, and the end)."""
+        samples = assigned(self._histogram, self.sequence)
+        ends = np.cumsum(np.bincount(samples, minlength=self.per_epoch))
+        return np.argsort(samples, kind="stable"), np.concatenate([[0], ends])
+
+    def _make_index(self, epoch: int) -> NDArray[np.int64]:
+        """``per_epoch + 1`` places where samples begin, then the documents of all samples in order."""
+        if self.data.documents <= self._in_memory:
+            return self._computed(epoch)
+        size = self.per_epoch + 1 + self.facts.documents
+        words = (_FORMAT, self.data.identity(), *self._key, self.sequence, self.too_long, epoch)
+        what = f"{self.data.prefix}: the index of {self.data.documents} documents"
+        read, write = partial(_mapped, size=size), partial(self._write, epoch=epoch)
+        return stored(words, self._places, read, write, self._patience, what)
+
+    def _computed(self, epoch: int) -> NDArray[np.int64]:
+        documents = self.data.documents
+        self.data.verify()
+        order = document_order(np.arange(documents), documents, self._key, epoch)
+        lengths = self._lengths(order)
+        used = np.flatnonzero(lengths)
+        # The longest first; among equals the order of the epoch.
+        order = order[used][np.argsort(-lengths[used], kind="stable")]
+        slots, begins = self._slots
+        return np.concatenate([begins, order[slots]])
+
+    def _write(self, path: Path, epoch: int) -> None:
+        index = self._computed(epoch)
+        write_whole(path, lambda stream: np.save(stream, index))
+
+    def _lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions that documents take; 0: none."""
+        return _positions(self.data, documents, self.sequence, self.too_long)
+
+    def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
+        """Samples of one epoch, all gathered at once."""
+        width = self.sequence + 1
+        index = self._index(epoch)
+        order = permute(numbers, self.per_epoch, *self._key, epoch, "samples")
+        counts = index[order + 1] - index[order]
+        documents = index[self.per_epoch + 1 + ranges(index[order], counts)]
+        lengths = self._lengths(documents)
+        # Where each document begins in its sample: the lengths before it, less those of earlier samples.
+        ends = np.cumsum(lengths)
+        firsts = np.cumsum(counts) - counts
+        inside = ends - lengths - np.repeat((ends - lengths)[firsts], counts)
+        begin = np.repeat(np.arange(len(numbers)), counts) * width + inside
+        target, origin = ranges(begin, lengths), ranges(self.data.starts(documents), lengths)
+        tokens = np.full(len(numbers) * width, PADDING, dtype=np.int64)
+        begins = np.zeros(len(tokens), dtype=np.bool_)
+        trained = np.zeros(len(tokens), dtype=np.bool_)
+        tokens[target] = self.data.tokens[origin]
+        trained[target] = True if self.data.mask is None else self.data.mask.at(origin)
+        begins[begin] = True
+        filled = np.add.reduceat(lengths, firsts)
+        # The padding begins a document too, as does the label after a sample that is full.
+        begins[np.arange(len(numbers)) * width + filled] = True
+        shape = (len(numbers), width)
+        return Samples(tokens.reshape(shape), begins.reshape(shape), trained.reshape(shape))
+
+
+def whole_documents(packing: Packing, data: IndexedDataset) -> bool:
+    """Whether ``data.packing`` takes whole documents of a dataset."""
+    return packing == "whole" or (packing == "auto" and data.mask is not None)
+
+
+def check_samples(data: IndexedDataset, packing: Packing, sequence: int, too_long: TooLong) -> None:
+    """Refuse data of which no samples can be made, without making them.
+
+    Raises:
+        HexadError: as for :class:`~hexad.dataset.load.samples.SampleSource` and :class:`WholeSamples`.
+    """
+    if whole_documents(packing, data):
+        WholeSamples(data, sequence=sequence, too_long=too_long, seed=0)
+    else:
+        SampleSource(data, sequence=sequence, seed=0)
+
+
+def _positions(
+    data: IndexedDataset, documents: NDArray[np.int64], sequence: int, too_long: TooLong
+) -> NDArray[np.int64]:
+    """The positions of a sample that documents take; 0: none. A document that is cut before its first trained
+    token takes none: a batch of such documents would have nothing to learn."""
+    lengths = data.tokens_in(documents)
+    found = np.where(lengths > sequence, 0 if too_long == "skip" else sequence, lengths)
+    if too_long == "truncate" and data.mask is not None:
+        for number in np.flatnonzero(lengths > sequence):
+            first = int(data.starts(documents[number : number + 1])[0])
+            if not data.mask.at(np.arange(first + 1, first + sequence)).any():
+                found[number] = 0
+    return found
+
+
+def packing_facts(
+    data: IndexedDataset, sequence: int, too_long: TooLong
+) -> tuple[NDArray[np.int64], PackingFacts]:
+    """(how many documents take each number of positions, how they are packed)."""
+    histogram = np.zeros(sequence + 1, dtype=np.int64)
+    longer = longest = empty = 0
+    for start in range(0, data.documents, _CHUNK):
+        documents = np.arange(start, min(start + _CHUNK, data.documents))
+        lengths, positions = data.tokens_in(documents), _positions(data, documents, sequence, too_long)
+        longer, longest = longer + int((lengths > sequence).sum()), max(longest, int(lengths.max()))
+        empty += int(((lengths > sequence) & (positions == 0)).sum())
+        histogram += np.bincount(positions, minlength=sequence + 1)
+    histogram[0] = 0
+    return histogram, PackingFacts(
+        samples=count_samples(histogram, sequence),
+        documents=int(histogram.sum()),
+        tokens=int((histogram * np.arange(sequence + 1)).sum()),
+        too_long=longer,
+        left_out=empty,
+        longest=longest,
+        sequence=sequence,
+    )
+
+
+def _mapped(path: Path, size: int) -> NDArray[np.int64] | None:
+    """A stored index if it is complete."""
+    try:
+        index = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return None
+    return np.asarray(index) if index.shape == (size,) and index.dtype == np.int64 else None

@@ -1,0 +1,270 @@
+"""Chat templates as ``transformers`` renders them (Jinja2, sandboxed), and what the assistant writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hexad.config.errors import HexadError
+
+from .tokenizer import tokenizer_settings
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning; templates read the first."""
+_DEFAULT, _TOOLS = "default", "tool_use"
+_FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, and the special tokens that it may write.
+
+    Attributes:
+        source: in Jinja2's language.
+        tool_source: another one for conversations with tools; None: the same.
+        name: of the file it is from, for messages.
+        special: such as ``eos_token``, as text.
+        ends: texts of all special tokens: one that ends a turn is trained, the whitespace after it is not.
+    """
+
+    source: str
+    name: str
+    special: Mapping[str, str] = field(default_factory=dict)
+    ends: tuple[str, ...] = ()
+    tool_source: str | None = None
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The sources by the names that they have in a tokenizer's files."""
+        return {_DEFAULT: self.source} | ({} if self.tool_source is None else {_TOOLS: self.tool_source})
+
+    ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+    """Those in use; a template may name others."""
+
+    def mentions(self, role: str) -> bool:
+        """Whether the template names a role."""
+        return f"'{role}'" in self.source or f'"{role}"' in self.source
+
+    def check(self) -> None:
+        """Refuse a template that is not Jinja2.
+
+        Raises:
+            HexadError: naming the line.
+        """
+        import jinja2
+
+        try:
+            for source in (self.source, self.tool_source):
+                _compiled(source or "")
+        except jinja2.TemplateSyntaxError as error:
+            problem = " ".join((error.message or "").split())
+            raise HexadError(f"{self.name}:{error.lineno}: not a chat template: {problem}") from None
+
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
+    ) -> str:
+        """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` gives it.
+
+        Args:
+            messages: the conversation.
+            tools: function schemas that the template describes.
+            prompt: whether the beginning of the assistant's answer follows (``add_generation_prompt``).
+
+        Raises:
+            HexadError: the template refuses the conversation or fails.
+        """
+        return self._rendered(messages, tools, prompt)[0]
+
+    def conversation(
+        self, messages: Sequence[Message], tools: list[Any] | None = None
+    ) -> tuple[str, tuple[Span, ...]]:
+        """The text of a conversation, and the characters that the assistant writes, ends of turns included.
+
+        They are the ``{% generation %}`` blocks of a template that has them. Of others, each answer is what
+        the text up to it has beyond that of the messages before it, rendered with the beginning of an answer.
+
+        Raises:
+            HexadError: as for :meth:`render`, or these texts do not continue one another.
+        """
+        text, blocks = self._rendered(messages, tools, False)
+        if _GENERATION.search(self._source(tools)):
+            return text, tuple(span for span in blocks if span[0] < span[1])
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._rendered(messages[:number], tools, True)[0]
+            last = number + 1 == len(messages)
+            until = text if last else self._rendered(messages[: number + 1], tools, False)[0]
+            if not until.startswith(before) or not text.startswith(until):
+                raise HexadError(
+                    f"messages[{number}]: the chat template of {self.name} does not render this answer as a "
+                    "continuation of the messages before it, so that its tokens cannot be told apart; give a "
+                    "template that marks answers by {% generation %} blocks (--chat-template FILE)"
+                )
+            spans.append((len(before), len(before) + self._length(until[len(before) :])))
+        return text, tuple(spans)
+
+    def _source(self, tools: list[Any] | None) -> str:
+        """The template of conversations with these tools."""
+        return self.source if tools is None or self.tool_source is None else self.tool_source
+
+    def _length(self, answer: str) -> int:
+        """Of an answer up to the token that ends it: the line break after it belongs to the template."""
+        end = answer.rstrip()
+        return len(end) if end.endswith(self.ends) else len(answer)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool
+    ) -> tuple[str, list[Span]]:
+        """The text, and the ranges of its ``{% generation %}`` blocks."""
+        self.check()
+        template = _compiled(self._source(tools))
+        parts: list[str] = []
+        blocks: list[Span] = []
+        variables = {
+            **self.special,
+            "messages": [_plain(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
+        try:
+            with template.environment.recording(parts, blocks):
+                for part in template.generate(**variables):
+                    parts += [part]  # one at a time: blocks are placed after those before
+        except Exception as error:  # whatever a template does
+            problem = " ".join(str(error).split()) or type(error).__name__
+            raise HexadError(
+                f"the chat template of {self.name} refuses the conversation: {problem}"
+            ) from None
+        return "".join(parts), blocks
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: no null values, reasoning under its usual names."""
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    if reasoning is None:
+        return found
+    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    """The template in the environment that ``transformers`` gives it (``utils/chat_template_utils.py`` of
+    5.23): globals, filters and handling of blocks are part of the format."""
+    import jinja2.ext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from .chat_extension import Generation
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: Any = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja2's own filter escapes HTML.
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+def load_chat_template(tokenizer: str, file: str | None = None) -> ChatTemplate | None:
+    """The chat template of a tokenizer, or of a file; None where the tokenizer has none.
+
+    Args:
+        tokenizer: as for :func:`~hexad.dataset.text.tokenizer.load_tokenizer`: ``chat_template.jinja`` or
+            ``chat_template`` of ``tokenizer_config.json`` beside it, and its special tokens.
+        file: a Jinja2 template instead.
+
+    Raises:
+        HexadError: a file cannot be read, or ``file`` is not a template.
+    """
+    directory = None
+    if tokenizer != "byte":
+        directory = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+    settings = tokenizer_settings(directory) if directory is not None else {}
+    special = {name: text for name, value in settings.items() if (text := _token(name, value)) is not None}
+    ends = tuple(dict.fromkeys([*special.values(), *_added(settings, directory)]))
+    if file is not None:
+        template = ChatTemplate(_read(Path(file)), file, special, ends)
+        template.check()
+        return template
+    if directory is None:
+        return None
+    name, named = _templates(directory, settings)
+    if _DEFAULT not in named:
+        return None
+    return ChatTemplate(named[_DEFAULT], name, special, ends, named.get(_TOOLS))
+
+
+def template_files(named: Mapping[str, str]) -> dict[str, bytes]:
+    """Templates by name, as :attr:`ChatTemplate.named` has them, as files of a tokenizer's directory."""
+    names = {_DEFAULT: _FILE, _TOOLS: f"{_FOLDER}/{_TOOLS}.jinja"}
+    return {file: named[name].encode() for name, file in names.items() if name in named}
+
+
+def _templates(directory: Path, settings: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """(the file that has the default one, a tokenizer's templates by name)."""
+    beside = directory / _FILE
+    more = sorted((directory / _FOLDER).glob("*.jinja"))
+    if beside.is_file():
+        return str(beside), {_DEFAULT: _read(beside), **{path.stem: _read(path) for path in more}}
+    given = settings.get("chat_template")
+    if isinstance(given, str):
+        given = [{"name": _DEFAULT, "template": given}]
+    entries = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    named = {str(each.get("name")): str(each.get("template")) for each in entries}
+    return str(directory / "tokenizer_config.json"), named
+
+
+def _token(name: str, value: Any) -> str | None:
+    """The text of a special token that a template may name."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if name.endswith("_token") and isinstance(value, str) else None
+
+
+def _added(settings: Mapping[str, Any], directory: Path | None) -> list[str]:
+    """The texts of a tokenizer's special tokens."""
+    listed = settings.get("added_tokens_decoder") or {}
+    entries = list(listed.values()) if isinstance(listed, dict) else []
+    file = directory / "tokenizer.json" if directory is not None else None
+    if not entries and file is not None and file.is_file():
+        try:
+            entries = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
+        except (OSError, ValueError, AttributeError):
+            entries = []  # whoever loads it reports that
+    return [each["content"] for each in entries if isinstance(each, dict) and each.get("special")]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise HexadError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise HexadError(f"{path}: not UTF-8 text; expected a chat template in Jinja2's language") from None

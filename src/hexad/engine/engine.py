@@ -1,0 +1,399 @@
+"""A model with its gradients and optimizer on one rank; the parts of a step: accumulate, reduce, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexad.comm import Pending, all_reduce, all_reduce_async
+from hexad.config import Config, HexadError
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.model.recompute import Recompute
+from hexad.model.transformer import build_stages, factored_mesh
+from hexad.optim.learning_rate import learning_rate
+from hexad.optim.scaling import LossScaler
+from hexad.parallel.pipeline.executor import Executor
+from hexad.parallel.pipeline.schedule import forward_schedule
+from hexad.parallel.sharding import freeze
+from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, training_schedule
+from hexad.topology.mesh import Mesh
+
+from .faults import Fault, FaultGuard, StepResult
+from .heap import Heap
+from .language import Counts, LanguageModel, Task, compute, training_shard
+from .modules import Ties, checked
+from .precision import with_common_dtype
+from .state import State
+
+Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
+"""What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
+first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
+scalar."""
+
+
+def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: float | None) -> torch.Tensor:
+    """A plain module's loss of a microbatch."""
+    result: torch.Tensor = stage(microbatch) if inputs is None else stage(inputs)
+    return result
+
+
+class Engine(State):
+    """Modules with their gradients and optimizer on this rank.
+
+    ``Engine(config, mesh)`` builds the language model that a configuration describes (:meth:`from_config`),
+    for which :meth:`train_step` is a whole step. Other modules come as ``Engine(stages, mesh, config)``:
+    declared ones (:class:`~hexad.parallel.sharding.ShardedModule`) or plain modules, whose parameters count
+    as replicated, see :mod:`hexad.engine.modules`. A loop of one's own calls the parts of a step:
+    :meth:`begin`, :meth:`accumulate` (or its own backward passes), :meth:`reduce`, :meth:`update`.
+
+    Args:
+        stages: a configuration; or this rank's pipeline stages by number, or the module that is the only one.
+        mesh: from :func:`hexad.launch`.
+        config: settings of everything but the model, where ``stages`` are modules.
+        plan: of the pipeline; by default one stage per rank, ``parallel.schedule`` as configured.
+        compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss.
+        boundary: makes an empty tensor of what crosses a microbatch's stage boundaries; needed where the
+            pipeline has several ranks.
+        training: False for evaluation only: there are no gradients, no optimizer state and no master values.
+        optimizer: of ``torch.optim``, whose groups list the parameters that are trained, and keep their
+            settings; AdamW with ``config.optimizer`` by default.
+        boundaries: in place of ``boundary``, where stages have different results: makes an empty tensor like
+            that of a microbatch's stage, given its number.
+        ties: plain parameters that several stages have alike, see :data:`hexad.engine.modules.Ties`.
+        initialise: draw the initial values of declared parameters; False where :meth:`restored` or
+            :meth:`load_weights` follows, or :meth:`hexad.training.saves.Saves.begin`.
+
+    Attributes:
+        step: steps made so far.
+        updates: those of them that were not skipped.
+        samples: sequences consumed so far.
+        scaler: of the loss.
+        guard: of the losses that count.
+        after_passes: called in :meth:`train_step` after the last backward pass has been started.
+
+    Raises:
+        ConfigError: settings that do not fit each other or the mesh.
+        HexadError: modules without ``config`` or ``boundary``, or not the same on all ranks of a stage.
+    """
+
+    def __init__(
+        self,
+        stages: Config | Resolved | nn.Module | Mapping[int, nn.Module],
+        mesh: Mesh,
+        config: Config | None = None,
+        *,
+        plan: PipelinePlan | None = None,
+        compute: Compute = _call,
+        boundary: Callable[[Any], torch.Tensor] | None = None,
+        initialise: bool = True,
+        training: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        boundaries: Callable[[Any, int], torch.Tensor] | None = None,
+        ties: Ties | None = None,
+    ) -> None:
+        self.mesh, self.training = mesh, training
+        self.language: LanguageModel | None = None
+        if isinstance(stages, Config):
+            stages = resolve(with_common_dtype(stages, mesh), mesh.layout)
+        if isinstance(stages, Resolved):
+            self._build(stages)
+        else:
+            self.config = config = checked(config, mesh, boundary is not None or boundaries is not None)
+            self.plan = plan or plan_of_modules(config, mesh.layout)
+            alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
+            self.stages = alone or dict(stages)  # type: ignore[arg-type]
+            self._compute, self._boundary = compute, boundaries
+            if boundary is not None:
+                self._boundary = lambda microbatch, _: boundary(microbatch)
+        super().__init__(
+            self.stages,
+            self.plan,
+            self.config,
+            self.mesh,
+            training,
+            described=self.language is not None,
+            optimizer=optimizer,
+            ties=ties,
+        )
+        self.step = self.updates = self.samples = 0
+        if initialise:
+            self.initialise()
+        self.scaler = LossScaler(self.config.precision)
+        self.guard = FaultGuard(self.config.faults)
+        self.after_passes: Callable[[], None] | None = None
+        self._begun = 0
+        self._heap = Heap()
+        self._recorded: tuple[float, list[tuple[float, float]]] | None = None
+        self._executors: dict[tuple[bool, int], Executor[Any]] = {}
+
+    @classmethod
+    def from_config(cls, config: Config | Resolved, mesh: Mesh) -> Engine:
+        """The engine of the language model that a configuration describes."""
+        return cls(config, mesh)
+
+    def _build(self, resolved: Resolved) -> None:
+        """The language model's stages."""
+        self.config, self.plan = resolved.config, resolved.plan
+        self.mesh = factored_mesh(self.config.model, self.config.parallel, self.mesh)
+        self.language = LanguageModel(self.config, self.mesh)
+        between = self.language.boundary
+        self._compute, self._boundary = compute, lambda task, _: between(task)
+        stages = build_stages(
+            self.config.model,
+            training_shard(self.config, self.mesh),
+            self.plan.layers,
+            self.plan.schedule.placement,
+            self.mesh.pipeline.rank,
+            Recompute.from_settings(self.config.memory),
+        )
+        if self._full:
+            for stage in stages.values():
+                for layer in stage.layers.values():
+                    layer.compile()
+        if not self.training:
+            freeze(*stages.values())
+        self.stages = dict(stages)
+
+    @property
+    def _full(self) -> bool:
+        """Whether blocks are compiled as a whole."""
+        return self.config.run.compile == "full"
+
+    # The parts of a step
+
+    def begin(self, microbatches: int | None) -> None:
+        """Start accumulating the gradients of this many microbatches: of :meth:`accumulate`, or of backward
+        passes of the caller's own, each of a loss already divided by what it is averaged over in the whole
+        global batch, and multiplied by ``engine.scaler.scale`` (1 except in fp16).
+        With None their number is open: gradients are then reduced by :meth:`reduce` only, not meanwhile, and
+        kept until then at any ``parallel.zero``."""
+        if microbatches is not None and microbatches < 1:
+            raise HexadError(f"begin: found {microbatches} microbatches, expected at least 1")
+        if self._full:
+            self.gatherer.settle()
+        self._begun = microbatches or 0
+        self.gradients.begin(microbatches)
+
+    def extend(self) -> None:
+        """Allow another backward pass than :meth:`begin` was called with; all ranks together, before it. Its
+        gradients are reduced by themselves."""
+        self.gradients.extend()
+
+    def accumulate(
+        self, microbatches: Sequence[Any], scale: float = 1.0, record: bool = False
+    ) -> torch.Tensor | None:
+        """Run forward and backward passes of this data rank's microbatches by the pipeline's schedule.
+
+        Call :meth:`begin` before. All pipeline ranks pass the same microbatches.
+
+        Args:
+            microbatches: what ``compute`` takes.
+            scale: what the sum of all losses is multiplied by before it is differentiated; the loss scale
+                of fp16 comes on top.
+            record: time the pipeline's actions, see :meth:`recorded`.
+
+        Returns:
+            float64 sum of the losses on the rank of the last stage; None on others.
+
+        Raises:
+            HexadError: no microbatch, or more than :meth:`begin` was called with.
+        """
+        if not 0 < len(microbatches) <= self._begun:
+            raise HexadError(
+                f"accumulate: found {len(microbatches)} microbatches, but {self._begun} are left of those "
+                "that begin was called with; call begin before each step, with all its microbatches"
+            )
+        self._begun -= len(microbatches)
+        executor = self._executor(len(microbatches), training=True)
+        total = executor.run(list(microbatches), scale * self.scaler.scale, record)
+        if record:
+            self._recorded = (executor.began, executor.times)
+        return total
+
+    def total_loss(self, microbatches: Sequence[Any]) -> torch.Tensor | None:
+        """The sum of this data rank's losses, without gradients: float64 on the rank of the last stage, None
+        on others. All pipeline ranks pass the same microbatches; in ZeRO 3 all ranks as many."""
+        if self._full:
+            self.gatherer.settle()
+        return self._executor(len(microbatches), training=False).run(list(microbatches))
+
+    def reduce(self) -> None:
+        """Wait until gradients are summed over data and context ranks, and sum those that are partial."""
+        self._begun = 0
+        self.gradients.finish()
+        self.gatherer.release_frozen()
+
+    def update(self, lr: float | None, veto: Pending | None = None, divisor: float = 1.0) -> float:
+        """Clip and update; returns the gradient norm before clipping.
+
+        Args:
+            lr: learning rate; None with an optimizer of ``torch.optim``, which has its own.
+            veto: anything but 0 forbids the update; the same on all ranks.
+            divisor: what the losses have not been divided by yet.
+
+        A norm that is not finite, or a veto, leaves everything unchanged but the loss scale.
+        """
+        return self._update(lr, veto, divisor)[0]
+
+    def _update(
+        self, lr: float | None, veto: Pending | None, divisor: float, *further: torch.Tensor
+    ) -> tuple[float, bool, list[float]]:
+        """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
+        scale = self.scaler.scale * divisor
+        norm, updated, numbers = self.optimizer.step(lr, scale, self.gatherer.publish, veto, further)
+        self.scaler.update(not math.isfinite(norm))
+        self.step += 1
+        self.updates += updated
+        if self.mesh.device.type == "cpu":
+            self._heap.step_ended()
+        return norm, updated, numbers
+
+    def train_step(self, microbatches: Sequence[Microbatch], record: bool = False) -> StepResult:
+        """Accumulate this data rank's microbatches, reduce, clip and update.
+
+        Every rank of the mesh calls this together with the same number of microbatches; tensor and pipeline
+        ranks of one data rank pass the same ones, and context ranks too, or what each of them holds of these.
+        Microbatch ``i`` of data rank ``r`` of ``D`` holds the sequences from number ``(i * D + r) * rows`` on
+        of the global batch, as the loader hands them out: dropout is keyed by that number. With ``record``
+        the pipeline's actions are timed, see :meth:`recorded`.
+
+        Raises:
+            HexadError: no microbatch, no target token, different numbers of microbatches, others on the ranks
+                of one data rank, or token ids outside the vocabulary.
+        """
+        language = self._language()
+        if self.mesh.trace is not None:
+            self.mesh.trace.step = self.step + 1
+        tasks, (targets, pairs, *_) = self._tasks(language, microbatches)
+        divisor = language.divisor(targets)
+        total = self.accumulate(tasks, 1.0 / divisor, record)
+        if self.after_passes is not None:
+            self.after_passes()
+        total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        loss = all_reduce_async(total, language.axis)
+        self.reduce()
+        loss = all_reduce_async(loss.wait(), self.mesh.pipeline)
+        schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
+        lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
+        limit = self.guard.limit
+        veto = None if limit is None else self._veto(loss, limit * targets)
+        loss_scale = self.scaler.scale
+        norm, updated, (loss_sum,) = self._update(lr, veto, targets / divisor, loss.wait())
+        self.samples += sum(task.microbatch.sequences for task in tasks) * self.mesh.data.size
+        mean, finite = loss_sum / targets, math.isfinite(norm)
+        fault: Fault | None = "spike" if finite and not updated else None
+        if not finite and self.scaler.exhausted:
+            fault = "not_finite"
+        self.guard.record(self.step, mean, updated, fault)
+        return StepResult(self.step, mean, norm, lr, targets, pairs, not updated, loss_scale, fault, limit)
+
+    def _tasks(
+        self, language: LanguageModel, microbatches: Sequence[Microbatch]
+    ) -> tuple[list[Task], Counts]:
+        """Begin a step: its microbatches on the device, and what all ranks have of them."""
+        parts, counting = language.count(microbatches)
+        placed = [part.to(self.mesh.device) for part in parts]
+        # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
+        counts = language.counted(counting)
+        if counts.targets == 0:
+            raise HexadError("no position of the global batch has a target: all labels are -100")
+        self.begin(len(placed))
+        tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
+        return tasks, counts
+
+    def _veto(self, loss: Pending, limit: float) -> Pending:
+        """Start asking whether any rank finds the sum of the losses above a limit: over one axis after the
+        other, which needs no process group of all ranks."""
+        mesh, found = self.mesh, Pending((loss.wait() > limit).to(torch.int32))
+        for axis in (mesh.tensor, mesh.pipeline, mesh.gradient_axis()):
+            found = all_reduce_async(found.wait(), axis, "max")
+        return found
+
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+        """(sum of token losses in nats, number of targets) over data and context ranks; changes nothing.
+
+        Raises:
+            HexadError: no microbatch, token ids outside the vocabulary, or others on the ranks of one data
+                rank; in ZeRO 3, which gathers weights for each microbatch, different numbers of them.
+        """
+        language = self._language()
+        parts, counting = language.count(microbatches)
+        language.counted(counting, equal=self.config.parallel.zero == 3)
+        total = self.total_loss([Task(part.to(self.mesh.device)) for part in parts])
+        targets = sum(part.targets() for part in parts)
+        result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if total is not None:
+            result += torch.stack([total, torch.full_like(total, targets)])
+        loss_sum, count = all_reduce(all_reduce(result, language.axis), self.mesh.pipeline).tolist()
+        return loss_sum, int(count)
+
+    def _language(self) -> LanguageModel:
+        if self.language is None:
+            raise HexadError(
+                "the engine was given modules: call begin, accumulate, reduce and update; complete steps are "
+                "those of a language model, Engine(config, mesh)"
+            )
+        return self.language
+
+    # Progress
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside :meth:`chunks`, in JSON's types."""
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "samples": self.samples,
+            "loss_scale": self.scaler.state(),
+            "faults": self.guard.state(),
+            **({"optimizer": numbers} if (numbers := self.optimizer.rule.numbers()) else {}),
+        }
+
+    def restored(self, progress: Mapping[str, Any]) -> None:
+        """Resume from :meth:`progress`, after :meth:`chunks` have been overwritten."""
+        self.restore_counts(progress)
+        self.updates = progress.get("updates", self.step)
+        self.scaler.restore(progress.get("loss_scale", {}))
+        self.guard.restore(progress.get("faults", {}))
+        self.optimizer.rule.restored(self.updates, progress.get("optimizer", {}))
+        self.publish()
+
+    def restore_counts(self, progress: Mapping[str, Any]) -> None:
+        """Continue counting from :meth:`progress`, with the optimizer as it is."""
+        self.step, self.samples = progress["step"], progress["samples"]
+
+    def rolled_back(self, progress: Mapping[str, Any], samples: int) -> None:
+        """As :meth:`restored`, but with the data from ``samples`` on; faults since then still count."""
+        streak = self.guard.streak
+        self.restored(progress)
+        self.guard.streak, self.samples = streak, samples
+
+    # The pipeline
+
+    @property
+    def peak_activations(self) -> int:
+        """Most pairs of stage and microbatch that this rank has held at once."""
+        return max((executor.peak_activations for executor in self._executors.values()), default=0)
+
+    def recorded(self) -> tuple[float, list[tuple[float, float]]]:
+        """When the last recorded step began, in seconds since the epoch, and (start, end) of each of this
+        rank's actions, in seconds since then."""
+        assert self._recorded is not None, "no step was recorded"
+        return self._recorded
+
+    def _executor(self, microbatches: int, training: bool) -> Executor[Any]:
+        """The executor for this many microbatches, made when it is first needed."""
+        key = (training, microbatches)
+        if key not in self._executors:
+            if training:
+                schedule = training_schedule(self.config, self.plan, microbatches)
+            else:
+                schedule = forward_schedule(self.plan.schedule.placement, microbatches)
+            stages = {number: partial(self._compute, stage) for number, stage in self.stages.items()}
+            axis, device = self.mesh.pipeline, self.mesh.device
+            self._executors[key] = Executor(schedule, stages, axis, self._boundary, self.gradients, device)
+        return self._executors[key]

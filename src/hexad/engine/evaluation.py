@@ -1,0 +1,179 @@
+"""Evaluation on data sets: the trainer's, and that of a checkpoint or a published model by itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hexad.checkpoint.base import load_model_weights
+from hexad.comm import agreed, all_reduce
+from hexad.config import Config
+from hexad.dataset.load.loader import DataLoader, loader_from_config
+from hexad.dataset.load.microbatch import IGNORED, Microbatch
+from hexad.dataset.text.token_bytes import token_bytes
+from hexad.dataset.text.tokenizer import Tokenizer
+from hexad.planning import Resolved
+from hexad.topology.mesh import Mesh
+
+from .engine import Engine
+
+log = logging.getLogger("hexad")
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model makes of a data set.
+
+    Attributes:
+        loss_sum: of all tokens with a target, in nats.
+        tokens: their number.
+        byte_count: bytes of text that they stand for; None where the tokenizer cannot say.
+    """
+
+    loss_sum: float
+    tokens: int
+    byte_count: int | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean per token, in nats."""
+        return self.loss_sum / max(self.tokens, 1)
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``; infinite where that is beyond a float."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The sum in bits, per byte of text: the same for any tokenizer."""
+        return None if not self.byte_count else self.loss_sum / math.log(2) / self.byte_count
+
+    def as_tree(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+            "bytes": self.byte_count,
+        }
+
+
+class ValidationSets:
+    """The data sets of ``data.validation``, on one data rank.
+
+    Args:
+        config: resolved.
+        mesh: of the run.
+        tokenizer: of ``data.tokenizer``.
+
+    Raises:
+        ConfigError: data that cannot be used.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, tokenizer: Tokenizer) -> None:
+        self._config, self._mesh = config, mesh
+        place, context_rank = (mesh.data.rank, mesh.data.size), mesh.context.rank
+        prefix = "validation." if isinstance(config.data.validation, dict) else ""
+        self._loaders = {
+            name: loader_from_config(config, *place, tokenizer, f"{prefix}{name}", context_rank)
+            for name in config.data.validation_sets
+        }
+        self._bytes = token_bytes(tokenizer)
+
+    def prepare(self) -> None:
+        """Have the indexes of large data."""
+        for loader in self._loaders.values():
+            loader.prepare(0)
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        for loader in self._loaders.values():
+            loader.close()
+
+    def scores(self, engine: Engine, batches: int | None) -> dict[str, Score]:
+        """Evaluate on each, all ranks together.
+
+        Args:
+            engine: whose model.
+            batches: global batches of each set, from its first sample on; None: all samples, each
+                once; of a blend, until one of its members is used up.
+        """
+        return {name: self._score(engine, loader, batches) for name, loader in self._loaders.items()}
+
+    def _score(self, engine: Engine, loader: DataLoader, batches: int | None) -> Score:
+        size, end = loader.global_batch, None
+        if batches is None:
+            end = loader.samples
+            batches = -(-end // size)
+        loss_sum, targets, count = 0.0, 0, 0
+        for index in range(batches):
+            batch = loader.step(index * size)
+            if end is not None and (index + 1) * size > end:
+                batch = [self._cut(each, index * size, number, end) for number, each in enumerate(batch)]
+            batch_sum, batch_targets = engine.evaluate(batch)
+            loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
+            count += sum(map(self._count, batch))
+        total = torch.tensor(count, dtype=torch.int64, device=self._mesh.device)
+        total = all_reduce(total, self._mesh.gradient_axis())
+        return Score(loss_sum, targets, None if self._bytes is None else int(total))
+
+    def _cut(self, microbatch: Microbatch, first: int, number: int, end: int) -> Microbatch:
+        """A microbatch without targets in samples from ``end`` on, which belong to the next epoch."""
+        micro, data = self._config.batch.micro, self._mesh.data
+        row = first + (number * data.size + data.rank) * micro
+        return microbatch.without_targets_from(max(0, end - row))
+
+    def _count(self, microbatch: Microbatch) -> int:
+        """Bytes of text of a microbatch's targets."""
+        if self._bytes is None:
+            return 0
+        labels = microbatch.labels.numpy()
+        found = labels[(labels != IGNORED) & (labels < len(self._bytes))]
+        return int(np.take(self._bytes, found).sum())
+
+
+def total(scores: Mapping[str, Score]) -> Score:
+    """All data sets as one."""
+    counts = [score.byte_count for score in scores.values()]
+    known = None if None in counts else sum(count or 0 for count in counts)
+    return Score(
+        sum(score.loss_sum for score in scores.values()),
+        sum(score.tokens for score in scores.values()),
+        known,
+    )
+
+
+def evaluate_weights(
+    resolved: Resolved, mesh: Mesh, source: Path | str, tokenizer: Tokenizer, batches: int | None
+) -> dict[str, Score]:
+    """Evaluate given weights on ``data.validation``, all ranks together: in any layout, without gradients or
+    optimizer state.
+
+    Args:
+        resolved: the configuration to evaluate with; ``model`` is that of the weights.
+        mesh: of all ranks.
+        source: a checkpoint, or ``hf:DIR``.
+        tokenizer: of ``data.tokenizer``.
+        batches: see :meth:`ValidationSets.scores`.
+
+    Raises:
+        AgreedError: the weights or the data cannot be used.
+    """
+    sets = agreed(lambda: ValidationSets(resolved.config, mesh, tokenizer), mesh.world)
+    try:
+        engine = Engine(resolved, mesh, initialise=False, training=False)
+        load_model_weights(source, engine.config, engine.weights(adapters=True), mesh.world)
+        engine.publish()
+        agreed(sets.prepare, mesh.world)
+        return sets.scores(engine, batches)
+    finally:
+        sets.close()

@@ -1,0 +1,273 @@
+"""What a step of a language model is made of: checked microbatches, target counts, dropout keys, and what a
+stage computes of them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from hexad.comm import merging, wait_for
+from hexad.config import Config, ConfigError, HexadError
+from hexad.config.schema import RunSettings
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.model.attention_kernels import Spans
+from hexad.model.dropout import DropoutKey
+from hexad.model.transformer import DTYPES, Transformer, make_shard
+from hexad.parallel.context.slice import Slicing
+from hexad.parallel.pointwise import missing_compiler
+from hexad.parallel.sharding import Shard
+from hexad.topology.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+_PRIME = (1 << 61) - 1
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the pipeline's stages compute with.
+
+    Attributes:
+        microbatch: on the device.
+        key: of dropout; None for evaluation.
+    """
+
+    microbatch: Microbatch
+    key: DropoutKey | None = None
+
+
+class Counts(NamedTuple):
+    """What a step has, over all ranks.
+
+    Attributes:
+        targets: positions that have a target.
+        pairs: pairs of tokens of one document.
+        fewest, most: microbatches of a rank.
+        problem: what is wrong with a rank's microbatches, in words; None if all are right.
+        agreement: see :meth:`LanguageModel._agreement`.
+    """
+
+    targets: int
+    pairs: int
+    fewest: int
+    most: int
+    problem: str | None = None
+    agreement: int = 0
+
+    def plus(self, other: Counts) -> Counts:
+        """Those of more ranks."""
+        fewest, most = min(self.fewest, other.fewest), max(self.most, other.most)
+        targets, pairs = self.targets + other.targets, self.pairs + other.pairs
+        agreement = (self.agreement + other.agreement) % _PRIME
+        return Counts(targets, pairs, fewest, most, self.problem or other.problem, agreement)
+
+
+def training_shard(config: Config, mesh: Mesh) -> Shard:
+    """Which shard of every layer this rank holds for training, and how."""
+    dtype = config.precision.dtype
+    shard = make_shard(config.parallel, mesh, DTYPES[dtype])
+    return replace(shard, deferred=True, fp8=dtype == "fp8", compiled=compiles(config.run, mesh.device))
+
+
+def compiles(run: RunSettings, device: torch.device) -> bool:
+    """Whether pointwise functions are compiled on the device.
+
+    Raises:
+        ConfigError: they are to be, and the machine lacks what that needs.
+    """
+    if run.compile == "none" or (run.compile == "auto" and device.type == "cpu"):
+        return False
+    missing = missing_compiler(device)
+    if missing is not None and run.compile != "auto":
+        fix = "install it, or use none"
+        raise ConfigError("run.compile", f"found {run.compile}, which needs {missing} on this machine; {fix}")
+    if missing is not None:
+        _say_not_compiled(missing)
+    return missing is None
+
+
+@cache
+def _say_not_compiled(missing: str) -> None:
+    log.warning("run.compile auto: functions are not compiled: this machine lacks %s", missing)
+
+
+def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+    """A stage's hidden states of a microbatch; the last stage's sum of token losses."""
+    assert isinstance(stage, Transformer)
+    microbatch = task.microbatch
+    tokens, sequences = microbatch.tokens, microbatch.sequences
+    part = microbatch.slice, microbatch.numbers
+    spans = Spans(sequences * microbatch.length, sequences, microbatch.documents, microbatch.offsets, *part)
+    if stage.head is not None:
+        return stage.loss_sum(tokens, microbatch.labels, spans, inputs, scale, task.key)
+    return stage(tokens, spans, inputs=inputs, key=task.key)
+
+
+class LanguageModel:
+    """The checks and counts of one rank's microbatches.
+
+    Args:
+        config: resolved.
+        mesh: of the run.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.axis = mesh.gradient_axis()  # ranks that have other tokens
+        self._counting = mesh.background("counts")
+        self.vocab = int(config.model.vocab)
+        self.slicing = Slicing.of(config.parallel, config.model)
+
+    def part(self, microbatch: Microbatch) -> Microbatch:
+        """What this rank holds of a microbatch, which is given whole or as the loader divides it.
+
+        Raises:
+            HexadError: tensors of other shapes or formats, document offsets that do not fit, a length that
+                does not divide by the context ranks, or the part of another rank.
+        """
+        _check_tensors(microbatch)
+        if microbatch.documents is not None:
+            _check_documents(microbatch.documents, microbatch.sequences, microbatch.length)
+        if microbatch.slice is not None:
+            self._check_part(microbatch)
+            return microbatch
+        if microbatch.length % self.slicing.ranks:
+            raise HexadError(
+                f"Microbatch.tokens: found sequences of {microbatch.length} tokens, expected a multiple of "
+                f"parallel.context {self.slicing.ranks}"
+            )
+        return microbatch.part(self.slicing, self.mesh.context.rank)
+
+    def _check_part(self, microbatch: Microbatch) -> None:
+        slice_, numbers, rank = microbatch.slice, microbatch.numbers, self.mesh.context.rank
+        assert slice_ is not None
+        wanted = self.slicing.divided(microbatch.sequences, microbatch.length, microbatch.documents)
+        first, last = wanted.runs[rank][0][0], wanted.runs[rank][-1][1] - 1
+        if slice_ != wanted or numbers is None or (int(numbers[0]), int(numbers[-1])) != (first, last):
+            raise HexadError(
+                f"Microbatch.slice: found the part of another context rank than {rank}, or of another "
+                "division; pass whole microbatches, or those of a loader with context_rank=mesh.context.rank"
+            )
+        shape = tuple(microbatch.tokens.shape)
+        if shape != (1, wanted.share):
+            raise HexadError(
+                f"Microbatch.tokens: found shape {shape}, expected (1, {wanted.share}) of a part"
+            )
+
+    def boundary(self, task: Task) -> torch.Tensor:
+        """An empty tensor for the hidden states between two stages."""
+        shard = training_shard(self.config, self.mesh)
+        rows = task.microbatch.tokens.numel() // (shard.tensor.size if shard.sequence else 1)
+        return torch.empty((rows, self.config.model.hidden), dtype=shard.dtype, device=shard.device)
+
+    def _problem(self, microbatch: Microbatch) -> str | None:
+        """What is wrong with the ids of a microbatch."""
+        for name, ids, lowest in (("token", microbatch.tokens, 0), ("label", microbatch.labels, -100)):
+            low, high = (int(x) for x in ids.aminmax())
+            if low < lowest or high >= self.vocab or (lowest and -100 < low < 0):
+                bad = high if high >= self.vocab else low
+                return (
+                    f"{name} id {bad} is outside the model's vocabulary of {self.vocab} (model.vocab); set "
+                    "data.tokenizer (or model.vocab) to what the data was built with"
+                )
+        return None
+
+    def count(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Future[Counts]]:
+        """What this rank holds of its microbatches, and the start of counting what all ranks were given. On
+        the hosts: the device is not waited for."""
+        number = len(microbatches)
+        parts: list[Microbatch] = []
+        try:
+            if not microbatches:
+                raise HexadError("found no microbatch on a rank; every rank needs at least one")
+            parts = [self.part(each) for each in microbatches]
+            problem = next((found for found in map(self._problem, parts) if found is not None), None)
+        except HexadError as error:
+            problem = str(error)
+        targets = pairs = 0
+        if self.mesh.tensor.rank == self.mesh.pipeline.rank == 0:  # others have the same tokens
+            targets = sum(m.targets() for m in parts)
+            pairs = sum(m.pairs() for m in parts) if self.mesh.context.rank == 0 else 0
+        counts = Counts(targets, pairs, number, number, problem, self._agreement(parts))
+        return parts, merging(counts, self._counting, Counts.plus)
+
+    def counted(self, counting: Future[Counts], equal: bool = True) -> Counts:
+        """What :meth:`count` has found, the same on all ranks.
+
+        Raises:
+            HexadError: any rank's microbatches are wrong, or have ids outside the vocabulary; tensor, context
+                and pipeline ranks of a data rank have others than each other; if they have to be ``equal``,
+                different numbers of microbatches.
+        """
+        counts = wait_for(self.mesh.world, counting.result)
+        if counts.problem is not None:
+            raise HexadError(counts.problem)
+        if counts.agreement % _PRIME:
+            raise HexadError(
+                "ranks of one data rank were given different numbers, lengths or documents of microbatches; "
+                "tensor, context and pipeline ranks need the same, or context ranks their parts of these"
+            )
+        if equal and counts.fewest != counts.most:
+            raise HexadError(
+                f"ranks were given different numbers of microbatches in one step: {counts.fewest} to "
+                f"{counts.most}; all need the same number"
+            )
+        return counts
+
+    def _agreement(self, parts: Sequence[Microbatch]) -> int:
+        """A number whose sum over all ranks is 0 modulo :data:`_PRIME` if, and but for chance only if, the
+        ranks of each data rank have microbatches of the same lengths and documents."""
+        data, shapes = self.mesh.data, [(each.sequences, each.length, each.documents) for each in parts]
+        digest = hashlib.blake2b(repr((data.rank, shapes)).encode(), digest_size=8).digest()
+        others = self.mesh.layout.world // data.size - 1
+        first = self.mesh.tensor.rank == self.mesh.context.rank == self.mesh.pipeline.rank == 0
+        return int.from_bytes(digest, "little") * (others if first else -1) % _PRIME
+
+    def divisor(self, targets: int) -> int:
+        """What losses are divided by before the backward pass.
+
+        That is the global number of targets. In fp16 it is a microbatch's number of tokens, and gradients are
+        divided by the rest in float32: a small probability over millions of targets would underflow.
+        """
+        if self.config.precision.dtype != "fp16":
+            return targets
+        return min(targets, self.config.batch.micro * self.config.data.sequence)
+
+    def key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:
+        """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""
+        first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.sequences
+        return DropoutKey(self.config.run.seed, step, first)
+
+
+def _check_tensors(microbatch: Microbatch) -> None:
+    tokens, labels = microbatch.tokens, microbatch.labels
+    for name, tensor in (("tokens", tokens), ("labels", labels)):
+        if tensor.dim() != 2 or not tensor.numel() or tensor.dtype != torch.int64:
+            found = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+            raise HexadError(f"Microbatch.{name}: found {found}, expected int64 of shape [sequences, length]")
+    if labels.shape != tokens.shape:
+        raise HexadError(
+            f"Microbatch.labels: found shape {tuple(labels.shape)}, expected that of the tokens, "
+            f"{tuple(tokens.shape)}: the label of position i is the token at i + 1"
+        )
+
+
+def _check_documents(documents: tuple[int, ...], sequences: int, length: int) -> None:
+    """Offsets that miss the start of a sequence would let attention reach across sequences in silence."""
+    total = sequences * length
+    starts = set(range(0, total, length))
+    ascending = all(a < b for a, b in pairwise(documents))
+    if not ascending or documents[-1] != total or documents[0] != 0 or not starts <= set(documents):
+        raise HexadError(
+            f"Microbatch.documents: found {documents}, expected rising offsets from 0 to {total} with each "
+            f"sequence's start ({length} tokens each) among them"
+        )

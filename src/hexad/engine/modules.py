@@ -1,0 +1,358 @@
+"""What all ranks know of an engine's modules, and the values of plain modules that no optimizer updates.
+
+Plain modules are replicated over all ranks of their stage. Parameters and buffers begin with the values of
+the first of these ranks; checkpoints hold them (buffers, if they are persistent). During training, buffers
+are not synchronised. Parameters that do not require gradients when the engine is made stay as they are,
+complete on every rank at any ``parallel.zero``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hexad.checkpoint.chunks import Chunk
+from hexad.comm import agreed, broadcast, merged
+from hexad.config import Config, ConfigError, HexadError
+from hexad.parallel.inventory import Grid
+from hexad.parallel.rectangle import Rectangle
+from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
+from hexad.planning import check_settings, resolved_parallel
+from hexad.topology.mesh import Axis, Mesh
+
+from .precision import with_common_dtype
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """A plain module's buffer or frozen parameter: every rank that holds the stage has all of it.
+
+    Attributes:
+        stage: number of the pipeline stage.
+        name: in checkpoints.
+        module, attribute: where it is found; a module may replace its buffers.
+        persistent: it belongs to the module's state.
+    """
+
+    stage: int
+    name: str
+    module: nn.Module
+    attribute: str
+    persistent: bool = True
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its values."""
+        found: torch.Tensor = getattr(self.module, self.attribute)
+        return found
+
+
+Ties = Mapping[nn.Parameter, tuple[str, bool]]
+"""Plain parameters that several stages have alike: the name of what they have in common, and whether this is
+not the first of these stages."""
+
+Entries = list[tuple[str, str]]
+"""Name and description of everything that a stage's plain modules hold."""
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What a rank's stages hold, and what it must know of other ranks' to make the same process groups.
+
+    Attributes:
+        held: this rank's parameters that are updated, and declared ones that are frozen, each with the number
+            of its stage.
+        untrained: this rank's plain values that are not updated.
+        grids: of all ranks' weights, in order.
+        ties: name of what stages have in common -> these stages, of all ranks.
+        copies: the axes whose ranks hold the same plain values.
+        device: of this rank.
+    """
+
+    held: list[tuple[int, Declared]]
+    untrained: list[Untrained]
+    grids: list[Grid]
+    ties: dict[str, list[int]]
+    copies: tuple[Axis, ...]
+    device: torch.device
+
+    @classmethod
+    def agreed(
+        cls,
+        stages: Mapping[int, nn.Module],
+        placement: Sequence[int],
+        mesh: Mesh,
+        training: bool = True,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        ties: Ties = MappingProxyType({}),
+    ) -> Modules:
+        """Find them; all ranks of the mesh call this together.
+
+        Plain values are named as in their stage, and ``stages.<number>.`` goes before all their names where
+        two stages would use the same one.
+
+        Args:
+            stages: of this rank, by number.
+            placement: the pipeline rank of every stage.
+            mesh: of the run.
+            training: refuse stages in which nothing is trained.
+            groups: of a ``torch.optim`` optimizer, of which a parameter's bucket keeps the number.
+            ties: plain parameters of several stages.
+
+        Raises:
+            HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
+                differ on the ranks of a stage; the same on all ranks.
+        """
+        found = [(stage, _tied(each, ties)) for stage, each in stage_parameters(stages)]
+        untrained = _untrained(stages, {each.parameter for _, each in found if not each.plain})
+        held = [(stage, each) for stage, each in found if each.parameter.requires_grad or not each.plain]
+        agreed(lambda: _check(stages, placement, mesh.pipeline, found), mesh.world)
+        if groups is not None:
+            held = agreed(lambda: _grouped(held, groups), mesh.world)
+        grids = {each.declaration.weights[0].grid for _, each in held}
+        mine = {(each.declaration.tied, stage) for stage, each in held if each.declaration.tied}
+        trains = any(each.parameter.requires_grad for _, each in held)
+        grids, mine, trains = merged(
+            (grids, mine, trains), mesh.world, lambda a, b: (a[0] | b[0], a[1] | b[1], a[2] or b[2])
+        )
+        stages_of = {name: sorted(n for other, n in mine if other == name) for name, _ in sorted(mine)}
+        if training and not trains:
+            raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
+        if _names_collide(_entries(stages, held, untrained), mesh.world):
+            held = [(n, _renamed(each, n) if each.plain else each) for n, each in held]
+            untrained = [replace(each, name=f"stages.{each.stage}.{each.name}") for each in untrained]
+        copies = (mesh.gradient_axis(), *mesh.model_axes())
+        return cls(held, untrained, sorted(grids), stages_of, copies, mesh.device)
+
+    def broadcast(self, tensors: Iterable[torch.Tensor], *axes: Axis) -> None:
+        """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP; or
+        of other axes."""
+        axes = axes or self.copies
+        for tensor in tensors:
+            values = tensor.data.to(self.device).contiguous()
+            for axis in axes if values.numel() else ():
+                broadcast(values.view(-1).view(torch.uint8), axis)  # as bytes, so in any format
+            tensor.data = values
+
+    def broadcast_ties(self, ties: Mapping[str, Axis]) -> None:
+        """Give plain parameters that stages have in common the values of the first of these stages."""
+        for name in sorted(ties):  # in one order on all ranks, whatever that of their stages is
+            held = (each for _, each in self.held if each.plain and each.declaration.tied == name)
+            self.broadcast((each.parameter for each in held), ties[name])
+
+    def broadcast_untrained(self, dtype: torch.dtype) -> None:
+        """As :meth:`broadcast`; frozen parameters are given the model's ``dtype``, buffers keep theirs."""
+        for tensor in (each.tensor for each in self.untrained):
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+            self.broadcast([tensor])
+
+    def chunks(self) -> list[Chunk]:
+        """Untrained values as a checkpoint holds them, complex ones as pairs of real numbers. Data ranks may
+        have different ones, as of running averages: the first rank's are saved."""
+        found, first = [], not any(axis.rank for axis in self.copies)
+        for each in self.untrained:
+            values = each.tensor.detach()
+            values = torch.view_as_real(values) if values.is_complex() else values
+            values = values if values.dim() else values.unsqueeze(0)
+            if each.persistent and values.numel():
+                rectangle = Rectangle.whole(f"model.{each.name}", tuple(values.shape))
+                found.append(Chunk(rectangle, values, (0, 1) if first else None))
+        return found
+
+
+def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
+    """The settings that come with modules.
+
+    Raises:
+        HexadError: there are none, they do not fit, or several stages come without a ``boundary``.
+    """
+    if config is None:
+        raise HexadError("config: found None; pass Engine(stages, mesh, config) with all other settings")
+    if not boundary and mesh.pipeline.size > 1:
+        raise HexadError(
+            f"boundary: found None with a pipeline of {mesh.pipeline.size} ranks; pass a function that makes "
+            "an empty tensor of what crosses a microbatch's stage boundaries"
+        )
+    check_settings(config, mesh.layout)
+    if config.memory.recompute != "none":
+        found = f"found {config.memory.recompute}, which is for the configured model's layers"
+        raise ConfigError(
+            "memory.recompute", f"{found}; use none, and torch.utils.checkpoint in your modules"
+        )
+    if config.run.compile == "pointwise":
+        found = "found pointwise, which is for the configured model's functions"
+        raise ConfigError("run.compile", f"{found}; use none, and torch.compile in your modules")
+    if config.precision.dtype == "fp8":
+        raise ConfigError(
+            "precision.dtype", "found fp8, a format of the configured model's products; use bf16"
+        )
+    config = with_common_dtype(config, mesh)
+    return config.model_copy(update={"parallel": resolved_parallel(config, mesh.layout)})
+
+
+def _untrained(stages: Mapping[int, nn.Module], declared: set[nn.Parameter]) -> list[Untrained]:
+    """The plain values of the stages that no optimizer updates, each once: none of the ``declared`` ones."""
+    found: dict[torch.Tensor, Untrained] = {}
+    for number, stage in stages.items():
+        for path, module in stage.named_modules():
+            sharded = isinstance(module, ShardedModule)
+            own = {
+                name: each
+                for name, each in module.named_parameters(recurse=False)
+                if not each.requires_grad and each not in declared
+            }
+            buffers = {} if sharded else dict(module.named_buffers(recurse=False))
+            for name, tensor in {**own, **buffers}.items():
+                kept = name not in module._non_persistent_buffers_set
+                where = f"{path}.{name}".removeprefix(".")
+                found.setdefault(tensor, Untrained(number, where, module, name, kept))
+    return list(found.values())
+
+
+def _check(
+    stages: Mapping[int, nn.Module],
+    placement: Sequence[int],
+    pipeline: Axis,
+    found: Sequence[tuple[int, Declared]],
+) -> None:
+    """Refuse stages that this rank cannot train."""
+    expected = [number for number, rank in enumerate(placement) if rank == pipeline.rank]
+    if sorted(stages) != expected or max(placement) >= pipeline.size:
+        raise HexadError(
+            f"stages: found numbers {sorted(stages)} on pipeline rank {pipeline.rank} of {pipeline.size}, "
+            f"but the plan has {expected} of {len(placement)} stages there; pass these, or another plan"
+        )
+    for _, each in found:
+        name, parameter = each.declaration.name, each.parameter
+        if not each.plain and parameter.requires_grad == each.declaration.frozen:
+            raise HexadError(
+                f"{name}: found requires_grad {parameter.requires_grad}, but it is declared with frozen "
+                f"{each.declaration.frozen}; declare it as it is trained (Weight.frozen, model.train)"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise HexadError(
+                f"{name}: found {parameter.dtype}; train its real and imaginary part as two parameters"
+            )
+
+
+def _tied(each: Declared, ties: Ties) -> Declared:
+    """With a bucket of what the same stages have in common, if other stages have the parameter too."""
+    if each.parameter not in ties:
+        return each
+    name, copy = ties[each.parameter]
+    weights = tuple(replace(weight, unit=name) for weight in each.declaration.weights)
+    return replace(each, declaration=replace(each.declaration, weights=weights, tied=name, copy=copy))
+
+
+def _grouped(
+    held: Sequence[tuple[int, Declared]], groups: Sequence[Mapping[str, Any]]
+) -> list[tuple[int, Declared]]:
+    """With the number of the optimizer's group that has each trained parameter."""
+    numbers = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+    found = []
+    for stage, each in held:
+        declaration = each.declaration
+        if not declaration.frozen:
+            if each.parameter not in numbers:
+                raise HexadError(
+                    f"optimizer: found no group with {declaration.name}, which requires a gradient; add it, "
+                    "or set requires_grad to False"
+                )
+            group = numbers[each.parameter]
+            weights = tuple(replace(weight, group=group) for weight in declaration.weights)
+            each = replace(each, declaration=replace(declaration, weights=weights))
+        found.append((stage, each))
+    return found
+
+
+def _entries(
+    stages: Mapping[int, nn.Module], held: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
+) -> dict[int, Entries]:
+    """Of every stage."""
+    found: dict[int, Entries] = {number: [] for number in stages}
+    for number, each in held:
+        if each.plain and not each.declaration.copy:
+            found[number].append((each.declaration.name, _description(each.parameter)))
+    for value in untrained:
+        found[value.stage].append((value.name, _description(value.tensor)))
+    return found
+
+
+def _description(tensor: torch.Tensor) -> str:
+    trained = "a trained" if tensor.requires_grad else "an untrained"
+    return f"{trained} {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+
+
+class _Held(NamedTuple):
+    """What is known of a stage's entries: the first rank that holds it, a hash of what that has, whether it
+    has anything, and the first rank that has something else."""
+
+    rank: int
+    digest: bytes
+    some: bool
+    other: int | None = None
+
+
+def _same_stages(one: dict[int, _Held], two: dict[int, _Held]) -> dict[int, _Held]:
+    """What is known of the stages of some ranks, and of those of higher ranks, in one."""
+    found = two | one
+    for number in one.keys() & two.keys():
+        first, second = one[number], two[number]
+        if first.other is None:
+            other = second.other if first.digest == second.digest else second.rank
+            found[number] = first._replace(other=other)
+    return found
+
+
+def _names_collide(stages: Mapping[int, Entries], world: Axis) -> bool:
+    """Whether two stages use one name, given this rank's entries; all ranks together. Hashes are compared,
+    and entries sent by one rank of each stage only.
+
+    Raises:
+        HexadError: ranks hold other plain values of the same stage.
+    """
+    mine = {
+        number: _Held(world.rank, sha256(repr(entries).encode()).digest(), bool(entries))
+        for number, entries in stages.items()
+    }
+    held = merged(mine, world, _same_stages)
+    differing = [(each.other, number) for number, each in held.items() if each.other is not None]
+    if differing:
+        rank, number = min(differing)
+        pair = {held[number].rank, rank}
+        shown = {world.rank: stages[number]} if world.rank in pair else {}
+        found = merged(shown, world, lambda a, b: a | b)
+        raise HexadError(_difference(number, min(pair), found[min(pair)], rank, found[rank]))
+    shown = {number: stages[number] for number in stages if held[number].rank == world.rank}
+    if not any(each.some for each in held.values()):
+        return False
+    entries = merged(shown, world, lambda a, b: a | b)
+    return any(count > 1 for count in Counter(name for each in entries.values() for name, _ in each).values())
+
+
+def _difference(number: int, other: int, known: Entries, rank: int, entries: Entries) -> str:
+    """How the entries of two ranks for one stage differ."""
+    there, here = next(
+        pair for pair in zip_longest(known, entries, fillvalue=("nothing", "")) if pair[0] != pair[1]
+    )
+    return (
+        f"stages: found {' '.join(here).strip()} on rank {rank} where rank {other} has "
+        f"{' '.join(there).strip()} (stage {number}); plain modules are the same on all "
+        "ranks of a stage: declare what is sharded (ShardedModule)"
+    )
+
+
+def _renamed(each: Declared, stage: int) -> Declared:
+    """A plain parameter whose name begins with the stage."""
+    name = f"stages.{stage}.{each.declaration.name}"
+    weights = tuple(replace(weight, name=name) for weight in each.declaration.weights)
+    return replace(each, declaration=replace(each.declaration, name=name, weights=weights))

@@ -1,0 +1,194 @@
+"""What a rank holds of the modules it trains: buckets, gradients and optimizer state, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexad.checkpoint.chunks import Chunk
+from hexad.checkpoint.hugging_face.weights import WeightSource
+from hexad.comm import agreed
+from hexad.config import Config
+from hexad.config.schema import PrecisionSettings
+from hexad.model.transformer import DTYPES
+from hexad.optim.adamw import AdamW
+from hexad.optim.optimizer import BucketOptimizer, Rule
+from hexad.parallel.data.buckets import Bucket, Formats, make_buckets
+from hexad.parallel.data.gatherer import ParameterGatherer
+from hexad.parallel.data.gradients import Gradients
+from hexad.parallel.data.pool import BufferPool
+from hexad.parallel.data.replicas import Replicas
+from hexad.parallel.data.state_sharding import StateSharding
+from hexad.planning import PipelinePlan
+from hexad.topology.mesh import Mesh
+
+from .modules import Modules, Ties
+
+
+def formats(precision: PrecisionSettings) -> Formats:
+    """The number formats of parameters, gradients and master values."""
+    parameters = DTYPES[precision.dtype]
+    master = torch.float64 if parameters == torch.float64 else torch.float32
+    gradients = torch.bfloat16 if precision.accumulate == "bf16" else master
+    reduced = torch.bfloat16 if precision.reduce == "bf16" else master
+    return Formats(parameters, gradients, reduced, master)
+
+
+class State:
+    """The parameters of modules in buckets, with their gradients and optimizer, on this rank.
+
+    Args:
+        stages: this rank's pipeline stages by number.
+        plan: of the pipeline.
+        config: all settings.
+        mesh: of the run; of the model's factored axes, where it has them.
+        training: False for evaluation only: there are no gradients, no optimizer state and no master values.
+        described: the stages are the model that ``config`` describes, not modules of one's own.
+        optimizer: of ``torch.optim``, with the parameters that are trained; None for AdamW by ``config``.
+        ties: see :data:`~hexad.engine.modules.Ties`.
+
+    Attributes:
+        stages, config, mesh: as given.
+        modules: what the stages hold.
+        sharding: how ZeRO shards the buckets of each grid.
+        buckets: all of them; ``trained``: those with gradients.
+        gradients: of the trained buckets.
+        gatherer: of parameters that are sharded.
+        optimizer: of the trained buckets.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        plan: PipelinePlan,
+        config: Config,
+        mesh: Mesh,
+        training: bool,
+        described: bool,
+        optimizer: Any = None,
+        ties: Ties | None = None,
+    ) -> None:
+        self.stages, self.config, self.mesh = stages, config, mesh
+        self._described = described
+        parallel, owners = config.parallel, plan.schedule.placement
+        groups = None if optimizer is None else optimizer.param_groups
+        self.modules = Modules.agreed(stages, owners, mesh, training, groups, ties or {})
+        # In an order that is the same on all ranks: each makes the same process groups.
+        self.sharding = {
+            grid: StateSharding.create(parallel.zero, parallel.replicas, mesh, grid)
+            for grid in self.modules.grids
+        }
+        tied = {
+            name: mesh.some(mesh.pipeline, *(owners[stage] for stage in stages))
+            for name, stages in self.modules.ties.items()
+        }
+        kinds, limit = formats(config.precision), float(parallel.bucket_mb) * 2**20
+        self.modules.broadcast_untrained(kinds.parameters)
+        self.modules.broadcast_ties(tied)
+        self.buckets = make_buckets(self.modules.held, limit, kinds, parallel.zero, self.sharding)
+        self.trained = [bucket for bucket in self.buckets if not bucket.plan.frozen]
+        for bucket in self.buckets:
+            self.modules.broadcast(each.parameter for each in bucket.members if each.plain)
+            bucket.allocate(kinds, config.memory.offload == "optimizer")
+        pool = BufferPool(mesh.device)
+        self.gradients = Gradients(self.trained, self.sharding, mesh.axes, tied, pool, kinds.reduced)
+        hooks, views = config.run.compile != "full", not described
+        self.gatherer = ParameterGatherer(stages, self.buckets, self.sharding, pool, hooks, views)
+        norm = torch.empty(0, dtype=kinds.master, device=mesh.device)
+        axes = mesh.tensor, mesh.pipeline, mesh.gradient_axis()
+        rule, clip = self._rule(optimizer), config.optimizer.clip
+        self.optimizer = BucketOptimizer(self.trained, rule, clip, self.sharding, mesh.pipeline, norm, axes)
+        self.replicas = Replicas(self.buckets, self.sharding, tied, mesh.world, mesh.device)
+
+    def _rule(self, optimizer: Any) -> Rule:
+        if optimizer is None:
+            return AdamW(self.trained, self.config.optimizer, self.mesh.device)
+        from hexad.optim.torch_optimizer import TorchOptimizer  # torch.optim imports the compiler
+
+        return TorchOptimizer(optimizer, self.trained)
+
+    def initialise(self, frozen: bool = True) -> None:
+        """Set parameters and optimizer to what a run begins with; without ``frozen`` only what is trained."""
+        for bucket in self.buckets if frozen else self.trained:
+            bucket.initialise(self.config.run.seed)
+        for bucket in self.trained:
+            for _, values in self.optimizer.rule.state(bucket):
+                values.zero_()  # a damaged checkpoint may have been read in part
+
+    def chunks(self) -> list[Chunk]:
+        """This rank's shard of the state that a checkpoint holds, as views: master weights, optimizer state,
+        and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` frozen weights
+        are left out: a checkpoint refers to where they came from."""
+        adapters = self._described and self.config.model.lora is not None
+        found = [] if adapters else self._weights(lambda bucket: bucket.plan.frozen)
+        found += self._weights(lambda bucket: not bucket.plan.frozen)
+        for bucket in self.trained:
+            for kind, tensor in self.optimizer.rule.state(bucket):
+                found += self._pieces(bucket, kind, tensor)
+        return found + self.modules.chunks()
+
+    def _weights(self, wanted: Callable[[Bucket], bool]) -> list[Chunk]:
+        """This rank's shard of the master weights in some of the buckets."""
+        self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
+        return [
+            chunk
+            for bucket in self.buckets
+            if wanted(bucket)
+            for chunk in self._pieces(bucket, "model", bucket.master)
+        ]
+
+    def _pieces(self, bucket: Bucket, kind: str, tensor: torch.Tensor) -> list[Chunk]:
+        """A tensor like a bucket's master as chunks. Frozen weights are rounded to the model's format."""
+        return [
+            Chunk(
+                rectangle.named(f"{kind}.{rectangle.name}"),
+                values,
+                self._holder(bucket),
+                rounded=bucket.plan.frozen,
+            )
+            for rectangle, values in bucket.pieces(tensor)
+        ]
+
+    def check_replicas(self) -> None:
+        """Compare the weights of ranks that should hold the same; all ranks together.
+
+        Raises:
+            AgreedError: a weight differs, naming it and the ranks.
+        """
+        self.gatherer.settle()
+        self.replicas.check()
+
+    def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
+        traits = bucket.traits
+        # A copy of the embedding's weight is written by the stage with the embedding.
+        return None if traits.copy else self.sharding[traits.grid].holder(traits)
+
+    def weights(self, adapters: bool = False) -> list[Chunk]:
+        """This rank's shard of the model's weights, as views: of master weights, and of frozen ones; those of
+        ``adapters`` (``model.lora``) if asked for."""
+        return self._weights(lambda bucket: adapters or not bucket.adapter) + self.modules.chunks()
+
+    def frozen(self) -> list[Chunk]:
+        """This rank's shard of the frozen weights, as views."""
+        return self._weights(lambda bucket: bucket.plan.frozen)
+
+    @torch.no_grad()
+    def load_weights(self, source: WeightSource) -> None:
+        """Set the weights (their masters, in 16-bit runs), all ranks together: each reads what it holds.
+        Optimizer state and progress stay as they are.
+
+        Raises:
+            AgreedError: what the source raised on any rank.
+        """
+        agreed(lambda: source.fill(self.weights()), self.mesh.world)
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give the model the values of the master weights, after :meth:`chunks` have been overwritten."""
+        for bucket in self.buckets:
+            self.gatherer.publish(bucket)
+        self.gatherer.settle()

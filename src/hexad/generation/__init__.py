@@ -1,0 +1,1 @@
+"""Generation: key/value cache, sampling, scoring, over tensor, context and pipeline ranks."""

@@ -1,0 +1,142 @@
+"""From prompts to texts: many at once, several samples of each, ended by a text or the end of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from hexad.config import ConfigError
+from hexad.dataset.text.tokenizer import Tokenizer
+from hexad.model.transformer import Transformer
+from hexad.topology.mesh import Axis
+
+from .generator import generate_all
+from .sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One text that a model has written.
+
+    Attributes:
+        prompt: its number among the prompts.
+        sample: its number among those of the prompt.
+        text: without the prompt, and without what ended it.
+        tokens: the new ids, with what ended them.
+        ended: by a token that ends a ``document`` or an answer, a ``stop`` text, or the ``length``.
+    """
+
+    prompt: int
+    sample: int
+    text: str
+    tokens: list[int]
+    ended: Literal["document", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to write.
+
+    Attributes:
+        tokens: new ids at most.
+        sampling: how they are chosen; sample number ``n`` of every prompt draws with ``sampling.seed + n``.
+        samples: of each prompt.
+        stop: texts at which one ends.
+        batch: texts written at once.
+
+    Raises:
+        ConfigError: a number below 1, several samples that would all be the same, an empty text to stop at.
+    """
+
+    tokens: int = 128
+    sampling: Sampling = Sampling()  # noqa: RUF009 (frozen)
+    samples: int = 1
+    stop: tuple[str, ...] = ()
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "samples", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name}", f"found {getattr(self, name)}, expected at least 1")
+        if self.samples > 1 and self.sampling.temperature == 0:
+            raise ConfigError(
+                "--samples",
+                f"found {self.samples} with --temperature 0, where all are the same; set one above 0",
+            )
+        if "" in self.stop:
+            raise ConfigError("--stop", "found an empty text; leave it out")
+
+
+def write(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    wanted: Wanted,
+    pipeline: Axis | None = None,
+    ends: Sequence[frozenset[int]] = (),
+) -> Iterator[Continuation]:
+    """Continue prompts, in their order, each with all its samples; all ranks together.
+
+    Args:
+        model: of this rank.
+        tokenizer: of the prompts.
+        prompts: ids of each.
+        wanted: what to write.
+        pipeline: the axis of the stages.
+        ends: of every prompt, the ids that end a text beside the tokenizer's end of a document.
+
+    Raises:
+        HexadError: as for :func:`~hexad.generation.generator.generate_all`.
+    """
+    specials = tokenizer.specials
+    stop = tuple(text for text in wanted.stop if text not in specials)
+    common = {tokenizer.eod, *(specials[text] for text in wanted.stop if text in specials)}
+    ending = [common | (ends[number] if ends else set()) for number in range(len(prompts))]
+    tasks = [(number, sample) for number in range(len(prompts)) for sample in range(wanted.samples)]
+    for begin in range(0, len(tasks), wanted.batch):
+        group = tasks[begin : begin + wanted.batch]
+        ids = generate_all(
+            model,
+            [prompts[number] for number, _ in group],
+            wanted.tokens,
+            wanted.sampling,
+            partial(_ended, tokenizer, stop, [ending[number] for number, _ in group]),
+            [wanted.sampling.seed + sample for _, sample in group],
+            pipeline,
+        )
+        for (number, sample), new in zip(group, ids):
+            yield _continuation(tokenizer, number, sample, new, stop, ending[number])
+
+
+def _ended(
+    tokenizer: Tokenizer, stop: Sequence[str], ending: Sequence[set[int | None]], row: int, new: list[int]
+) -> bool:
+    """Whether the text of a row is complete."""
+    return new[-1] in ending[row] or _stopped(tokenizer, new, stop)
+
+
+def _stopped(tokenizer: Tokenizer, new: list[int], stop: Sequence[str]) -> bool:
+    """Whether one of the texts is complete with the last id: looked for where it can have ended, as every id
+    but those of special tokens stands for at least a byte."""
+    if not stop:
+        return False
+    longest = max(len(text.encode()) for text in stop)
+    tail = tokenizer.decode(new[-longest - 8 :])
+    return any(text in tail for text in stop)
+
+
+def _continuation(
+    tokenizer: Tokenizer,
+    prompt: int,
+    sample: int,
+    new: list[int],
+    stop: Sequence[str],
+    ending: set[int | None],
+) -> Continuation:
+    text = tokenizer.decode(new)
+    places = [place for place in (text.find(each) for each in stop) if place >= 0]
+    if places:
+        return Continuation(prompt, sample, text[: min(places)], new, "stop")
+    return Continuation(prompt, sample, text, new, "document" if new[-1] in ending else "length")

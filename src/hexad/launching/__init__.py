@@ -1,0 +1,1 @@
+"""Starting and supervising processes: environment, rendezvous, local ranks, watch, graceful stop."""

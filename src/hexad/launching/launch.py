@@ -1,0 +1,242 @@
+"""Joining the world this process was started in: torchrun's, SLURM's, or a world of one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hexad.comm import CommError, Trace, agreed, identical, merged
+from hexad.config import Config, ConfigError, HexadError
+from hexad.engine.language import compiles
+from hexad.engine.precision import with_common_dtype
+from hexad.parallel.pointwise import missing_compiler
+from hexad.planning import Resolved, check_config, resolve, working_layout
+from hexad.topology.cluster import device_name, has_fp8
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+
+from . import flight_recorder
+from .deterministic import deterministic
+from .environment import Environment, environment
+from .idle import dismiss
+from .rendezvous import meet
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LARGEST_MESH = 64
+"""Ranks up to which gloo's process groups are connected when they are made: a lost peer is noticed sooner."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What :func:`launch` yields: the mesh, this process's environment, and the resolved configuration."""
+
+    mesh: Mesh
+    environment: Environment
+    resolved: Resolved
+
+    def resuming(self) -> Run:
+        """The same with ``checkpoint.resume: auto``."""
+        config = self.resolved.config
+        checkpoint = config.checkpoint.model_copy(update={"resume": "auto"})
+        config = config.model_copy(update={"checkpoint": checkpoint})
+        return replace(self, resolved=replace(self.resolved, config=config))
+
+    def agreed(self, action: Callable[[], T]) -> T:
+        """Do something on every rank; if any rank meets a user's error, all raise it.
+
+        Raises:
+            AgreedError: the first rank's error, on every rank alike.
+        """
+        return agreed(action, self.mesh.world)
+
+    def identical(self, what: str, value: object) -> None:
+        """See that all ranks have the same value.
+
+        Raises:
+            AgreedError: they do not; names two ranks and what they have.
+        """
+        identical(what, value, self.mesh.world)
+
+
+def pick_device(setting: str, here: Environment) -> torch.device:
+    """The device of ``run.device`` for this process.
+
+    Raises:
+        ConfigError: ``cuda`` without a GPU, or with fewer GPUs than local ranks; on all ranks of the host.
+    """
+    available = torch.cuda.is_available()
+    if setting == "cpu" or (setting == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ConfigError("run.device", "found cuda, but no GPU is visible; use auto or cpu")
+    visible = torch.cuda.device_count()
+    if here.launcher == "slurm" and visible == 1:
+        return torch.device("cuda", 0)  # each task was given a GPU of its own (--gpus-per-task)
+    if max(here.local_world, here.local_rank + 1) > visible:
+        raise ConfigError(
+            "run.device",
+            f"found {setting}, but {here.local_world} ranks of this host share {visible} visible GPUs; start "
+            "fewer ranks per host, or use cpu",
+        )
+    return torch.device("cuda", here.local_rank)
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Refuse number formats that the device cannot multiply.
+
+    Raises:
+        ConfigError: ``precision.dtype: fp8`` on a device without units for it.
+    """
+    if config.precision.dtype == "fp8" and not has_fp8(device):
+        raise ConfigError(
+            "precision.dtype",
+            f"found fp8, but this device ({device_name(device)}) has no fp8 matrix units; use bf16",
+        )
+
+
+def compiled_alike(config: Config, mesh: Mesh) -> Config:
+    """``run.compile: auto`` becomes ``none`` where a host lacks what GPUs need for it: ranks that compute in
+    different ways would wait for each other, and round differently. All ranks call this together.
+
+    Raises:
+        AgreedError: another setting, and a rank lacks what it needs.
+    """
+    if config.run.compile != "auto" or mesh.device.type == "cpu":
+        agreed(lambda: compiles(config.run, mesh.device), mesh.world)
+        return config
+    missing = missing_compiler(mesh.device)
+    lacking = merged([(mesh.rank, missing)] if missing else [], mesh.world, lambda a, b: (a + b)[:1])
+    if not lacking:
+        return config
+    if mesh.rank == 0:
+        rank, what = lacking[0]
+        log.warning("run.compile auto: functions are not compiled: rank %d lacks %s", rank, what)
+    return config.model_copy(update={"run": config.run.model_copy(update={"compile": "none"})})
+
+
+@contextmanager
+def launch(config: Config) -> Iterator[Run]:
+    """Join the world, check the configuration against it, build the mesh; leave the world afterwards.
+
+    Raises:
+        ConfigError: settings that do not fit the world, before any process group is made.
+        HexadError: the rendezvous failed (a port in use, an unreachable host), or the layout has no work for
+            this rank (``faults.idle_ranks``; see :func:`hexad.launching.idle.wait_idle`).
+        CommError: a rank that had been there is gone.
+    """
+    here = environment()
+    layout = working_layout(config, here.world)
+    check_config(config, layout)
+    if here.rank >= layout.world:
+        raise HexadError(f"rank {here.rank}: only the first {layout.world} of {here.world} ranks have work")
+    device = pick_device(config.run.device, here)
+    with deterministic(config.run.deterministic, device):
+        yield from _joined(config, here, layout, device)
+
+
+def _joined(config: Config, here: Environment, layout: Layout, device: torch.device) -> Iterator[Run]:
+    """The world of this process, until the caller is done."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    threads = host_threads(os.environ, here.local_world, config.memory.offload == "optimizer")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    store = None
+    if here.world > 1:
+        if device.type == "cuda":
+            flight_recorder.enable(config.run.dir)
+        store = _join(here, layout.world, device, config.run.timeout)
+    idle = here.world - layout.world if here.rank == 0 else 0
+    try:
+        with _meeting():
+            mesh = Mesh.create(layout, device, config.run.timeout, Trace())
+        # Hosts may have different devices, and read files of their own: agreed, not each for itself.
+        agreed(lambda: check_device(config, device), mesh.world)
+        config = with_common_dtype(compiled_alike(config, mesh), mesh)
+        run = Run(mesh, here, agreed(lambda: resolve(config, layout), mesh.world))
+        # Nothing later would notice a difference.
+        run.identical("torch", str(torch.__version__))
+        run.identical("settings", run.resolved.config.model_dump(mode="json", by_alias=True))
+        if config.parallel.schedule.endswith(".json"):
+            content = Path(config.parallel.schedule).read_bytes()
+            run.identical("parallel.schedule's file", f"one with SHA-256 {sha256(content).hexdigest()[:12]}")
+        yield run
+    except CommError:
+        # Peers are gone. An orderly end would wait for collectives that they will never join; the process
+        # ends at once instead (see hexad.cli.worker).
+        raise
+    except BaseException as error:
+        if store is not None and idle and isinstance(error, HexadError):
+            dismiss(store, idle, str(error))
+        _leave(device, orderly=False)
+        raise
+    if store is not None and idle:
+        dismiss(store, idle, "")
+    _leave(device, orderly=True)
+
+
+def _leave(device: torch.device, *, orderly: bool) -> None:
+    """Leave the world. After an error NCCL's orderly end would wait for peers that may never answer."""
+    if not dist.is_initialized():
+        return
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if not orderly and device.type == "cuda" and abort is not None:
+        abort()
+    else:
+        dist.destroy_process_group()
+
+
+def host_threads(environment: Mapping[str, str], local_world: int, offload: bool) -> int | None:
+    """Threads of a rank on the host: its part of the cores; under SLURM, which may give each rank cores of
+    its own, SLURM_CPUS_PER_TASK. None leaves the user's choice.
+
+    The 1 that torchrun sets where the user has set nothing is not taken for a choice where the host updates
+    the weights (``offload``).
+    """
+    given = environment.get("OMP_NUM_THREADS")
+    if given is not None and not (offload and given == "1"):
+        return None
+    cores, per_task = len(os.sched_getaffinity(0)), environment.get("SLURM_CPUS_PER_TASK", "")
+    if "RANK" not in environment and per_task.isdigit():
+        return max(1, min(cores, int(per_task)))
+    return max(1, cores // local_world)
+
+
+def _join(here: Environment, members: int, device: torch.device, timeout: float) -> dist.Store:
+    """Make the default process group of the first ``members`` ranks; returns the store of all ranks."""
+    store = meet(here, members, timeout)
+    if members > _LARGEST_MESH:
+        # gloo would connect every pair of ranks, in a group that only users' own code may need.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if members > 1:
+        with _meeting():
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=here.rank,
+                world_size=members,
+                timeout=timedelta(seconds=timeout),
+                device_id=device if device.type == "cuda" else None,
+            )
+    return store
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """Ranks that die or hang while groups are made are no mistake of the user's: a restart may help."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's errors of stores and connections are among them
+        raise CommError(f"the process group could not be set up: {error}") from error

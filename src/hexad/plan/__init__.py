@@ -1,1 +1,0 @@
-"""What a run will need, computed without starting it: plain Python, no torch."""

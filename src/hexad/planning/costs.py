@@ -1,0 +1,171 @@
+"""Parameter counts and arithmetic per token of a model, without building it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from hexad.config import ConfigError
+from hexad.config.model import ModelSettings
+from hexad.model.configuration import complete_model
+from hexad.model.families import family, presets
+from hexad.model.inventory import ModelInventory
+from hexad.parallel.inventory import Execution, Product
+
+
+class Work(NamedTuple):
+    """Arithmetic per token, in FLOPs, by the pipeline's actions."""
+
+    forward: float
+    """``F``."""
+    backward: float
+    """``B``: the gradient of the input."""
+    weight: float
+    """``W``: the gradient of the weights."""
+
+    @property
+    def total(self) -> float:
+        """Of all three."""
+        return self.forward + self.backward + self.weight
+
+    @classmethod
+    def of(cls, products: list[Product], tokens: int) -> Work:
+        """That of the products of a microbatch."""
+        sums = [sum(p.flops for p in products if p.action == action) for action in ("F", "B", "W")]
+        return cls(*(total / tokens for total in sums))
+
+
+class ModelWork(NamedTuple):
+    """Arithmetic per token of what a pipeline's stages are made of."""
+
+    layers: tuple[Work, ...]
+    """Every layer."""
+    embedding: Work
+    """The embedding, part of the first stage: it moves memory but multiplies nothing."""
+    head: Work
+    """The output head, part of the last stage."""
+
+
+def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
+    """Exact number of the model's parameters: unpadded vocabulary, a tied embedding counted once, adapters
+    left out.
+
+    Args:
+        model: the architecture; what it leaves to its preset or family is filled in.
+        sequence: ``data.sequence``, for ``max_positions: auto``.
+
+    Raises:
+        ConfigError: ``model.vocab`` or a needed ``model.max_positions`` is still ``auto``.
+    """
+    weights = _inventory(model, sequence).weights()
+    return sum(prod(weight.shape) for weight in weights.values())
+
+
+def trained_count(model: ModelSettings, sequence: int | None = None) -> int:
+    """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters."""
+    whole = _inventory(model, sequence)
+    weights = [*whole.weights().values(), *whole.adapters().values()]
+    return sum(prod(weight.shape) for weight in weights if not weight.frozen)
+
+
+def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) -> float:
+    """Training arithmetic per token in FLOPs: forward and backward, nothing recomputed.
+
+    ``6 * P + 6 * layers * heads * head_dim * sequence``. P are the weights a token is multiplied by: the
+    output head counts, the embedding look-up, biases and norms do not; a multiplication and an addition are
+    two operations, and the backward pass costs twice the forward pass. The second term is attention's two
+    products (scores and weighted values), ``12 * layers * heads * head_dim * sequence`` in PaLM's appendix B
+    (arXiv 2204.02311) and in Megatron-LM, halved here because a causal mask leaves half of the scores.
+
+    Args:
+        model: the architecture; what it leaves to its preset or family is filled in.
+        sequence: tokens per sample.
+        attended: factor of the second term: where documents are isolated, the sum of the squares of their
+            lengths over the square of the sequence's.
+    """
+    whole = _inventory(model, sequence)
+    products = whole.stage(range(whole.settings.layers)).products(Execution(1, sequence, attended=attended))
+    return sum(product.flops for product in products if not product.again) / sequence
+
+
+def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
+    """Arithmetic per token of every layer, of the embedding and of the output head.
+
+    A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. The output head's three are
+    all in ``F``, where the loss and its gradients are computed slice by slice. Attention computes its scores
+    again in ``B``, so that the sum over the model is larger than :func:`flops_per_token`, which leaves out
+    what is recomputed. Norms, activation functions and the loss count as 0. Frozen weights have no ``W``, and
+    leading layers in which nothing is trained no ``B`` either.
+
+    Args:
+        model: the architecture; what it leaves to its preset or family is filled in.
+        sequence: tokens per sample, all attended to (one document).
+
+    Raises:
+        ConfigError: ``model.vocab`` is still ``auto``.
+    """
+    run = Execution(1, sequence)
+    stage = _inventory(model, sequence).stage(range(model.layers))
+    assert stage.head is not None
+    head = Work.of(stage.head.products(run), run.tokens)
+    layers = [(block, number >= stage.unreached) for number, block in enumerate(stage.blocks)]
+    works = {
+        (block, reached): Work.of([p for p in block.products(run) if reached or p.action == "F"], run.tokens)
+        for block, reached in set(layers)
+    }
+    return ModelWork(tuple(works[layer] for layer in layers), Work(0.0, 0.0, 0.0), head)
+
+
+def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:
+    model = complete_model(model, sequence)
+    for name in ("vocab", "max_positions"):
+        needed = name == "vocab" or not ModelInventory(model).rotary
+        if needed and getattr(model, name) == "auto":
+            raise ConfigError(f"model.{name}", "found auto: set a number, or resolve the configuration first")
+    return ModelInventory(model)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published model.
+
+    Attributes:
+        name: for ``model.preset``.
+        family: of its architecture.
+        parameters: exact number, a tied embedding counted once.
+        layers, hidden, heads, kv_heads, ffn_hidden, vocab: as the settings of the same name.
+        context: tokens of the longest sequence that it was published for; None if not stated.
+    """
+
+    name: str
+    family: str
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn_hidden: int
+    vocab: int
+    context: int | None
+
+
+def preset_table() -> list[Preset]:
+    """All presets, family after family, in the order of their declaration."""
+    return [_row(name) for name in presets()]
+
+
+def _row(name: str) -> Preset:
+    model = complete_model(ModelSettings(preset=name))
+    return Preset(
+        name=name,
+        family=model.family,
+        parameters=parameter_count(model),
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=int(model.kv_heads),
+        ffn_hidden=int(model.ffn_hidden),
+        vocab=int(model.vocab),
+        context=family(model.family).context(name),
+    )

@@ -1,0 +1,96 @@
+"""What a run needs of the machine it starts on: packages, tokenizer and data. No torch: checked before any
+process is started."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import yaml
+
+from hexad.checkpoint.directory import CheckpointDirectory
+from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
+from hexad.config import Config, ConfigError, blaming
+from hexad.dataset.load.part import part_of
+from hexad.dataset.load.whole_samples import check_samples
+from hexad.dataset.sidecar import open_built, prefixes
+from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
+
+
+def check_machine(config: Config) -> int:
+    """As :func:`check_packages`, :func:`check_data` and :func:`check_resumed`, in turn."""
+    check_packages(config)
+    vocab = check_data(config)
+    check_resumed(config)
+    return vocab
+
+
+def check_resumed(config: Config) -> None:
+    """Refuse a tokenizer of other ids than that of the checkpoint to resume from.
+
+    What cannot be read is left to whoever loads the checkpoint.
+
+    Raises:
+        ConfigError: naming both tokenizers.
+    """
+    try:
+        newest = CheckpointDirectory(config.run.dir).newest()
+        tree = newest and yaml.safe_load((newest / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return
+    if newest is not None and isinstance(tree, dict) and config.checkpoint.resume != "never":
+        check_same_tokenizer(newest, tree, tokenizer_of_run(config))
+
+
+def check_packages(config: Config) -> None:
+    """Refuse what needs a package that is not installed; wanted on the rank that writes.
+
+    Raises:
+        ConfigError: naming the setting and how to install it.
+    """
+    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
+    for package, needed in wanted.items():
+        spec = find_spec(package) if needed else None
+        # A directory of that name in the working directory is a spec too, without a file.
+        if needed and (spec is None or spec.origin is None):
+            raise ConfigError(
+                f"log.{package}", f"needs a package that is not installed: pip install 'hexad[{package}]'"
+            )
+
+
+def check_data(config: Config) -> int:
+    """Open what a run reads, as its ranks will, without reading tokens; returns the tokenizer's vocabulary
+    size.
+
+    Raises:
+        ConfigError: the tokenizer or a data set cannot be used, or they do not fit together.
+    """
+    settings, model = config.data, config.model
+    tokenizer = _tokenizer(config)
+    if settings.train is None:
+        raise ConfigError("data.train", "found null, expected a .bin/.idx prefix or [[weight, prefix], ...]")
+    wanted = {"data.train": settings.train}
+    if config.validate_.every:
+        sets, several = settings.validation_sets, isinstance(settings.validation, dict)
+        wanted |= {f"data.validation.{name}" if several else "data.validation": sets[name] for name in sets}
+    # A model.vocab below the tokenizer's is refused by resolve, which says so.
+    vocab = tokenizer.vocab_size if model.vocab == "auto" else max(model.vocab, tokenizer.vocab_size)
+    bos = bos_ids(tokenizer, settings.bos)
+    for field, data in wanted.items():
+        for prefix in prefixes(data):
+            with blaming(field):
+                part = settings.part(field == "data.train")
+                opened = part_of(open_built(prefix, vocab, tokenizer.eod, bos), part)
+                check_samples(opened, settings.packing, settings.sequence, settings.too_long)
+    training_templates(config)
+    return tokenizer.vocab_size
+
+
+def check_without_data(config: Config) -> int:
+    """As :func:`check_machine`, before there are data; returns the tokenizer's vocabulary size."""
+    check_packages(config)
+    return _tokenizer(config).vocab_size
+
+
+def _tokenizer(config: Config) -> Tokenizer:
+    with blaming("data.tokenizer"):
+        return load_tokenizer(tokenizer_of_run(config))

@@ -1,0 +1,217 @@
+"""Bytes a rank will need, by component, before anything is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from hexad.config import Config
+from hexad.model.inventory import ModelInventory, Stage
+from hexad.optim.adamw_inventory import MOMENTS
+from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
+from hexad.parallel.inventory import Execution, Position, tensor_positions
+from hexad.parallel.pipeline.steady import Shortened, shortened
+from hexad.parallel.pipeline.transfers import Transfer, transfers
+from hexad.topology.layout import Layout
+
+from . import Resolved
+from .buffers import StateBuffers
+from .step import Peak, StageMemory, Step
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""``precision.dtype`` -> bytes of a parameter's or an activation's element."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one rank when it needs the most.
+
+    Attributes:
+        rank: global number.
+        parameters: in the model's format.
+        gradients: this rank keeps between microbatches.
+        master: wide values that the optimizer updates, where they are not the parameters themselves.
+        optimizer: the moments of every parameter that this rank updates.
+        activations: by kind (see :data:`hexad.parallel.inventory.Kept`).
+        buffers: what is needed for a moment (communication, gradients of activations, slices of logits), and
+            weights in 8 bits, which are kept.
+        host: of the above, in the host's memory (``memory.offload``), not part of the total.
+        action: what the rank does at the peak.
+    """
+
+    rank: int
+    parameters: int
+    gradients: int
+    master: int
+    optimizer: int
+    activations: dict[str, int]
+    buffers: int
+    host: int
+    action: str
+
+    @property
+    def state(self) -> int:
+        """Without activations and buffers."""
+        return self.parameters + self.gradients + self.master + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The peak on the device."""
+        return self.state + sum(self.activations.values()) + self.buffers
+
+    def as_tree(self) -> dict[str, Any]:
+        """JSON values."""
+        return {
+            "rank": self.rank,
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "master": self.master,
+            "optimizer": self.optimizer,
+            "activations": dict(self.activations),
+            "buffers": self.buffers,
+            "host": self.host,
+            "total": self.total,
+            "action": self.action,
+        }
+
+
+def predict(resolved: Resolved, rank: int) -> MemoryPlan:
+    """What a rank (by its global number) needs when it needs the most."""
+    short = shortened(resolved.plan.schedule)
+    return _predict(resolved, rank, short, transfers(short.schedule))
+
+
+def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[Transfer]]) -> MemoryPlan:
+    """The same, given the schedule with a short steady state, and its transfers of all pipeline ranks."""
+    config, layout = resolved.config, resolved.layout
+    pipeline = layout.coordinates(rank)["pipeline"]
+    run = execution(config, layout)
+    stages = rank_stages(resolved, pipeline)
+    held = rank_parameters(stages, layout)
+    buckets = rank_buckets(config, layout, held)
+    numbers = {each.parameter.name: number for number, each in enumerate(held)}
+    count = config.memory.recompute_layers
+    memory = {
+        number: StageMemory(
+            stage,
+            run,
+            config.memory.recompute,
+            len(stage.layers) if count == "all" else min(count, len(stage.layers)),
+            numbers,
+        )
+        for number, stage in stages.items()
+    }
+    shards = state_shards(layout.gradient_ranks, config.parallel.zero, config.parallel.replicas)
+    buffers = StateBuffers(buckets, run, layout.gradient_ranks // shards)
+    peak = Step(short.schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
+    peak = max(peak, _update(buckets, run), key=lambda each: each.total)
+    if peak.position is None:
+        action = "update"
+    else:
+        action = str(resolved.plan.schedule.ranks[pipeline][short.original(pipeline, peak.position)])
+    rounded = sum(stage.rounded(run) for stage in stages.values())
+    return _plan(rank, config, run, buckets, peak, action, buffers.pooled + rounded)
+
+
+def _plan(
+    rank: int,
+    config: Config,
+    run: Execution,
+    buckets: list[BucketPlan],
+    peak: Peak,
+    action: str,
+    beside: int,
+) -> MemoryPlan:
+    """The peak, at ``action``, beside the state; ``beside``: bytes of buffers that are there all the time."""
+    trained = [bucket for bucket in buckets if not bucket.frozen]
+    sharded = sum(bucket.shard_size for bucket in trained)
+    resident = sum(bucket.size for bucket in buckets if bucket.resident)
+    separate = sum(bucket.shard_size for bucket in trained if run.byte != run.wide or not bucket.resident)
+    moments = len(MOMENTS) * sharded * run.wide
+    offload = config.memory.offload == "optimizer"
+    # Of absent parameters, shards in the model's format: where no master values are on the device.
+    absent = [bucket for bucket in buckets if not bucket.resident and (bucket.frozen or offload)]
+    return MemoryPlan(
+        rank=rank,
+        parameters=(resident + sum(bucket.shard_size for bucket in absent)) * run.byte,
+        gradients=run.gradient * sum(b.size if b.keeps_gradients else b.shard_size for b in trained),
+        master=0 if offload else separate * run.wide,
+        optimizer=0 if offload else moments,
+        activations={kind: size for kind, size in peak.kept.items() if size},
+        buffers=peak.transient + beside,
+        host=moments + sharded * run.wide if offload else 0,
+        action=action,
+    )
+
+
+def _update(buckets: list[BucketPlan], run: Execution) -> Peak:
+    """The optimizer takes one bucket's gradients after the other in the format of its moments, each while it
+    still has those before."""
+    shards = [bucket.shard_size * run.wide for bucket in buckets if not bucket.frozen]
+    most = max(map(sum, pairwise([0, *shards])), default=0) if run.gradient < run.wide else 0
+    return Peak(Counter(), most, None)
+
+
+def execution(config: Config, layout: Layout) -> Execution:
+    """How a rank computes a microbatch."""
+    precision = config.precision
+    byte, cpu = WIDTHS[precision.dtype], config.run.device == "cpu"
+    return Execution(
+        config.batch.micro,
+        config.data.sequence,
+        layout.tensor,
+        config.parallel.sequence_parallel,
+        byte,
+        2 if precision.accumulate == "bf16" else max(byte, 4),
+        2 if precision.reduce == "bf16" else max(byte, 4),
+        precision.dtype == "fp8",
+        precision.dtype == "fp8" and config.parallel.zero < 3 and config.run.compile != "full",
+        cpu,
+        config.run.compile in ("pointwise", "full") or not (cpu or config.run.compile == "none"),
+        config.data.documents == "isolate",
+        context=layout.context,
+        ulysses=config.parallel.ulysses,
+        gathers=config.parallel.context_method == "all_gather",
+    )
+
+
+def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, Stage]:
+    """The stages of a pipeline rank, by number, ascending."""
+    config, plan = resolved.config, resolved.plan
+    tensor, sequence = resolved.layout.tensor, config.parallel.sequence_parallel
+    whole = ModelInventory(config.model, sequence, tensor)
+    return whole.stages(plan.layers, plan.schedule.placement, pipeline)
+
+
+def rank_parameters(stages: dict[int, Stage], layout: Layout) -> list[Held]:
+    """The parameters of a pipeline rank, in the order of the model; any rank along the other axes."""
+    copies = next(iter(stages.values())).model.kv_copies
+    positions = tensor_positions(Position(0, layout.tensor), copies)
+    tied = any(stage.head is not None and stage.head.tied == "here" for stage in stages.values())
+    return [
+        Held.of(number, parameter, positions, 2 if tied and parameter.unit == "embedding" else 1)
+        for number, stage in stages.items()
+        for parameter in stage.parameters
+    ]
+
+
+def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[BucketPlan]:
+    """The buckets of a pipeline rank."""
+    parallel = config.parallel
+    shards = state_shards(layout.gradient_ranks, parallel.zero, parallel.replicas)
+    gradient = execution(config, layout).gradient
+    return plan_buckets(held, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, {"dense": shards})
+
+
+def largest(resolved: Resolved) -> MemoryPlan:
+    """Of all ranks, one that needs the most: ranks differ by their pipeline coordinate only."""
+    return max(per_pipeline_rank(resolved), key=lambda plan: plan.total)
+
+
+def per_pipeline_rank(resolved: Resolved) -> list[MemoryPlan]:
+    """One rank's plan for every pipeline coordinate."""
+    short = shortened(resolved.plan.schedule)
+    orders = transfers(short.schedule)
+    return [_predict(resolved, rank, short, orders) for rank in next(resolved.layout.iter_groups("pipeline"))]

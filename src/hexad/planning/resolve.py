@@ -1,0 +1,160 @@
+"""Where what depends on world and tokenizer is resolved: ``auto`` becomes a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hexad.config import Config, ConfigError, blaming
+from hexad.config.schema import DataSettings, ParallelSettings
+from hexad.model.configuration import complete_model
+from hexad.optim.learning_rate import decay_steps
+from hexad.topology.devices import cpu_has_bf16
+from hexad.topology.layout import Layout
+
+from .checks import check_config
+from .context import resolved_context
+from .stages import PipelinePlan, pipeline_plan
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration that is ready to run.
+
+    Attributes:
+        config: with a number for every ``auto`` that the run uses. ``parallel.schedule: auto`` and its
+            ``schedule_memory`` stay: the name of a search and its default limit, whose result is in ``plan``.
+        layout: of the world.
+        plan: the pipeline's stages and schedule.
+    """
+
+    config: Config
+    layout: Layout
+    plan: PipelinePlan
+
+
+def resolve(config: Config, layout: Layout, vocab: int | None = None, bf16: bool | None = None) -> Resolved:
+    """Resolve a configuration for a layout, and check that everything fits together.
+
+    Resolving again changes nothing.
+
+    Args:
+        config: as the user gave it. What knows the devices of all ranks resolves ``precision.dtype`` before
+            (:func:`with_dtype`).
+        layout: of the world.
+        vocab: the tokenizer's vocabulary size; by default the tokenizer is read where ``model.vocab`` is
+            ``auto``.
+        bf16: whether the device that is planned for computes bf16 in hardware; by default
+            :func:`planned_bf16`.
+
+    Raises:
+        ConfigError: naming the setting that does not fit, the value found and the fix.
+    """
+    model = complete_model(config.model, config.data.sequence)
+    config = config.model_copy(update={"model": model, "data": resolved_data(config)})
+    check_config(config, layout)
+    config = with_dtype(config, planned_bf16(config) if bf16 is None else bf16)
+    if model.vocab == "auto":
+        model = model.model_copy(update={"vocab": _tokenizer_vocab(config) if vocab is None else vocab})
+    elif vocab is not None and model.vocab < vocab:
+        raise ConfigError(
+            "model.vocab",
+            f"found {model.vocab}, less than the tokenizer's {vocab} ({config.data.tokenizer}); "
+            "use auto or a larger number",
+        )
+    schedule = config.lr_schedule
+    lr_schedule = schedule.model_copy(update={"decay_steps": decay_steps(schedule, config.run.steps)})
+    update = {"model": model, "lr_schedule": lr_schedule, "parallel": resolved_parallel(config, layout)}
+    config = config.model_copy(update=update)
+    plan = pipeline_plan(config, layout)
+    _check_plan(config, plan)
+    return Resolved(config, layout, plan)
+
+
+def resolved_data(config: Config) -> DataSettings:
+    """With ``documents: isolate`` where samples are of whole documents, as of data with a loss mask; and the
+    run's copy of a tokenizer that is gone."""
+    settings = config.data
+    found: dict[str, Any] = {}
+    if settings.tokenizer != "byte":
+        from hexad.checkpoint.kept_tokenizer import tokenizer_of_run
+
+        found["tokenizer"] = tokenizer_of_run(config)
+    if settings.packing == "whole" or (settings.packing == "auto" and _masked(settings)):
+        found["documents"] = "isolate"
+    return settings.model_copy(update=found)
+
+
+def _masked(settings: DataSettings) -> bool:
+    """Whether any data has a loss mask."""
+    prefixes = list(_texts((settings.train, settings.validation)))
+    if not prefixes:  # where none is read, commands start without numpy
+        return False
+    from hexad.dataset.masks import has_mask
+
+    return any(map(has_mask, prefixes))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The prefixes in the settings of data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(tuple(value.values()))
+    elif isinstance(value, Sequence):
+        yield from (text for each in value for text in _texts(each))
+
+
+def planned_bf16(config: Config) -> bool:
+    """Whether the device that a run is planned for is assumed to compute bf16 in hardware: a GPU does; with
+    ``run.device: cpu`` it is this host's CPU."""
+    return config.run.device != "cpu" or cpu_has_bf16()
+
+
+def with_dtype(config: Config, bf16: bool) -> Config:
+    """With ``precision.dtype: auto`` replaced.
+
+    Args:
+        config: any.
+        bf16: whether the devices of all ranks compute bf16 in hardware.
+    """
+    if config.precision.dtype != "auto":
+        return config
+    precision = config.precision.model_copy(update={"dtype": "bf16" if bf16 else "fp32"})
+    return config.model_copy(update={"precision": precision})
+
+
+def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
+    """With degrees and limits; those of schedules other than the one chosen stay as they are."""
+    settings = config.parallel
+    found: dict[str, Any] = {"data": layout.data, **resolved_context(config)}
+    if settings.schedule == "interleaved" and settings.schedule_group == "auto":
+        found["schedule_group"] = layout.pipeline
+    if settings.bucket_mb == "auto":
+        found["bucket_mb"] = max(25.0, 4.0 * layout.gradient_ranks)
+    return settings.model_copy(update=found)
+
+
+def _tokenizer_vocab(config: Config) -> int:
+    from hexad.dataset.text.tokenizer import load_tokenizer
+
+    with blaming("data.tokenizer"):
+        return load_tokenizer(config.data.tokenizer).vocab_size
+
+
+def _check_plan(config: Config, plan: PipelinePlan) -> None:
+    """What can be said only once the stages and the schedule are known."""
+    layers, largest = config.memory.recompute_layers, max(map(len, plan.layers))
+    if layers != "all" and layers > largest:
+        raise ConfigError(
+            "memory.recompute_layers",
+            f"found {layers}, but no stage has more than {largest} of the model's {config.model.layers} "
+            "layers; use all or a smaller number",
+        )
+    if config.run.compile == "full" and plan.schedule.split_backward:
+        raise ConfigError(
+            "run.compile",
+            f"found full with parallel.schedule {config.parallel.schedule}, which defers weight gradients; "
+            "use gpipe, 1f1b or interleaved, or pointwise",
+        )

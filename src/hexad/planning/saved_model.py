@@ -1,0 +1,287 @@
+"""The configuration of a model that exists, for generation and evaluation: a checkpoint's, or a published
+model's. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hexad.checkpoint.directory import check_same_model, find_checkpoint
+from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
+from hexad.checkpoint.manifest import read_manifest
+from hexad.config import Config, ConfigError, HexadError, apply_override, blaming
+from hexad.dataset.build.records import check_messages
+from hexad.dataset.indexed import IndexedDataset
+from hexad.dataset.sidecar import prefixes
+from hexad.dataset.text.chat import ChatTemplate, load_chat_template
+from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
+from hexad.model.configuration import build_config
+from hexad.model.families import family
+from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
+from hexad.model.pretrained import hugging_face_directory
+
+from .checks import planned_layout
+from .resolve import resolve
+
+_LONGEST = 4096
+"""``data.sequence`` of a published model that can read more."""
+
+
+Prompt = Mapping[str, Any]
+"""``{"prompt": text}``, or ``{"messages": [...]}``, rendered by the tokenizer's chat template."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model that exists.
+
+    Attributes:
+        source: a checkpoint's directory, or ``hf:DIR``.
+        config: for what it is wanted now.
+        positions: the longest sequence that it was made for, in tokens.
+    """
+
+    source: str
+    config: Config
+    positions: int
+
+    @property
+    def weights(self) -> Path | str:
+        """What :func:`hexad.checkpoint.base.load_model_weights` loads."""
+        return self.source if hugging_face_directory(self.source) is not None else Path(self.source)
+
+    def tokenizer(self) -> Tokenizer:
+        """Of ``data.tokenizer``: possibly not what the model was trained with, but without ids that it lacks.
+
+        Raises:
+            ConfigError: it cannot be read, or has more ids.
+        """
+        config = self.config
+        with blaming("data.tokenizer"):
+            tokenizer = load_tokenizer(config.data.tokenizer)
+        vocab = int(config.model.vocab)
+        if tokenizer.vocab_size > vocab:
+            found = f"found {config.data.tokenizer} with {tokenizer.vocab_size} ids"
+            fix = "give the one that the model was trained with"
+            raise ConfigError("data.tokenizer", f"{found}, more than the model's {vocab}; {fix}")
+        return tokenizer
+
+
+def find_model(source: str) -> str:
+    """``hf:DIR`` as it is; else the checkpoint that a path means.
+
+    Raises:
+        HexadError: there is none.
+    """
+    return source if hugging_face_directory(source) is not None else str(find_checkpoint(source))
+
+
+def saved_model(
+    source: str,
+    overrides: Iterable[str],
+    groups: Mapping[str, Mapping[str, Any]],
+    data: Mapping[str, Any] | None = None,
+) -> SavedModel:
+    """A saved model and the configuration to use it with.
+
+    Args:
+        source: from :func:`find_model`.
+        overrides: ``precision.dtype=fp32`` style strings, on top of the saved settings.
+        groups: replace those settings' groups.
+        data: replace single settings of ``data``.
+
+    Raises:
+        HexadError: it cannot be read, or the overrides do not fit it.
+    """
+    directory, saved = hugging_face_directory(source), None
+    if directory is None:
+        saved = read_manifest(Path(source)).config
+        tree = deepcopy(saved)
+        tree.setdefault("data", {})["tokenizer"] = tokenizer_of_checkpoint(Path(source), saved)
+        model = tree["model"]
+        model.pop("load", None)  # the weights are the checkpoint's
+        positions = model["max_positions"]
+        if family(model["family"]).rotary:
+            model.pop("max_positions")  # there is no table of them
+        if tree.get("precision", {}).get("dtype") == "fp8":
+            tree["precision"]["dtype"] = "bf16"  # what the weights are kept in: any device computes it
+    else:
+        with blaming("model.load"):
+            positions = int(model_settings(read_config(directory), directory / CONFIG_FILE)["max_positions"])
+        tree = {
+            "model": {"load": source},
+            "data": {"tokenizer": str(directory), "sequence": min(positions, _LONGEST)},
+        }
+    tree |= {name: dict(group) for name, group in groups.items()}
+    tree["data"] |= data or {}
+    for override in overrides:
+        apply_override(tree, override)
+    config = build_config(tree)
+    if saved is not None:
+        check_same_model(Path(source), saved, config)
+    return SavedModel(source, config, int(positions))
+
+
+def generating_model(source: str, overrides: Iterable[str], ranks: int) -> SavedModel:
+    """A saved model with the configuration to generate on so many ranks: tensor-parallel, unless overridden.
+    ``data.sequence``, which generation does not use, is rounded to a multiple of the context degree.
+
+    Args:
+        source: from :func:`find_model`.
+        overrides: of its settings.
+        ranks: of the world.
+
+    Raises:
+        HexadError: it cannot be read, or the overrides do not fit it or the ranks.
+    """
+    overrides = tuple(overrides)
+    groups: dict[str, dict[str, Any]] = {name: {} for name in ("memory", "validate")}
+    groups |= {"parallel": {"sequence": False}, "batch": {"micro": 1, "global": 1}}
+    model = saved_model(source, overrides, groups)
+    if model.config.precision.dtype == "fp8":
+        raise ConfigError("precision.dtype", "found fp8, which generation does not support; use bf16")
+    given = any(override.startswith("parallel.tensor=") for override in overrides)
+    config = _with_ranks(model.config, given, ranks)
+    resolve(config, planned_layout(config, ranks))  # refuses what does not fit
+    return replace(model, config=config)
+
+
+def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
+    """The configuration with a tensor degree that uses all ranks, and a length that context ranks divide."""
+    parallel, data = config.parallel, config.data
+    others = parallel.context * parallel.pipeline
+    if not tensor_given and ranks % others == 0:
+        parallel = parallel.model_copy(update={"tensor": ranks // others})
+    if parallel.tensor * others != ranks:
+        raise ConfigError(
+            "--nproc",
+            f"found {ranks}, expected parallel.tensor {parallel.tensor} x parallel.context "
+            f"{parallel.context} x parallel.pipeline {parallel.pipeline} = {parallel.tensor * others}",
+        )
+    stages = parallel.virtual_stages * parallel.pipeline
+    if parallel.schedule != "1f1b" or stages != parallel.pipeline:
+        raise ConfigError(
+            "parallel.schedule",
+            f"found {parallel.schedule}, but generation has one stage per rank; remove it",
+        )
+    sequence = max(parallel.context, data.sequence // parallel.context * parallel.context)
+    data = data.model_copy(update={"sequence": sequence})
+    return config.model_copy(update={"parallel": parallel, "data": data})
+
+
+def evaluated_model(
+    source: str, data: Mapping[str, Any], overrides: Iterable[str], ranks: int
+) -> tuple[SavedModel, Tokenizer]:
+    """A saved model, with the configuration to evaluate it on so many ranks, and its tokenizer.
+
+    Args:
+        source: from :func:`find_model`.
+        data: data sets by name; if there are none, those of ``data.validation``.
+        overrides: of its settings.
+        ranks: of the world; data-parallel unless overridden.
+
+    Raises:
+        HexadError: it cannot be read, or something does not fit.
+    """
+    groups: dict[str, dict[str, Any]] = {"parallel": {}, "memory": {}, "validate": {}}
+    model = saved_model(source, overrides, groups, {"validation": dict(data)} if data else {})
+    config = _divisible(model.config, ranks)
+    model = replace(model, config=config)
+    tokenizer = model.tokenizer()
+    resolve(config, planned_layout(config, ranks), tokenizer.vocab_size)
+    if not config.data.validation_sets:
+        raise ConfigError("--data", "found none, and the run has no data.validation; name .bin/.idx prefixes")
+    for each in config.data.validation_sets.values():
+        for prefix in prefixes(each):
+            with blaming("--data"):
+                IndexedDataset(prefix)
+    return model, tokenizer
+
+
+def _divisible(config: Config, ranks: int) -> Config:
+    """With as many sequences per batch as the data ranks can divide: their number changes no result."""
+    data = int(planned_layout(config, ranks).data)
+    step = config.batch.micro * data
+    if config.batch.global_ % step == 0:
+        return config
+    batch = config.batch.model_copy(update={"global_": -(-config.batch.global_ // step) * step})
+    return config.model_copy(update={"batch": batch})
+
+
+def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of every prompt.
+
+    Raises:
+        HexadError: conversations that are malformed, without a chat template, or that it refuses.
+    """
+    begin = bos_ids(tokenizer, config.data.bos)
+    chats = any("messages" in prompt for prompt in prompts)
+    template = load_chat_template(config.data.tokenizer) if chats else None
+    found: list[list[int]] = []
+    for number, prompt in enumerate(prompts, 1):
+        if "messages" not in prompt:
+            found.append([*begin, *_ids(tokenizer, prompt["prompt"], number)])
+            continue
+        check_messages("messages", prompt["messages"], f"--prompts: prompt {number}", template)
+        if template is None:
+            raise _no_template(config, number)
+        text = template.render(prompt["messages"], prompt=True)  # which begins a text as it should
+        found.append(_ids(tokenizer, text, number))
+    return found
+
+
+def _ids(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
+    try:
+        return tokenizer.encode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        raise ConfigError("--prompt", f"number {number} is not Unicode text: {ascii(text)[:60]}") from None
+
+
+def ending_ids(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> list[frozenset[int]]:
+    """The ids that end the text of each prompt: those of ``generation_config.json`` beside the tokenizer, and
+    for a conversation the token with which its template ends an answer."""
+    common = frozenset(_generation_ends(Path(config.data.tokenizer)))
+    found = []
+    for number, prompt in enumerate(prompts, 1):
+        end = _answer_end(_template(config, number), prompt, tokenizer) if "messages" in prompt else None
+        found.append(common if end is None else common | {end})
+    return found
+
+
+def _generation_ends(tokenizer: Path) -> list[int]:
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    try:
+        tree = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+        ends = tree.get("eos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return []
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+
+
+def _answer_end(template: ChatTemplate, prompt: Prompt, tokenizer: Tokenizer) -> int | None:
+    """The id of the special token that ends an answer; None where the template has none."""
+    answered = [*prompt["messages"], {"role": "assistant", "content": "-"}]
+    try:
+        text, spans = template.conversation(answered)
+    except HexadError:  # a template for which answers cannot be told apart
+        return None
+    answer = text[slice(*spans[-1])] if spans else ""
+    ends = (token for token in tokenizer.specials if answer.endswith(token))
+    longest = max(ends, key=len, default=None)
+    return None if longest is None else tokenizer.specials[longest]
+
+
+def _template(config: Config, number: int) -> ChatTemplate:
+    template = load_chat_template(config.data.tokenizer)
+    if template is None:
+        raise _no_template(config, number)
+    return template
+
+
+def _no_template(config: Config, number: int) -> ConfigError:
+    problem = f"has no chat template for the messages of prompt {number}"
+    return ConfigError("data.tokenizer", f"{config.data.tokenizer} {problem}")

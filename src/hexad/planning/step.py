@@ -1,0 +1,308 @@
+"""A pipeline rank's training step, action by action: what is held, and what each needs for a moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hexad.model.block_inventory import Recomputed
+from hexad.model.inventory import Stage
+from hexad.parallel.data.bucket_plan import BucketPlan, Held
+from hexad.parallel.data.gathering import Gathering
+from hexad.parallel.inventory import Execution, Kept
+from hexad.parallel.pipeline.exchange import Exchange
+from hexad.parallel.pipeline.schedule import Action, Message, Schedule
+from hexad.parallel.pipeline.transfers import Transfer
+
+from .buffers import StateBuffers
+
+_BEGUN = 4
+"""Actions of one kind after which a schedule repeats itself, as far as buffers of sharded state go."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Where the most bytes are held: kept by kind, needed for a moment, and the position of the action among
+    the rank's (None: after all of them)."""
+
+    kept: Kept
+    transient: int
+    position: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.kept.total() + self.transient
+
+
+class StageMemory:
+    """What a stage's actions hold and need, computed once.
+
+    Args:
+        stage: of the model.
+        run: how a microbatch is computed.
+        recompute: ``memory.recompute``.
+        count: layers that recompute, from the stage's first on.
+        numbers: number of each of its parameters on the rank, by name.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        run: Execution,
+        recompute: Recomputed,
+        count: int,
+        numbers: Mapping[str, int],
+    ) -> None:
+        self.stage, self.run = stage, run
+        self.stream = run.stream(stage.model.settings.hidden)
+        self.kept = stage.kept(run, recompute, count)
+        self.operands = stage.operands(run)
+        self.kept_bytes, self.operand_bytes = self.kept.total(), self.operands.total()
+        units: dict[str, list[int]] = {}
+        for parameter in stage.parameters:
+            units.setdefault(parameter.unit, []).append(numbers[parameter.name])
+        if stage.head is not None and stage.head.tied == "here":
+            units["head"] = [numbers["embedding.weight"]]
+        self.units = units
+        self.layers = list(zip(stage.layers, stage.recomputing(recompute, count)))
+        self.vectors = {
+            parameter.name: numbers[parameter.name] for parameter in stage.parameters if not parameter.matrix
+        }
+        self.numbers = numbers
+        self.moments = {split: list(self._backward(split)) for split in (False, True)}
+        self.weight_moments = list(self._weights())
+
+    @property
+    def forward(self) -> int:
+        """Bytes that the layers' ``F`` needs above what is kept, its output included."""
+        stage, run = self.stage, self.run
+        alone, reached = set(stage.blocks[: stage.unreached]), set(stage.blocks[stage.unreached :])
+        needed = max((block.forward(run) for block in reached), default=0)
+        # Layers that no gradient reaches come first, when nothing of the others is kept yet.
+        first = max((block.forward_alone(run) for block in alone), default=0) - self.kept_bytes
+        return max(needed, first) + (0 if stage.last else self.stream)
+
+    def _backward(self, split: bool) -> Iterator[tuple[int, int, list[int], str | None]]:
+        """(bytes needed, bytes when gradients are complete, parameters whose they are, unit that backward
+        reaches), above what is held when the action begins."""
+        stage, run, stream = self.stage, self.run, self.stream
+        base = stream
+        if stage.norm is not None:
+            yield max(stream, stage.norm.backward(run)), stream, self._vectors("norm"), None
+            base -= 2 * stream  # the head's gradient was kept, and the final norm has given up its input
+        parts = {
+            (block, kind): (
+                block.backward(run, kind, split),
+                (block.operands(run).total() if split else 0) - block.kept(run, kind).total(),
+            )
+            for block, kind in {part for _, part in self.layers}
+        }
+        for number, part in reversed(self.layers[stage.unreached :]):
+            moments, left = parts[part]
+            unit = f"layers.{number}"
+            reached: str | None = unit
+            for needed, complete, weights in moments:
+                done = [] if split else [self.numbers[f"{unit}.{weight.name}"] for weight in weights]
+                yield base + needed, base + complete, done, reached
+                reached = None
+            base += left
+            last = number == stage.layers[-1]
+            base += stream if last and not stage.last else 0  # what was received is held to the end
+            yield base, base, self._vectors(unit), None
+        first = [number for unit in ("positions", "embedding") for number in self.units.get(unit, [])]
+        yield base, base, first, None
+
+    def _weights(self) -> Iterator[tuple[int, int, list[int], str | None]]:
+        """The same of ``W``."""
+        released = 0
+        parts = {block: block.weight_moments(self.run) for block in set(self.stage.blocks)}
+        for number, (block, _) in reversed(self.layers[self.stage.unreached :]):
+            for needed, complete, weights in parts[block]:
+                done = [self.numbers[f"layers.{number}.{weight.name}"] for weight in weights]
+                yield needed - released, complete - released, done, None
+            released += block.operands(self.run).total()
+
+    def _vectors(self, unit: str) -> list[int]:
+        """Parameters too small to matter, but with a place in the order of reductions."""
+        return [number for name, number in reversed(self.vectors.items()) if name.startswith(f"{unit}.")]
+
+
+class Step:
+    """Walks a rank's actions.
+
+    The steady part of a schedule is counted once: of every stage's actions of one kind the last, and where
+    gradients are not kept over the step the first few, are walked in detail, with gradients and gathers; what
+    the first needed at the most holds for those between.
+
+    Args:
+        schedule: of the step.
+        pipeline: the rank.
+        order: of its transfers, see :func:`~hexad.parallel.pipeline.transfers.transfers`.
+        stages: it holds, by number, ascending.
+        held: the rank's parameters, by number.
+        buckets: of these.
+        buffers: counts what reductions and gathers need; its buffers are not part of the peak.
+
+    Attributes:
+        peak: of the step.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        pipeline: int,
+        order: list[Transfer],
+        stages: Mapping[int, StageMemory],
+        held: Sequence[Held],
+        buckets: Sequence[BucketPlan],
+        buffers: StateBuffers,
+    ) -> None:
+        self.peak = Peak(Counter(), 0, None)
+        self._schedule, self._stages, self._buffers = schedule, stages, buffers
+        self._own = schedule.stages_of(pipeline)
+        self._handed: set[Message] = set()
+        self._exchange: Exchange[None] = Exchange(schedule, order, _Counted())
+        self._kept: Counter[int] = Counter()
+        self._operands: Counter[int] = Counter()
+        self._bytes = 0
+        self._gathers = {number: self._gathering(stage, held, buckets) for number, stage in stages.items()}
+        self._seen: Counter[tuple[str, int]] = Counter()
+        self._most: dict[tuple[str, int], int] = {}
+        actions = schedule.ranks[pipeline]
+        totals = Counter((action.kind, action.stage) for action in actions)
+        # Where gradients are kept over the step, only its last contributions matter.
+        begun = 0 if all(plan.keeps_gradients or plan.frozen for plan in buckets) else _BEGUN
+        detailed = {key: {*range(min(begun, count)), count - 1} for key, count in totals.items()}
+        buffers.begin(len(next(iter(detailed.values()))))
+        for position, action in enumerate(actions):
+            self._before(action)
+            self._act(position, action, self._seen[action[:2]] in detailed[action[:2]])
+            self._seen[action[:2]] += 1
+            self._after(action)
+
+    def _gathering(
+        self, stage: StageMemory, held: Sequence[Held], buckets: Sequence[BucketPlan]
+    ) -> tuple[Gathering, dict[str, int]]:
+        """The order of a stage's gathers, and the number of every unit."""
+        absent = {
+            number: bucket
+            for bucket, plan in enumerate(buckets)
+            for number in plan.members
+            if not plan.resident
+        }
+        of_unit, layers = [], []
+        for numbers in stage.units.values():
+            of_unit.append(list(dict.fromkeys(absent[number] for number in numbers if number in absent)))
+            layers.append(all(not held[number].parameter.weights[0].apart for number in numbers))
+        order = Gathering(of_unit, layers, self._buffers)
+        return order, {unit: number for number, unit in enumerate(stage.units)}
+
+    def _before(self, action: Action) -> None:
+        """What the action needs belongs to it from now on."""
+        message = self._schedule.received(action)
+        if message is not None:
+            self._exchange.receive(message)
+        elif action.kind == "F":
+            self._handed.discard(Message("F", action.stage - 1, action.microbatch))
+        elif action.kind != "W":
+            self._handed.discard(Message("B", action.stage + 1, action.microbatch))
+
+    def _after(self, action: Action) -> None:
+        """What the action made leaves for its next stage."""
+        message = self._schedule.sent(action)
+        if message is not None:
+            self._exchange.send(message, None)
+        elif action.kind != "W":
+            made = Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
+            if made.target in self._own:
+                self._handed.add(made)
+
+    def _act(self, position: int, action: Action, detailed: bool) -> None:
+        stage, kind = self._stages[action.stage], action.kind
+        if kind == "F":
+            self._hold(self._kept, action.stage, stage.kept_bytes)
+        key = action[:2]
+        if detailed or key not in self._most:
+            walk = self._forward if kind == "F" else self._backward
+            transient = walk(action, stage, detailed)
+            self._most[key] = max(transient, self._most.get(key, transient))
+        else:
+            transient = self._most[key]
+        self._level(position, transient)
+        if kind == "W":
+            self._hold(self._operands, action.stage, -stage.operand_bytes)
+        elif kind != "F":
+            self._hold(self._kept, action.stage, -stage.kept_bytes)
+        if kind == "B":
+            self._hold(self._operands, action.stage, stage.operand_bytes)
+
+    def _hold(self, counts: Counter[int], stage: int, size: int) -> None:
+        counts[stage] += 1 if size > 0 else -1
+        self._bytes += size
+
+    def _level(self, position: int, transient: int) -> None:
+        """So many bytes are needed beside what is held; boundary tensors are those of the first stage."""
+        stream = next(iter(self._stages.values())).stream
+        transient += (self._exchange.held + len(self._handed)) * stream
+        if self._bytes + transient > self.peak.total:
+            kept: Kept = Counter()
+            for number, stage in self._stages.items():
+                for counts, parts in ((self._kept, stage.kept), (self._operands, stage.operands)):
+                    for name, size in parts.items():
+                        kept[name] += counts[number] * size
+            self.peak = Peak(kept, transient, position)
+
+    def _forward(self, action: Action, stage: StageMemory, detailed: bool) -> int:
+        """Walk ``F``; returns the bytes needed at the most."""
+        order, units = self._gathers[action.stage]
+        buffers = self._buffers
+        for unit in units.values() if detailed else ():
+            order.enter(unit)
+            if unit < len(units) - 1:
+                order.leave(unit)
+        most = stage.forward + buffers.moving
+        if stage.stage.head is not None:
+            needed, left = stage.stage.head.loss(stage.run)
+            most = max(most, needed + buffers.moving)
+            buffers.restart()
+            if detailed:
+                buffers.contribute(stage.units["head"])
+            most = max(most, left + buffers.most)
+        if detailed:
+            order.leave(len(units) - 1)
+        return most
+
+    def _backward(self, action: Action, stage: StageMemory, detailed: bool) -> int:
+        """Walk ``B``, ``W`` or ``BW``; returns the bytes needed at the most."""
+        order, units = self._gathers[action.stage]
+        moments = stage.weight_moments if action.kind == "W" else stage.moments[action.kind == "B"]
+        buffers, most, reached = self._buffers, 0, None
+        for needed, complete, done, unit in moments:
+            if detailed and unit is not None:
+                reached = units[unit]
+                order.turn(reached)
+            most = max(most, needed + buffers.moving)
+            if detailed and done:
+                buffers.restart()
+                buffers.contribute(done)
+                most = max(most, complete + buffers.most)
+        if reached is not None:
+            order.leave(reached)
+        return most
+
+
+class _Counted:
+    """Transfers of nothing: what is under way is counted, not moved."""
+
+    def send(self, message: None, peer: int, tag: int) -> _Counted:
+        """Start a transfer."""
+        return self
+
+    def receive(self, message: Message, peer: int, tag: int) -> _Counted:
+        """Start a transfer."""
+        return self
+
+    def wait(self) -> None:
+        """It is over."""

@@ -1,0 +1,92 @@
+"""A user's code, called during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hexad.config import Config
+from hexad.engine.engine import Engine
+from hexad.engine.evaluation import Score
+from hexad.topology.mesh import Mesh
+
+Metrics = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its last step, and what ended it early, if anything: the name of a signal, or
+    ``callback``."""
+
+    step: int
+    stopped_by: str | None
+
+
+class Trainer(Protocol):
+    """What a callback may use of the run.
+
+    Attributes:
+        config: resolved.
+        mesh: of the run.
+        first: this rank is the one that writes.
+        engine: the model, its gradients and optimizer.
+    """
+
+    config: Config
+    mesh: Mesh
+    first: bool
+    engine: Engine
+
+    def stop(self) -> None:
+        """End the run after this step, with a checkpoint; on any rank."""
+
+
+class Callback:
+    """Base of callbacks: override what is needed and pass instances to :func:`hexad.train`.
+
+    Every method is called on every rank, with the same numbers. An exception ends the run, without a
+    checkpoint.
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step of this process, with the state loaded."""
+
+    def on_step(self, trainer: Trainer, metrics: Metrics) -> None:
+        """After each step: what ``metrics.jsonl`` holds of it, also of steps that are not logged."""
+
+    def on_evaluation(self, trainer: Trainer, scores: Mapping[str, Score]) -> None:
+        """After each evaluation (``validate.every``): the score of each validation set, by name."""
+
+    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+        """After the state has been copied for the checkpoint of ``step``, which may still be written."""
+
+    def on_end(self, trainer: Trainer, outcome: Outcome) -> None:
+        """After the last step, or an early stop, when all is saved; not after an error."""
+
+
+class Callbacks(Callback):
+    """Several, called in order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = tuple(callbacks)
+
+    def on_start(self, trainer: Trainer) -> None:
+        for each in self._callbacks:
+            each.on_start(trainer)
+
+    def on_step(self, trainer: Trainer, metrics: Metrics) -> None:
+        for each in self._callbacks:
+            each.on_step(trainer, metrics)
+
+    def on_evaluation(self, trainer: Trainer, scores: Mapping[str, Score]) -> None:
+        for each in self._callbacks:
+            each.on_evaluation(trainer, scores)
+
+    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+        for each in self._callbacks:
+            each.on_checkpoint(trainer, step)
+
+    def on_end(self, trainer: Trainer, outcome: Outcome) -> None:
+        for each in self._callbacks:
+            each.on_end(trainer, outcome)

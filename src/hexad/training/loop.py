@@ -1,0 +1,351 @@
+"""A training run: data, steps, metrics, evaluation, checkpoints, resuming, graceful stops."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from hexad.checkpoint.directory import write_durably
+from hexad.checkpoint.kept_tokenizer import training_templates
+from hexad.comm import CommError, merged
+from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
+from hexad.dataset.load.loader import DataLoader, loader_from_config
+from hexad.dataset.sidecar import identity, prefixes
+from hexad.dataset.text.tokenizer import load_tokenizer
+from hexad.engine.engine import Engine
+from hexad.engine.evaluation import ValidationSets, total
+from hexad.engine.faults import StepResult
+from hexad.engine.precision import dtype_line
+from hexad.launching.deterministic import naming_operators
+from hexad.launching.environment import environment
+from hexad.launching.idle import wait_idle
+from hexad.launching.launch import Run, launch
+from hexad.launching.stop import SAVE_FAILED, StopRequest
+from hexad.model.transformer import DTYPES
+from hexad.parallel.pipeline.simulate import TIMELINE
+from hexad.planning import working_layout
+from hexad.planning.costs import flops_per_token
+from hexad.planning.machine import check_packages
+from hexad.topology.cluster import peak_flops
+from hexad.topology.mesh import Mesh
+
+from .callbacks import Callback, Callbacks, Outcome
+from .pace import Pace, collected_by_step
+from .profile import StepProfile
+from .record import Metrics, Recorder
+from .rundir import open_run_directory
+from .saves import Saves
+from .timeline import timeline_text
+
+log = logging.getLogger("hexad")
+
+
+def train(config: Config, callbacks: Sequence[Callback] = ()) -> Outcome:
+    """Train as configured, in the world this process belongs to; ``callbacks`` are called on all ranks.
+
+    Raises:
+        HexadError: anything the user can fix; the same on every rank.
+    """
+    here = environment()
+    members = working_layout(config, here.world).world
+    if here.rank >= members:
+        wait_idle(config, here, members)
+        return Outcome(0, None)
+    with launch(config) as run, ExitStack() as stack:
+        open_run_directory(config.run, run, stack)
+        if members < here.world:
+            log.info(
+                "%d of %d ranks train, %d idle (faults.idle_ranks)",
+                members,
+                here.world,
+                here.world - members,
+            )
+        about_dtype = dtype_line(config, run.resolved.config, run.mesh)
+        if about_dtype is not None:
+            log.info("%s", about_dtype)
+        # Each host counts its own restarts: one that rejoined has made none.
+        restart = merged(here.restart, run.mesh.world, max)
+        if restart and config.checkpoint.resume == "never":  # that was meant for the first start
+            run = run.resuming()
+        trainer = Trainer(run, callbacks)
+        stack.push(trainer.leave)
+        if restart:
+            log.info("restart %d of %d: resuming after step %d", restart, here.restarts, trainer.engine.step)
+        return trainer.run_steps()
+
+
+class Trainer:
+    """The state of a run on one rank.
+
+    Attributes:
+        config: resolved.
+        mesh: of the run.
+        first: this rank is the one that writes.
+        engine: the model, its gradients and optimizer.
+    """
+
+    def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
+        self.run, self.callbacks = run, Callbacks(callbacks)
+        self.mesh = mesh = run.mesh
+        self.config = config = run.resolved.config
+        self.first = mesh.rank == 0
+        # What can fail on one rank alone (files) runs under agreed, without collectives inside.
+        self.loader, self.validation = run.agreed(self._opened)
+        run.identical(
+            "data", run.agreed(lambda: [identity(prefix) for prefix in prefixes(config.data.train)])
+        )
+        self.engine = Engine(run.resolved, mesh, initialise=False)
+        self.saves = Saves(run, self.engine)
+        # Per token, without attention and with that of complete sequences; linear in between.
+        self.flops = [flops_per_token(config.model, config.data.sequence, part) for part in (0.0, 1.0)]
+        self.peak = peak_flops(mesh.device, DTYPES[config.precision.dtype])
+        self.saves.begin()
+        run.agreed(self._prepare_data)
+        self.pace = Pace(mesh)
+        self.engine.after_passes = self.pace.computed
+        directory = Path(config.run.dir)
+        self.profile = StepProfile(config.log.profile, directory, mesh.rank, mesh.device, run.agreed)
+        self._recovery: str | None = None
+        self._stopping = StopRequest(mesh)
+
+    def _opened(self) -> tuple[DataLoader, ValidationSets | None]:
+        """The data; before, what else this machine must have."""
+        if self.first:
+            check_packages(self.config)
+        return _open_data(self.config, self.mesh)
+
+    def _prepare_data(self) -> None:
+        """Have the indexes of large data before the first step."""
+        self.loader.prepare(self.engine.samples)
+        if self.validation is not None:
+            self.validation.prepare()
+
+    def _write_timeline(self, text: str) -> None:
+        """Into ``run.dir``, on the first rank only."""
+        if not self.first:
+            return
+        path = Path(self.config.run.dir) / TIMELINE
+        try:
+            write_durably(path, text)
+        except OSError as error:
+            raise ConfigError("run.dir", f"cannot write {path}: {error.strerror}") from None
+
+    def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop reading ahead and finish the save in progress, unless peers it needs are lost."""
+        self.loader.close()
+        if self.validation is not None:
+            self.validation.close()
+        if isinstance(error, CommError):
+            return
+        try:
+            self.saves.close()
+            if error is None or isinstance(error, AgreedError):
+                self.pace.close()  # all ranks do
+        except HexadError as failed:
+            if error is None:
+                raise
+            log.warning("%s", failed)  # what ends the run is another error
+
+    def run_steps(self) -> Outcome:
+        """Train up to ``run.steps``, or until a stop signal."""
+        config, engine = self.config, self.engine
+        # Agreed, because files may fail on the one rank that writes.
+        recorder = self.run.agreed(lambda: Recorder(config, engine.step) if self.first else nullcontext())
+        if config.lr_schedule.warmup >= config.run.steps:
+            log.info(
+                "lr_schedule.warmup %d is not over by run.steps %d",
+                config.lr_schedule.warmup,
+                config.run.steps,
+            )
+        profiled = config.log.profile.start if config.log.profile else 0
+        for name, step in (("timeline", config.log.timeline), ("profile.start", profiled)):
+            if step > config.run.steps:
+                log.info("log.%s %d is after run.steps %d", name, step, config.run.steps)
+        if engine.step >= config.run.steps:
+            log.info("nothing to do: run.steps is %d; set a larger number to continue", config.run.steps)
+        with recorder as sink, self._stopping as stop, collected_by_step() as collect:
+            self.callbacks.on_start(self)
+            while engine.step < config.run.steps:
+                collect(engine.step)
+                asking = stop.ask(self.saves.checkpointer.failed())
+                result, metrics = self._step()
+                action = self._action(result, metrics)
+                if action == "roll_back":
+                    self._roll_back(metrics)
+                    if sink is not None:
+                        sink.rewind(engine.step)
+                else:
+                    self._validate(metrics)
+                    if sink is not None and self._log_due(metrics):
+                        sink.write(metrics)
+                    self.callbacks.on_step(self, metrics)
+                if action == "stop":
+                    raise AgreedError(self._advice(result, metrics))
+                every = config.log.check_replicas
+                if every and engine.step % every == 0:
+                    engine.check_replicas()
+                signal = stop.answer(asking)
+                if signal == SAVE_FAILED:
+                    self.saves.checkpointer.wait()
+                    signal = None  # one that arrived meanwhile is handled after the next step
+                if action != "roll_back" and self._save_due(engine.step, signal):
+                    reason = "signal" if signal else "schedule"
+                    last = bool(signal) or engine.step == config.run.steps
+                    self.saves.save(reason, last)
+                    self.callbacks.on_checkpoint(self, engine.step)
+                if signal:
+                    break
+            else:
+                signal = None
+            self.profile.finish()
+            self.saves.checkpointer.wait()  # a signal must not cut the last save short
+        if signal:  # after the progress bar has ended
+            log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
+        return self._ended(signal)
+
+    def _ended(self, by: str | None) -> Outcome:
+        outcome = Outcome(self.engine.step, by)
+        self.callbacks.on_end(self, outcome)
+        return outcome
+
+    def stop(self) -> None:
+        """End the run after the step in progress or the next one, with a checkpoint; on any rank."""
+        self._stopping.request()
+
+    def _action(self, result: StepResult, metrics: Metrics) -> str | None:
+        """The reaction to a faulty step (``stop``, ``skip``, ``roll_back``), recorded in its metrics;
+        None for other steps."""
+        guard = self.engine.guard
+        if self._recovery is not None:
+            metrics["fault"], self._recovery = self._recovery, None
+        if result.fault is None:
+            return None
+        action = guard.action(result.fault)
+        what = guard.describe(result.step, result.loss, result.fault, result.limit)
+        if action != "stop" and guard.exhausted:
+            what += f"; faults.most {guard.settings.most} consecutive faults came before it"
+            action = "stop"
+        metrics["fault"] = f"{metrics['fault']}; {what}" if "fault" in metrics else what
+        if action == "skip":
+            log.warning("%s: its update was skipped", what)
+        return action
+
+    def _advice(self, result: StepResult, metrics: Metrics) -> str:
+        """Why a run cannot continue after a faulty step."""
+        what = str(metrics["fault"])
+        if self.engine.scaler.active and result.fault == "not_finite":
+            what += f" at loss scale {result.loss_scale:g}, which cannot be lowered (precision.loss_scale)"
+        return f"{what}; lower optimizer.lr, or resume from an earlier checkpoint with other data"
+
+    def _roll_back(self, metrics: Metrics) -> None:
+        """Load the newest checkpoint, and skip the data that has been read since it was saved.
+
+        A run that is killed before its next checkpoint repeats the same fault and roll back.
+
+        Raises:
+            AgreedError: there is no checkpoint to roll back to.
+        """
+        manifest = self.saves.roll_back()
+        if manifest is None:
+            raise AgreedError(f"{metrics['fault']}; no checkpoint to roll back to yet (checkpoint.every)")
+        self._recovery = (
+            f"{metrics['fault']}: rolled back to step {manifest.step}, skipping samples {manifest.samples} "
+            f"to {self.engine.samples - 1}"
+        )
+        log.warning(self._recovery)
+
+    def _log_due(self, metrics: Metrics) -> bool:
+        due = metrics["step"] % self.config.log.every == 0 or metrics["step"] == self.config.run.steps
+        return due or metrics["skipped"] or "fault" in metrics or "validation_loss" in metrics
+
+    def _save_due(self, step: int, signal: str | None) -> bool:
+        every = self.config.checkpoint.every
+        return bool(signal) or step == self.config.run.steps or (every > 0 and step % every == 0)
+
+    def _step(self) -> tuple[StepResult, Metrics]:
+        """One step and its metrics."""
+        before = self.mesh.sent_bytes()
+        record = self.engine.step + 1 == self.config.log.timeline
+        with self.profile.step(self.engine.step + 1), naming_operators():
+            begin = time.perf_counter()
+            self.pace.begin()
+            result = self.engine.train_step(self.loader.step(self.engine.samples), record)
+            seconds = time.perf_counter() - begin
+            slowest = self.pace.slowest()  # of the step before, which is known by now
+            self.pace.end()
+        sent = self.mesh.sent_bytes()
+        if record:
+            text = timeline_text(self.engine)
+            self.run.agreed(lambda: self._write_timeline(text))
+        metrics = self._metrics(result, seconds, {name: sent[name] - before[name] for name in sent})
+        return result, {**metrics, "slowest": slowest}
+
+    def _metrics(self, result: StepResult, seconds: float, sent: dict[str, int]) -> Metrics:
+        batch, sequence = self.config.batch.global_, self.config.data.sequence
+        rate = batch * sequence / seconds
+        # MFU: training FLOPs per token x tokens/s / (peak FLOP/s of all ranks); see planning/costs.py.
+        mfu = None
+        if self.peak is not None:
+            none, complete = self.flops
+            flops = none + (complete - none) * result.pairs / (batch * sequence**2)
+            mfu = flops * rate / (self.peak * self.mesh.layout.world)
+        return {
+            "step": result.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "samples": self.engine.samples,
+            "tokens": self.engine.samples * sequence,
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "mfu": mfu,
+            "peak_memory_bytes": _peak_memory(self.mesh.device),
+            "comm_bytes": sent,
+            "skipped": result.skipped,
+            **({"loss_scale": result.loss_scale} if self.engine.scaler.active else {}),
+        }
+
+    def _validate(self, metrics: Metrics) -> None:
+        """Add ``validation_loss`` to the metrics of a step after which evaluation is due, and of several sets
+        each one's."""
+        if self.validation is None or self.engine.step % self.config.validate_.every:
+            return
+        scores = self.validation.scores(self.engine, self.config.validate_.batches)
+        metrics["validation_loss"] = total(scores).loss
+        self.callbacks.on_evaluation(self, scores)
+        if isinstance(self.config.data.validation, dict):
+            metrics["validation_losses"] = {name: score.loss for name, score in scores.items()}
+
+
+def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets | None]:
+    """The loaders for training and validation."""
+    with blaming("data.tokenizer"):
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    if int(config.model.vocab) < tokenizer.vocab_size:
+        raise ConfigError(
+            "model.vocab",
+            f"found {config.model.vocab}, less than the tokenizer's {tokenizer.vocab_size} "
+            f"({config.data.tokenizer}); use auto or a larger number",
+        )
+    place = (mesh.data.rank, mesh.data.size)
+    training = loader_from_config(config, *place, tokenizer, context_rank=mesh.context.rank)
+    training_templates(config)  # several are refused before the model is made
+    if not config.validate_.every:
+        return training, None
+    return training, ValidationSets(config, mesh, tokenizer)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Largest memory this rank has used so far, in bytes: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,106 @@
+"""Traces of some steps by torch's profiler: one file per rank in ``run.dir/profile``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hexad.config import ConfigError
+from hexad.config.schema import ProfileSettings
+
+STEP = "hexad.step"
+"""What a step is labelled with."""
+
+
+class StepProfile:
+    """Profiles the steps that ``log.profile`` names.
+
+    Args:
+        settings: None: no step.
+        directory: of the run.
+        rank: this rank.
+        device: of this rank; on a GPU a snapshot of its memory's history is written too.
+        agreed: runs what may fail on one rank alone, see :meth:`hexad.launching.launch.Run.agreed`.
+    """
+
+    def __init__(
+        self,
+        settings: ProfileSettings | None,
+        directory: Path,
+        rank: int,
+        device: torch.device,
+        agreed: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._settings = settings
+        self._name = directory / "profile" / f"rank-{rank:05d}"
+        self._device, self._agreed = device, agreed
+        self._profiler: Any = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step, counted from 1."""
+        settings = self._settings
+        if settings is None or not settings.start <= number < settings.start + settings.steps:
+            yield
+            return
+        if self._profiler is None:
+            self._start()
+        try:
+            with torch.profiler.record_function(f"{STEP} {number}"):
+                yield
+        except BaseException:
+            self.abandon()
+            raise
+        if number == settings.start + settings.steps - 1:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what has been profiled, if anything; all ranks together.
+
+        Raises:
+            AgreedError: a rank cannot write its trace.
+        """
+        if self._profiler is not None:
+            self._profiler.stop()
+            profiler, self._profiler = self._profiler, None
+            self._agreed(lambda: self._write(profiler))
+
+    def abandon(self) -> None:
+        """Stop profiling without a trace, after an error."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            with suppress(RuntimeError):
+                profiler.stop()
+            self._record_memory(False)
+
+    def _start(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._record_memory(True)
+        # Of all threads alike: otherwise gloo's threads inherit the profiler, and when they end, the heap now
+        # and then aborts the process (torch 2.13, two ranks: 12 of 54 runs).
+        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        self._profiler = torch.profiler.profile(activities=activities, experimental_config=everywhere)
+        self._profiler.start()
+
+    def _record_memory(self, enabled: bool) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history("all" if enabled else None)
+
+    def _write(self, profiler: Any) -> None:
+        try:
+            self._name.parent.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(f"{self._name}.json.gz")
+            if self._device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(f"{self._name}-memory.pickle")
+        except OSError as error:
+            raise ConfigError(
+                "log.profile", f"cannot write {self._name}.json.gz: {error.strerror or error}"
+            ) from None
+        finally:
+            self._record_memory(False)

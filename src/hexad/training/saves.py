@@ -1,0 +1,149 @@
+"""What a run's engine begins with, and what is saved of it: checkpoints, settings, tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from hexad.checkpoint.base import Base, base_of, load_base, load_weights, recorded, removal_notice
+from hexad.checkpoint.checkpointer import Checkpointer
+from hexad.checkpoint.directory import changed_settings, write_durably
+from hexad.checkpoint.kept_tokenizer import FOLDER, keep_tokenizer, saved_form
+from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
+from hexad.config import AgreedError, ConfigError, HexadError, dump_config
+from hexad.engine.engine import Engine
+from hexad.launching.launch import Run
+from hexad.planning.costs import parameter_count, trained_count
+
+log = logging.getLogger("hexad")
+
+
+class Saves:
+    """The checkpoints of a run, on one rank; all ranks call the same methods together.
+
+    Args:
+        run: from :func:`hexad.launch`.
+        engine: whose state it is; made with ``initialise=False``, as :meth:`begin` sets all values. Where it
+            has modules of one's own, ``model`` has no part in them.
+
+    Attributes:
+        checkpointer: writes and finds the files.
+        base: the weights that adapters (``model.lora``) belong to; None without adapters.
+    """
+
+    def __init__(self, run: Run, engine: Engine) -> None:
+        self.run, self.engine = run, engine
+        self.config = run.resolved.config
+        self.checkpointer = Checkpointer(self.config, run.mesh)
+        self.base: Base | None = None
+        self._adapters = engine.language is not None and self.config.model.lora is not None
+        self._begun = False
+
+    def begin(self) -> None:
+        """Give the engine the newest checkpoint of the run (or of ``checkpoint.load``), saved in whatever
+        layout; without one the weights that ``model.load`` names, or initial values. ``run.dir`` keeps the
+        settings and the tokenizer.
+
+        Raises:
+            AgreedError: they are damaged or of another model, ``checkpoint.resume`` does not allow it, or
+                ``run.dir`` cannot be written.
+        """
+        if self._adapters:
+            self.engine.initialise(frozen=self.config.model.load is None)
+        found = self._load_newest(self.checkpointer.find)
+        if found is not None:
+            self._resume(*found)
+        elif self.engine.language is not None:
+            base = self._start()
+            self.base = base if self._adapters else None
+        else:
+            self.engine.initialise()
+            log.info("starting a new run")
+        self.run.agreed(self._keep_settings)
+        self._begun = True
+
+    def _resume(self, path: Path, manifest: Manifest) -> None:
+        if self._adapters:
+            self.base = self.run.agreed(lambda: base_of(path, manifest))
+            load_base(self.base, self.config, self.engine.frozen(), self.run.mesh.world)
+        self.engine.restored(manifest.progress)
+        log.info("resuming from %s: step %d, %d samples", path, manifest.step, manifest.samples)
+        for change in changed_settings(manifest.config, saved_form(self.config)):
+            log.info("changed since: %s", change)
+
+    def save(self, reason: str = "schedule", last: bool = False) -> None:
+        """Save the engine's state, as :meth:`Checkpointer.save` does: in the background, if so configured.
+
+        Args:
+            reason: why it is saved.
+            last: the run ends with it, so that it must succeed whatever ``checkpoint.on_failure`` is.
+
+        Raises:
+            HexadError: :meth:`begin` was not called: what the adapters belong to would not be recorded.
+            AgreedError: this save failed, or the previous one that ran in the background.
+        """
+        if not self._begun:
+            raise HexadError("Saves.save: call begin first, which loads what the run begins with")
+        progress = {**self.engine.progress(), **recorded(self.base)}
+        self.checkpointer.save(self.engine.chunks(), progress, reason, last)
+
+    def roll_back(self) -> Manifest | None:
+        """Load the newest checkpoint of the run, but continue with the data after what has been read; None if
+        there is none."""
+        samples = self.engine.samples
+        self.checkpointer.wait()
+        found = self._load_newest(self.checkpointer.newest)
+        if found is None:
+            return None
+        self.engine.rolled_back(found[1].progress, samples)
+        return found[1]
+
+    def close(self) -> None:
+        """Finish the save in progress."""
+        self.checkpointer.close()
+
+    def _keep_settings(self) -> None:
+        """Have in ``run.dir`` what the run needs to be resumed, exported or generated from anywhere: its
+        settings and its tokenizer."""
+        if self.run.mesh.rank:  # the first rank writes
+            return
+        directory = Path(self.config.run.dir)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            keep_tokenizer(self.config)
+            write_durably(directory / "config.yaml", dump_config(saved_form(self.config)))
+        except OSError as error:
+            where = f"{error.filename or directory / FOLDER}: {error.strerror}"
+            raise ConfigError("run.dir", f"cannot keep settings and tokenizer: {where}") from None
+
+    def _load_newest(self, find: Callable[[], Path | None]) -> tuple[Path, Manifest] | None:
+        """Load the checkpoint that ``find`` finds, renaming damaged ones if the settings allow it; None if
+        there is none."""
+        path = find()
+        if path is None:
+            return None
+        try:
+            return path, self.checkpointer.load(path, self.engine.chunks())
+        except AgreedError as error:
+            if not issubclass(error.kind, DamagedCheckpoint):
+                raise
+            self.checkpointer.set_aside(path, error)
+        return self._load_newest(find)
+
+    def _start(self) -> Base:
+        """Start a new run of the language model; returns the weights that it begins with."""
+        model, engine = self.config.model, self.engine
+        base, with_weights = Base.drawn(self.config), ""
+        if model.load is not None:
+            base = load_weights(self.config, model.load, engine.weights(), self.run.mesh.world)
+            engine.publish()
+            with_weights = f" with the weights of {model.load}"
+            if self._adapters and not self.run.mesh.rank and (notice := removal_notice(base)):
+                log.warning("%s", notice)
+        elif not self._adapters:
+            engine.initialise()
+        parameters, trained = parameter_count(model), trained_count(model)
+        part = f", {trained:,} trained" if trained != parameters else ""
+        log.info("starting a new run%s: %s parameters%s", with_weights, f"{parameters:,}", part)
+        return base

@@ -40,15 +40,12 @@ from facts import facts
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.index import Index, Need
 from hexad.checkpoint.manifest import FileRecord, manifest_checksum, read_manifest
-from hexad.checkpoint.manifest_writer import write_manifest
-from hexad.checkpoint.separately import separately
-from hexad.checkpoint.tensor_file import block_count
-from hexad.checkpoint.writer import Part, TensorFile
+from hexad.checkpoint.manifest_writer import separately, write_manifest
+from hexad.checkpoint.tensor_file import Part, TensorFile, block_count
 from hexad.comm.agreement import _lowest
 from hexad.model.configuration import load_config
 from hexad.parallel.rectangle import Rectangle
-from hexad.topology.layout import Layout
-from hexad.topology.tree import FAN_OUT, tree_groups
+from hexad.topology.layout import FAN_OUT, Layout, tree_groups
 
 LAYERS, HIDDEN, FFN, KEYS, VOCAB = 80, 8192, 28672, 1024, 128256
 HOST = 8

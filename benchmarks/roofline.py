@@ -37,12 +37,12 @@ from hexad.model import attention_kernels, ops, residual
 from hexad.model.transformer import Transformer, build_stages
 from hexad.parallel import contributions, pointwise
 from hexad.parallel.sharding import Shard, declared_parameters
-from hexad.parallel.tensor import cross_entropy, loss
+from hexad.parallel.tensor import loss
 from hexad.planning.costs import flops_per_token
 from hexad.topology.mesh import Axis
 
 FLOPS, BANDWIDTH, LINK, LAUNCH = 989e12, 3.35e12, 450e9, 4e-6
-_TWICE = {ops.rms_backward, residual._add_norm_backward, cross_entropy._statistics}
+_TWICE = {ops.rms_backward, residual._add_norm_backward, loss._statistics}
 """Compiled functions that read their inputs in two kernels: sums over tokens or columns beside others."""
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _FREE = {"empty", "empty_like", "new_empty", "detach"}

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hexad.compat.megatron.flag import Flag, alternatives
-from hexad.compat.megatron.flags import GROUPS
+from hexad.compat.megatron.flags import GROUPS, Flag, alternatives
 
 MEGATRON = Path(__file__).parent / "megatron.md"
 _BEGIN, _END = "<!-- flags:", "<!-- end of flags -->"

@@ -11,9 +11,9 @@ from torch import nn
 
 from hexad.comm import all_gather
 from hexad.config.model import ModelSettings
+from hexad.model.attention import DroppedTiles
 from hexad.model.attention_kernels import Spans
 from hexad.model.dropout import Dropper
-from hexad.model.dropped_attention import DroppedTiles
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import Transformer

@@ -11,7 +11,7 @@ import torch
 
 from hexad.checkpoint.chunks import Chunk, to_write
 from hexad.checkpoint.index import Index
-from hexad.checkpoint.writer import Part, TensorFile, write_shard
+from hexad.checkpoint.tensor_file import Part, TensorFile, write_shard
 from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 

@@ -11,8 +11,7 @@ from typing import Any
 from hexad.config import Config
 from hexad.engine.evaluation import Score, evaluate_weights
 from hexad.generation.sampling import Sampling
-from hexad.generation.session import generated
-from hexad.generation.texts import Continuation, Wanted
+from hexad.generation.texts import Continuation, Wanted, generated
 from hexad.launching.environment import environment
 from hexad.launching.launch import launch
 from hexad.model.configuration import load_config

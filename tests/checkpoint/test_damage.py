@@ -16,9 +16,8 @@ import torch
 from safetensors import safe_open
 
 from hexad.checkpoint import checkpointer
-from hexad.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from hexad.checkpoint.manifest import DamagedCheckpoint, read_manifest, verify_files
 from hexad.checkpoint.reader import Checkpoint
-from hexad.checkpoint.verification import verify_files
 from hexad.cli.main import run as command
 
 from ..parity.harness import Case

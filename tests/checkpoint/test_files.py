@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from hexad.checkpoint import chunks, tensor_file
 from hexad.checkpoint.chunks import Chunk, to_write
-from hexad.checkpoint.manifest import read_manifest
+from hexad.checkpoint.manifest import read_manifest, verify_files
 from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.tensor_file import TensorFileWriter
-from hexad.checkpoint.verification import verify_files
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 

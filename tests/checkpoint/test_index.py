@@ -20,10 +20,9 @@ from hexad.checkpoint import checkpointer, manifest_writer, reader
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.index import Index, Need
-from hexad.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from hexad.checkpoint.manifest import FileRecord, Manifest, read_manifest, verify_files
 from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.tensor_file import TensorFileWriter
-from hexad.checkpoint.verification import verify_files
 from hexad.config import AgreedError
 from hexad.model.configuration import load_config
 from hexad.parallel.rectangle import Rectangle

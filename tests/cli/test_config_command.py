@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hexad.cli.config import commented
 from hexad.config import Config, setting_names
-from hexad.config.template import commented
 from hexad.model.configuration import load_config
 from hexad.model.families import presets
 from hexad.planning.costs import parameter_count

@@ -12,7 +12,7 @@ from hexad.cli import demo as module
 from hexad.cli.main import run
 from hexad.dataset.build.corpus import DemoData
 from hexad.model.configuration import load_config
-from hexad.optim.learning_rate import learning_rate
+from hexad.optim.schedule import learning_rate
 
 
 @pytest.fixture

@@ -22,9 +22,8 @@ from hexad.launching.environment import Environment
 from hexad.launching.stop import SAVE_FAILED, StopRequest
 from hexad.model.configuration import load_config
 from hexad.topology import mesh as mesh_module
-from hexad.topology.layout import Layout
+from hexad.topology.layout import CHANNELS, FAN_OUT, Layout, tree_groups
 from hexad.topology.mesh import Mesh
-from hexad.topology.tree import CHANNELS, FAN_OUT, tree_groups
 
 from ..pool import TIMEOUT, Pool
 

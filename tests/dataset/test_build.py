@@ -16,9 +16,8 @@ from click.testing import CliRunner, Result
 
 from hexad.cli.main import hexad
 from hexad.config import ConfigError, HexadError
-from hexad.dataset.build.builder import build
+from hexad.dataset.build.builder import build, inspect
 from hexad.dataset.build.corpus import build_demo_data, standard_library_files, unigram_entropy
-from hexad.dataset.build.inspect import inspect
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path, idx_path
 from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.sidecar import read_sidecar, sidecar_path, write_sidecar

@@ -12,7 +12,7 @@ from hexad.config import ConfigError, HexadError
 from hexad.config.schema import DataSettings
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.load.loader import DataLoader
-from hexad.dataset.load.part import DocumentPart
+from hexad.dataset.load.samples import DocumentPart
 from hexad.model.configuration import load_config
 
 

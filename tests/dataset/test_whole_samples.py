@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexad.config import ConfigError, HexadError
-from hexad.dataset.build.inspect import inspect
+from hexad.dataset.build.builder import inspect
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path
 from hexad.dataset.load.loader import DataLoader, loader_from_config
 from hexad.dataset.load.microbatch import IGNORED
-from hexad.dataset.load.packing import assigned, count_samples
-from hexad.dataset.load.whole_samples import PADDING, WholeSamples
+from hexad.dataset.load.whole_samples import PADDING, WholeSamples, assigned, count_samples
 from hexad.dataset.masks import mask_path
 from hexad.dataset.sidecar import describe, identity, write_sidecar
 from hexad.dataset.text.tokenizer import load_tokenizer

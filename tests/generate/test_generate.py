@@ -254,7 +254,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(
 def test_prompts_begin_as_the_tokenizer_says(trained: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts: list[list[int]] = []
     monkeypatch.setattr(ByteTokenizer, "bos", (256,))
-    monkeypatch.setattr("hexad.generation.session.write", lambda _, __, ids, *rest: prompts.extend(ids) or [])
+    monkeypatch.setattr("hexad.generation.texts.write", lambda _, __, ids, *rest: prompts.extend(ids) or [])
     for override in ("data.bos=auto", "data.bos=no"):
         generated(trained, override)
     assert prompts == [[256, *b"the q"], [*b"the q"]]

@@ -16,7 +16,7 @@ from hexad.config import ConfigError
 from hexad.engine import language
 from hexad.model import dropout, ops, residual
 from hexad.parallel import pointwise
-from hexad.parallel.tensor import cross_entropy, fp8
+from hexad.parallel.tensor import fp8, loss
 
 needs_compiler = pytest.mark.skipif(
     pointwise.missing_compiler(torch.device("cpu")) is not None, reason="no C++ compiler is installed"
@@ -123,8 +123,8 @@ def _arguments(dtype: torch.dtype) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "add_rms": (residual._add_norm, (False, x, y, rows, constants, [weight], 1e-5)),
         "add_layer": (residual._add_norm, (True, x, y, rows, constants, [weight, weight], 1e-5)),
         "rms_backward": (ops.rms_backward, (gradient, x, scale, weight)),
-        "statistics": (cross_entropy._statistics, (logits, labels, 0, 251)),
-        "gradient": (cross_entropy._gradient_, (logits, labels, 0, 251, highest, sums, torch.tensor(0.3))),
+        "statistics": (loss._statistics, (logits, labels, 0, 251)),
+        "gradient": (loss._gradient_, (logits, labels, 0, 251, highest, sums, torch.tensor(0.3))),
     }
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hexad.config.schema import LrScheduleSettings
-from hexad.optim.learning_rate import learning_rate
+from hexad.optim.schedule import learning_rate
 
 
 def _rate(step: int, total: int = 1000, peak: float = 0.1, **settings: object) -> float:

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.parallel.context.attention import Merged
-from hexad.parallel.context.balance import _by_dealing, by_work, received, work_of
+from hexad.parallel.context.balance import Pieces, _by_dealing, _Change, by_work, levelled, received, work_of
 from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
-from hexad.parallel.context.heads_inventory import divides_heads, largest_group
 from hexad.parallel.context.kernels import (
     CpuFlash,
     CudaFlash,
@@ -29,8 +28,7 @@ from hexad.parallel.context.kernels import (
     choose,
 )
 from hexad.parallel.context.rounds import Round, Tile, rounds
-from hexad.parallel.context.slice import Slice, divide
-from hexad.parallel.context.swaps import Pieces, _Change, levelled
+from hexad.parallel.context.slice import Slice, divide, divides_heads, largest_group
 from hexad.topology.mesh import Axis
 
 from ..pool import Pool

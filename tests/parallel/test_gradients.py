@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad.parallel.contributions import WeightGradient, widening_products
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets
-from hexad.parallel.data.reductions import Rounds
+from hexad.parallel.data.ordering import Rounds
 from hexad.parallel.inventory import Parameter, Weight
 
 

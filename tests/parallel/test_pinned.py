@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hexad.launching import launch
 from hexad.model.configuration import build_config
-from hexad.parallel.pinned import pinned
+from hexad.parallel.data.buckets import pinned
 from hexad.planning import resolve
 from hexad.topology import mesh
 from hexad.topology.layout import Layout

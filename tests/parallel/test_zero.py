@@ -244,7 +244,7 @@ def test_an_interrupted_step_leaves_nothing_behind(zero: int, in_evaluation: boo
 
 def layers_present(config: Config) -> tuple[int, int]:
     """Most layers whose matrices are whole or on their way, in evaluation and in training."""
-    from hexad.parallel.data.pool import BufferPool
+    from hexad.parallel.data.buckets import BufferPool
 
     engine = engine_of(config)
     layers = [bucket for bucket in engine.buckets if bucket.members[0].declaration.name.startswith("layers.")]

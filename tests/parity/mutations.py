@@ -15,11 +15,11 @@ from hexad.engine import language
 from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import Transformer
 from hexad.optim.optimizer import BucketOptimizer
-from hexad.parallel.data import buckets, gradients, reductions
+from hexad.parallel.data import buckets, gradients, ordering
 from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.inventory import Parameter
 from hexad.parallel.pipeline import executor
-from hexad.parallel.tensor import cross_entropy, embedding, linear, lora, loss
+from hexad.parallel.tensor import embedding, linear, lora, loss
 from hexad.topology.mesh import Mesh
 
 from .context_mutations import CONTEXT_MUTATIONS
@@ -42,12 +42,12 @@ def _average_over_data(mesh: Mesh) -> Patches:
 
 
 def _reduce_before_complete(mesh: Mesh) -> Patches:
-    original = reductions.Rounds._later
+    original = ordering.Rounds._later
 
     def later(self: Any, bucket: int, member: int) -> int:
         return original(self, bucket, member) + self._buckets[bucket].uses[member]
 
-    return [mock.patch.object(reductions.Rounds, "_later", later)]
+    return [mock.patch.object(ordering.Rounds, "_later", later)]
 
 
 def _double_count_norm(mesh: Mesh) -> Patches:
@@ -108,11 +108,11 @@ def _stale_gather(mesh: Mesh) -> Patches:
 
 
 def _local_softmax(mesh: Mesh) -> Patches:
-    return [mock.patch.object(cross_entropy, "all_reduce", same)]
+    return [mock.patch.object(loss, "all_reduce", same)]
 
 
 def _count_padding(mesh: Mesh) -> Patches:
-    original = cross_entropy.cross_entropy_sum_
+    original = loss.cross_entropy_sum_
 
     def with_padding(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Any, seed: Any) -> Any:
         return original(logits, labels, logits.shape[1] * axis.size, axis, seed)
@@ -125,7 +125,7 @@ def _drop_embedding_reduction(mesh: Mesh) -> Patches:
 
 
 def _overwrite_gradients(mesh: Mesh) -> Patches:
-    return [mock.patch.object(reductions.Rounds, "fresh", lambda self, bucket, member: True)]
+    return [mock.patch.object(ordering.Rounds, "fresh", lambda self, bucket, member: True)]
 
 
 def _ignore_documents(mesh: Mesh) -> Patches:

@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hexad.parallel.data.buckets import BufferPool
 from hexad.parallel.data.gradients import Gradients
-from hexad.parallel.data.pool import BufferPool
 from hexad.parallel.pipeline import executor
 from hexad.parallel.pipeline.executor import Executor, Stage
 from hexad.parallel.pipeline.schedule import Schedule, forward_schedule

@@ -9,9 +9,8 @@ import pytest
 
 from hexad.config import ConfigError, HexadError
 from hexad.model.configuration import load_config
-from hexad.parallel.pipeline.schedule import Schedule
+from hexad.parallel.pipeline.schedule import Schedule, Shortened, shortened
 from hexad.parallel.pipeline.schedules import build_schedule
-from hexad.parallel.pipeline.steady import Shortened, shortened
 from hexad.parallel.pipeline.validate import validate
 from hexad.planning import Resolved, memory, resolve, smallest_world
 from hexad.topology.layout import Layout

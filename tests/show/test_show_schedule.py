@@ -16,8 +16,7 @@ from hexad.parallel.pipeline.schedule import Schedule, read_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import Costs, simulate
 from hexad.parallel.pipeline.validate import validate
-from hexad.show.schedule import COLOURS, MOST_RANKS, Chart, read_timeline
-from hexad.show.schedule_figure import MOST_ACTIONS, schedule_figure
+from hexad.show.schedule import COLOURS, MOST_ACTIONS, MOST_RANKS, Chart, read_timeline, schedule_figure
 
 from .common import document_of, error_of, labels_of, png_size, text_of
 

@@ -11,7 +11,7 @@ import yaml
 
 from hexad.checkpoint.manifest import read_manifest
 from hexad.config import ConfigError
-from hexad.engine import precision
+from hexad.engine import modules
 from hexad.launching.launch import launch
 from hexad.model.configuration import build_config
 from hexad.planning import resolve
@@ -64,14 +64,14 @@ def test_reducing_in_bf16_needs_a_dtype_that_is_the_same_everywhere() -> None:
 def test_a_run_says_saves_and_resumes_with_what_auto_became(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "has_bf16", lambda device: False)
+    monkeypatch.setattr(modules, "has_bf16", lambda device: False)
     run = make_run(precision=AUTO, run={"steps": 4})
     first = run.train()
     assert first.status == 0, first.err
     assert "precision.dtype auto: fp32, because cpu does not compute bf16 in hardware" in first.err
     assert yaml.safe_load((run.directory / "config.yaml").read_text())["precision"]["dtype"] == "fp32"
     assert read_manifest(run.newest).config["precision"]["dtype"] == "fp32"
-    monkeypatch.setattr(precision, "has_bf16", lambda device: True)  # as if resumed elsewhere
+    monkeypatch.setattr(modules, "has_bf16", lambda device: True)  # as if resumed elsewhere
     second = run.train("run.steps=8")
     assert second.status == 0, second.err
     assert "precision.dtype auto: bf16, which cpu computes in hardware" in second.err
@@ -83,7 +83,7 @@ def test_a_run_says_saves_and_resumes_with_what_auto_became(
 
 
 def test_bf16_on_a_cpu_that_lacks_it_is_said(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "has_bf16", lambda device: False)
+    monkeypatch.setattr(modules, "has_bf16", lambda device: False)
     result = make_run(precision={"dtype": "bf16"}, run={"steps": 1}).train()
     assert "precision.dtype bf16: cpu does not compute it in hardware" in result.err
     quiet = make_run(precision={"dtype": "fp32"}, run={"steps": 1}).train()
@@ -95,7 +95,7 @@ def _format_of(rank: int, world: int, port: int, path: str) -> tuple[str, str]:
     from hexad.engine.engine import Engine
     from hexad.model.configuration import load_config
 
-    precision.has_bf16 = lambda device: rank == 0  # type: ignore[assignment]
+    modules.has_bf16 = lambda device: rank == 0  # type: ignore[assignment]
     config = load_config(path)
     try:
         with rank_variables(rank, world, port), launch(config) as run:
@@ -103,7 +103,7 @@ def _format_of(rank: int, world: int, port: int, path: str) -> tuple[str, str]:
             assert dist.get_world_size() == world
             return run.resolved.config.precision.dtype, engine.config.precision.dtype
     finally:
-        precision.has_bf16 = has_bf16
+        modules.has_bf16 = has_bf16
 
 
 def test_ranks_with_different_devices_agree(make_run: MakeRun, pool: Pool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hexad.engine import heap
+from hexad.engine import state
 
 
 def _resident() -> int:
@@ -21,7 +21,7 @@ def _resident() -> int:
     return int(found[1]) * 1024
 
 
-@pytest.mark.skipif(heap._malloc_trim() is None, reason="the C library has no malloc_trim")
+@pytest.mark.skipif(state._malloc_trim() is None, reason="the C library has no malloc_trim")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_is_free_between_blocks_in_use_is_given_back() -> None:
     size, count = 96 * 1024, 3000  # below the size from which glibc maps blocks one by one
@@ -30,16 +30,16 @@ def test_what_is_free_between_blocks_in_use_is_given_back() -> None:
     kept = blocks[::10]
     del blocks
     gc.collect()
-    heap.give_back()
+    state.give_back()
     assert before - _resident() > 0.8 * size * count * 0.9
     assert all(bool((each == 1).all()) for each in kept)
 
 
 def test_memory_is_given_back_once_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter([900, 1000, 1049, 1051, 1020, 1049, 1200, 1100, 1051])
-    monkeypatch.setattr(heap, "resident", lambda: next(sizes))
-    monkeypatch.setattr(heap, "give_back", lambda: None)
-    of_engine = heap.Heap()
+    monkeypatch.setattr(state, "resident", lambda: next(sizes))
+    monkeypatch.setattr(state, "give_back", lambda: None)
+    of_engine = state.Heap()
     # The second step begins with nothing free: it tells what a step needs. The fifth too, but more.
     found = [of_engine.step_ended() for _ in range(9)]
     assert found == [True, False, False, True, False, False, True, False, False]

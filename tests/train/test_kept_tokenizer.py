@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hexad.checkpoint.kept_tokenizer import same_ids
 from hexad.checkpoint.manifest import read_manifest
-from hexad.dataset.text.same_ids import same_ids
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.planning.saved_model import encoded, find_model, generating_model
 

@@ -13,7 +13,7 @@ from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
 from hexad.engine.language import Task
 from hexad.model.configuration import build_config
-from hexad.optim.scaling import LossScaler
+from hexad.optim.schedule import LossScaler
 from hexad.parallel.contributions import Contribution, WeightGradient
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.loss import head_loss_sum

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from hexad.checkpoint.directory import CheckpointDirectory
-from hexad.checkpoint.manifest import read_manifest
-from hexad.checkpoint.verification import verify_files
+from hexad.checkpoint.manifest import read_manifest, verify_files
 
 from ..pool import Pool
 from .command import FOUR, RunFile, write_run

@@ -27,11 +27,9 @@ from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .index import Index
 from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
 from .loading import chosen, load
-from .manifest import Manifest
-from .manifest_writer import is_large, write_manifest
-from .separately import separately
-from .verification import check_size
-from .writer import Part, TensorFile, write_shard
+from .manifest import Manifest, check_size
+from .manifest_writer import is_large, separately, write_manifest
+from .tensor_file import Part, TensorFile, write_shard
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")

@@ -16,8 +16,7 @@ from typing import Any
 from hexad.config import Config, HexadError
 from hexad.model.pretrained import FREE, TRAINED
 
-from .manifest import MANIFEST_FILE, STEP_NAME, manifest_checksum, read_manifest
-from .verification import check_size
+from .manifest import MANIFEST_FILE, STEP_NAME, check_size, manifest_checksum, read_manifest
 
 
 class CheckpointDirectory:

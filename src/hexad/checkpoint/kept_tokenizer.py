@@ -7,6 +7,7 @@ the run's copy, and every other path absolutely.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Mapping
@@ -17,23 +18,32 @@ from hexad.config import Config, ConfigError, blaming
 from hexad.config.load import anchored
 from hexad.dataset.sidecar import chat_templates, prefixes
 from hexad.dataset.text.chat import load_chat_template, template_files
-from hexad.dataset.text.same_ids import same_ids
+from hexad.dataset.text.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    byte_backend,
+    load_tokenizer,
+    vocabulary_file,
+)
 from hexad.model.hugging_face import CONFIG_FILE
 
 from .directory import sync_directory, write_durably
 from .hugging_face.files import byte_tokenizer_files, has_tokenizer, tokenizer_files
-from .manifest import FileRecord
-from .verification import whole_file
+from .manifest import FileRecord, whole_file
 
 log = logging.getLogger("hexad")
 
 FOLDER = "tokenizer"
 """Of the copy, in a run directory and in a checkpoint."""
+
 _ORIGIN = ".origin"
 """Beside the run's copy: the paths it stands for."""
+
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files beside a tokenizer's that name its special tokens and render conversations."""
+
 _TEMPLATES = "additional_chat_templates/*.jinja"
+
 _REPLACED = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
 """Templates of a tokenizer that those of the training data take the place of."""
 
@@ -197,3 +207,24 @@ def saved_form(config: Config) -> Config:
 
 def _absolute(path: str) -> str:
     return str(Path(path).absolute())
+
+
+def same_ids(one: str, other: str) -> bool:
+    """Whether two tokenizers certainly give every text the same ids, and begin and end documents with the
+    same ones. Chat templates, and how texts are truncated, padded and joined, have no part in it.
+
+    Raises:
+        HexadError: as for :func:`load_tokenizer`.
+    """
+    first, second = load_tokenizer(one), load_tokenizer(other)
+    if (first.eod, first.bos) != (second.eod, second.bos):
+        return False
+    return _encoded(first, one) == _encoded(second, other)
+
+
+def _encoded(tokenizer: Tokenizer, spec: str) -> Any:
+    """All that decides a text's ids, however its file is formatted."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return json.loads(tokenizer.backend.to_str())
+    path = vocabulary_file(spec)
+    return json.loads(byte_backend().to_str()) if path is None else path.read_bytes()

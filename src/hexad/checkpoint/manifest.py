@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: step, configuration, location of each tensor's values, and checksums.
+"""The manifest of a checkpoint: step, configuration, location of each tensor's values, checksums, and the
+comparison of the files with it.
 
 ``manifest.json`` covers the complete directory, itself included: a checkpoint that was truncated, changed or
 mixed with another is detected before a value of it is used. No torch.
@@ -11,7 +12,7 @@ import math
 import re
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,9 @@ from hexad.parallel.rectangle import Rectangle
 
 FORMATS = (2, 3)
 """Those that are read; the last is written. In format 2 a file was written by one rank."""
+
 MANIFEST_FILE = "manifest.json"
+
 STEP_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 """Names of complete checkpoints in a run; one that is being replaced counts until its successor exists."""
 
@@ -345,6 +348,7 @@ def _guarded(body: bytes) -> bytes:
 
 
 _END = b"}\n"
+
 _PREFIX = len(_guarded(b"")) - len(_END)
 
 
@@ -377,3 +381,63 @@ def read_manifest(checkpoint: Path) -> Manifest:
     if named and int(named[1]) != manifest.step:
         raise damaged(checkpoint, f"{MANIFEST_FILE} is that of step {manifest.step}")
     return manifest
+
+
+def check_size(checkpoint: Path, name: str, record: FileRecord) -> None:
+    """Check that a file exists and has its size.
+
+    Raises:
+        DamagedCheckpoint: it does not. HexadError: it cannot be read.
+    """
+    try:
+        size = (checkpoint / name).stat().st_size
+    except OSError as error:
+        raise unreadable(checkpoint, name, error) from None
+    if size != record.size:
+        raise damaged(checkpoint, f"{name} has {size} bytes of {record.size}")
+
+
+def check_file(checkpoint: Path, name: str, record: FileRecord) -> None:
+    """Read a complete file and compare its checksum.
+
+    Raises:
+        DamagedCheckpoint: it is missing or differs from what was written. HexadError: it cannot be read.
+    """
+    check_size(checkpoint, name, record)
+    try:
+        found = checksums(checkpoint / name, [size for size, _ in record.sections])
+    except OSError as error:
+        raise unreadable(checkpoint, name, error) from None
+    if found != [checksum for _, checksum in record.sections]:
+        raise damaged(checkpoint, f"{name}: its checksum does not match its content")
+
+
+def verify_files(checkpoint: Path, manifest: Manifest) -> list[str]:
+    """Read every file; returns the problems found."""
+    problems = []
+    for name, record in manifest.files.items():
+        try:
+            check_file(checkpoint, name, record)
+        except HexadError as error:
+            problems.append(str(error))
+    return problems
+
+
+def whole_file(path: Path) -> FileRecord:
+    """The record of a file without tensors."""
+    size = path.stat().st_size
+    (checksum,) = checksums(path, [size])
+    return FileRecord(((size, checksum),))
+
+
+def checksums(path: Path, sizes: Iterable[int]) -> list[str]:
+    """XXH3-128 of each section of a file, in hexadecimal; ``sizes``: of the sections, in bytes."""
+    found, buffer = [], bytearray(2**20)
+    with open(path, "rb", buffering=0) as file:
+        for left in sizes:
+            section = xxhash.xxh3_128()
+            while left and (count := file.readinto(memoryview(buffer)[: min(left, len(buffer))])):
+                section.update(memoryview(buffer)[:count])
+                left -= count
+            found.append(section.hexdigest())
+    return found

@@ -1,8 +1,15 @@
-"""Writing a checkpoint's manifest; a large one in a process of its own. No torch."""
+"""Writing a checkpoint's manifest; a large one in a process of its own. No torch.
+
+To check, compress and encode millions of rectangles takes a minute of Python, in which a background thread
+would hold up the training of its rank, and with it that of all others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +21,36 @@ from hexad.config import Config, dump_config
 from .directory import write_durably
 from .index import Index
 from .manifest import MANIFEST_FILE, FileRecord, Manifest
-from .separately import separately
+
+_COMMAND = "from hexad.checkpoint.manifest_writer import main; main()"
+
+
+def separately(action: Callable[[], None]) -> None:
+    """Do something picklable in another process, and wait for it without holding this one's interpreter.
+
+    Raises:
+        Exception: what the action raised.
+        OSError: the process ended in another way.
+    """
+    command = [sys.executable, "-c", _COMMAND]
+    ended = subprocess.run(command, input=pickle.dumps(action), stdout=subprocess.PIPE, check=False)
+    if ended.returncode == 0:
+        return
+    try:
+        error = pickle.loads(ended.stdout)
+    except (EOFError, pickle.UnpicklingError):
+        error = OSError(0, f"the process that writes the manifest ended with status {ended.returncode}")
+    raise error
+
+
+def main() -> None:
+    """The process: an action on stdin; its error, if there is one, on stdout."""
+    try:
+        pickle.load(sys.stdin.buffer)()
+    except Exception as error:
+        pickle.dump(error, sys.stdout.buffer)
+        sys.exit(1)
+
 
 _LARGE = 20_000
 """Rectangles from which a process of its own is worth its start, some tenths of a second."""

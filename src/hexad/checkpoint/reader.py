@@ -21,12 +21,13 @@ from .manifest import (
     MANIFEST_FILE,
     Manifest,
     Stored,
+    check_file,
+    check_size,
     damaged,
     read_manifest,
     unreadable,
 )
 from .tensor_file import rows_per_block
-from .verification import check_file, check_size
 
 _OPEN_FILES = 8
 """Files of a checkpoint that are open at once: parts are read in the files' order."""

@@ -84,8 +84,7 @@ def verify(directory: str, as_json: bool) -> int:
     Exit status 2 if anything is damaged.
     """
     from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
-    from hexad.checkpoint.manifest import MANIFEST_FILE, read_manifest
-    from hexad.checkpoint.verification import verify_files
+    from hexad.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify_files
 
     found = [path for _, path in CheckpointDirectory(directory).complete()] or [find_checkpoint(directory)]
     problems: dict[str, list[str]] = {}
@@ -231,9 +230,8 @@ def export_command(
     Adapters (model.lora) are merged with the model that they were trained on, unless --adapter is given.
     """
     from hexad.checkpoint.directory import find_checkpoint
-    from hexad.checkpoint.hugging_face.exporting import export_model, saved_config
+    from hexad.checkpoint.hugging_face.exporting import export_adapters, export_model, saved_config
     from hexad.checkpoint.hugging_face.files import parse_size
-    from hexad.checkpoint.hugging_face.peft import export_adapters
     from hexad.checkpoint.merged import opened_weights
     from hexad.checkpoint.reader import Checkpoint
 

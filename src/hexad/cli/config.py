@@ -2,17 +2,172 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from shutil import get_terminal_size
+from textwrap import wrap
+from typing import Any
 
 import click
+import yaml
+from pydantic import BaseModel
 
-from hexad.config import ConfigError, dump_config
-from hexad.model.configuration import load_config
+from hexad.config import Config, ConfigError, HexadError, apply_override, dump_config, setting_names
+from hexad.model.configuration import build_config, load_config
+from hexad.model.families import family, preset
+from hexad.planning import check_config, planned_layout
 
 from .options import degrees, json_option, overrides_argument, print_json
+
+_WIDTH = 100
+
+
+def commented(tree: Mapping[str, Mapping[str, Any]], head: str) -> str:
+    """YAML of some settings, each after its docstring.
+
+    Args:
+        tree: group -> setting -> value, in the order to write.
+        head: a comment above all.
+    """
+    lines = list(_comment(head, ""))
+    groups = {field.alias or name: field for name, field in Config.model_fields.items()}
+    for name, values in tree.items():
+        group = groups[name].annotation
+        assert isinstance(group, type) and issubclass(group, BaseModel)
+        described = {field.alias or key: field.description for key, field in group.model_fields.items()}
+        lines += ["", f"{name}:"]
+        for key, value in values.items():
+            lines += _comment(described[key] or "", "  ")
+            lines.append(f"  {key}: {_flow(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _comment(text: str, indent: str) -> Iterator[str]:
+    for line in wrap(" ".join(text.replace("``", "").split()), _WIDTH - len(indent) - 2):
+        yield f"{indent}# {line}"
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6)
+    return text.removesuffix("...\n").strip()
+
+
+_HEAD = (
+    "Written by 'hexad config init'. A first choice of settings with what they mean; all others have "
+    "defaults ('hexad config show FILE')."
+)
+
+_SHOWN = {
+    "run": ("dir", "steps", "seed", "device"),
+    "model": ("layers", "hidden", "heads", "kv_heads", "vocab"),
+    "data": ("train", "validation", "tokenizer", "sequence"),
+    "batch": ("micro", "global"),
+    "parallel": ("tensor", "pipeline", "data", "zero"),
+    "precision": ("dtype",),
+    "memory": ("recompute",),
+    "optimizer": ("lr", "weight_decay", "clip"),
+    "lr_schedule": ("kind", "warmup", "min_lr"),
+    "checkpoint": ("every", "keep"),
+    "log": ("every",),
+    "validate": ("every", "batches"),
+}
+"""What is written, besides settings that were given: what a first run is likely to change."""
+
+_LONGEST = 2048
+"""Tokens per sample with a preset that was published for more."""
+
+
+def first_run(
+    name: str | None,
+    data: str | None,
+    validation: str | None,
+    tokenizer: str | None,
+    ranks: int | None,
+    overrides: tuple[str, ...],
+) -> tuple[str, Config]:
+    """(text of a commented run.yaml, its configuration).
+
+    Args:
+        name: of a preset.
+        data: prefix of the training data.
+        validation: prefix of the validation data; turns evaluation on.
+        tokenizer: as for ``data.tokenizer``.
+        ranks: to plan for; by default as few as the degrees need.
+        overrides: further settings, ``parallel.tensor=2``.
+
+    Raises:
+        HexadError: settings that do not fit each other or the ranks.
+    """
+    given = _given(name, data, validation, tokenizer)
+    for override in overrides:
+        apply_override(given, override)
+    config = build_config(given)
+    layout = planned_layout(config, ranks)
+    batch = given.setdefault("batch", {})
+    if "global" not in batch:  # the default, or the next number that the ranks can divide
+        per_pass = config.batch.micro * int(layout.data)
+        batch["global"] = -(-config.batch.global_ // per_pass) * per_pass
+    config = build_config(given)
+    check_config(config, layout)
+    shown = _tree(given, config)
+    text = commented(shown, _HEAD)
+    return text, config
+
+
+def _given(
+    name: str | None, data: str | None, validation: str | None, tokenizer: str | None
+) -> dict[str, Any]:
+    """What the options stand for, as a raw tree."""
+    tree: dict[str, Any] = {"data": {}}
+    if name is not None:
+        kind = family(preset(name)["family"])  # refuses an unknown name
+        tree["model"] = {"preset": name}
+        tree["run"] = {"dir": f"runs/{name}"}
+        tree["data"]["sequence"] = min(kind.context(name) or _LONGEST, _LONGEST)
+    for key, value in (("train", data), ("validation", validation), ("tokenizer", tokenizer)):
+        if value is not None:
+            tree["data"][key] = value
+    if validation is not None:
+        tree["validate"] = {"every": 100}
+    return tree
+
+
+def _tree(given: dict[str, Any], config: Config) -> dict[str, dict[str, Any]]:
+    """The settings to write: those shown to everybody, and those given."""
+    known = set(setting_names())
+    dumped = config.model_dump(mode="json", by_alias=True)
+    named = config.model.preset is not None
+    tree: dict[str, dict[str, Any]] = {}
+    for group, values in dumped.items():
+        wanted = () if group == "model" and named else _SHOWN.get(group, ())
+        mine = given.get(group, {})
+        assert all(f"{group}.{key}" in known for key in (*wanted, *mine))
+        keys = [key for key in values if key in mine or key in wanted]
+        # "auto" stays where the user leaves it open: the model's was completed while loading.
+        tree[group] = {key: mine.get(key, _default(group, key)) for key in keys}
+    return {group: values for group, values in tree.items() if values}
+
+
+def _default(group: str, key: str) -> Any:
+    return Config().model_dump(mode="json", by_alias=True)[group][key]
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that does not exist yet.
+
+    Raises:
+        HexadError: it exists, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise HexadError(f"config init: {path} exists; give another name, or remove it first") from None
+    except OSError as error:
+        raise ConfigError("config init", f"{path} cannot be written: {error.strerror}") from None
+
 
 NO_DATA = "note: data.train is null; name the prefix that 'hexad data build' wrote"
 
@@ -166,7 +321,7 @@ def init(
 
     An existing file is never overwritten.
     """
-    from .config_init import first_run, write_new
+    # REMOVED_IMPORT
 
     if "=" in path:
         path, overrides = "run.yaml", (path, *overrides)

@@ -180,7 +180,9 @@ def inspect_command(
     prefix: str, tokenizer: str | None, sequence: int | None, first: int, as_json: bool
 ) -> None:
     """Show what a .bin/.idx dataset holds."""
-    from hexad.dataset.build.inspect import inspect
+    # REMOVED_IMPORT
+
+    from hexad.dataset.build.builder import inspect
 
     facts = inspect(prefix, tokenizer=tokenizer, first=first, sequence=sequence)
     if as_json:

@@ -143,8 +143,7 @@ def _report(where: Path, data: DemoData) -> int:
 def _draw_timeline(where: Path) -> None:
     """One step of the pipeline as planned and as measured; nothing if the run was too short."""
     from hexad.show.figure import save_figure
-    from hexad.show.schedule import read_timeline
-    from hexad.show.schedule_figure import schedule_figure
+    from hexad.show.schedule import read_timeline, schedule_figure
 
     timeline = where / TIMELINE
     if not timeline.exists():

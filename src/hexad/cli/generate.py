@@ -120,7 +120,7 @@ def _wanted(request: dict[str, Any]) -> Wanted:
 
 def generate_here(request: dict[str, Any]) -> None:
     """Be one rank of the generation; the first prints the texts."""
-    from hexad.generation.session import generated
+    from hexad.generation.texts import generated
     from hexad.launching.launch import launch
     from hexad.planning.saved_model import generating_model
 

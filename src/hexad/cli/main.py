@@ -12,7 +12,7 @@ from hexad import __version__
 from hexad.config import HexadError, did_you_mean
 from hexad.launching.environment import end_with, hold_back_notice
 
-from .messages import fail_once, print_once
+from .options import fail_once, print_once
 
 # command -> (module, attribute, first line of help)
 _COMMANDS = {

@@ -30,8 +30,7 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
     no effect is reported on stderr; what Hexad cannot honour is refused.
     """
     from hexad.compat.megatron.arguments import naming_flags
-    from hexad.compat.megatron.checkpoint import refuse_forgotten
-    from hexad.compat.megatron.translate import translate
+    from hexad.compat.megatron.translate import refuse_forgotten, translate
 
     here = environment()
     if here.joined and nproc is not None:

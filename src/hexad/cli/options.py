@@ -1,9 +1,19 @@
-"""Options and output that several commands share."""
+"""Options, output and messages on stderr that several commands share."""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
+import os
+import stat
+import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -58,7 +68,62 @@ def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 
     fail; returns the exit status."""
     from hexad.launching.local import run_local
 
-    from .messages import fail
-
     outcome = run_local([command, *arguments], ranks, restarts)
     return fail(outcome.message, status=outcome.status) if outcome.message else outcome.status
+
+
+_RECENT = 60.0
+"""Seconds for which a message counts as said by ranks of the same start."""
+
+
+def fail(message: str, debug: bool = False, status: int = 2) -> int:
+    """Print ``hexad: error: ...`` and return the exit status."""
+    if debug:
+        traceback.print_exc()
+    print(f"hexad: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return status
+
+
+def fail_once(message: str, debug: bool = False, status: int = 2) -> int:
+    """As :func:`fail`, of an error that all ranks of this start have; see :func:`print_once`."""
+    return print_once(message, lambda: fail(message, debug), status)
+
+
+def print_once(message: str, say: Callable[[], object], status: int = 2) -> int:
+    """Say what all ranks of this start have to say, once per host, and return the exit status: the first rank
+    says it, the others return after it has. A launcher that ends all when one has ended cannot cut it off."""
+    path = _shared_file(message)
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", ""))
+    with suppress(OSError):
+        if path is not None:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "r+", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                old = time.time() - os.fstat(descriptor).st_mtime > _RECENT
+                been = file.read().split()
+                if rank in been or old:  # of an earlier start by the same parent
+                    file.seek(0)
+                    file.truncate(0)
+                    been = []
+                if not been:
+                    say()
+                file.write(f"{rank}\n")
+            return status
+    say()
+    return status
+
+
+def _shared_file(message: str) -> Path | None:
+    """A file that ranks of one start on this host have in common; None for a process by itself."""
+    count = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else os.environ.get("SLURM_NTASKS")
+    if count is None or not count.isdigit() or int(count) < 2:
+        return None
+    parts = [str(os.getppid()), *map(os.environ.get, ("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")), message]
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+    directory = Path(tempfile.gettempdir()) / f"hexad-{os.getuid()}"
+    with suppress(OSError):
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return directory / name
+    return None

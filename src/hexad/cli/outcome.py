@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hexad.comm import CommError
 from hexad.config import USER_ERROR, AgreedError, ConfigError, HexadError
 
-from .messages import fail, fail_once
+from .options import fail, fail_once
 
 
 def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:

@@ -8,33 +8,193 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from math import isfinite, lcm
 from shutil import get_terminal_size
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console, RenderableType
 
-from hexad.config import HexadError
+from hexad.config import Config, ConfigError, HexadError, did_you_mean
 from hexad.config.schema import ParallelSettings
 from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import write_schedule
-from hexad.show.context import context_json
+from hexad.planning import Resolved, planned_layout, resolve
+from hexad.planning.memory import MemoryPlan, per_pipeline_rank, predict
+from hexad.show.context import Division, context_json, context_text
 from hexad.show.context_figure import context_figure
-from hexad.show.context_text import context_text
 from hexad.show.figure import save_figure
 from hexad.show.layout import layout_figure, layout_json, layout_text
-from hexad.show.memory import memory_figure, memory_json, memory_text, memory_title
+from hexad.show.memory import Device, memory_figure, memory_json, memory_text, memory_title
 from hexad.show.run import read_metrics, run_figure, run_text, summary
-from hexad.show.schedule import schedule_text
-from hexad.show.schedule_figure import schedule_figure
+from hexad.show.schedule import schedule_figure, schedule_text
 from hexad.show.trace import read_traces, trace_json, trace_text
+from hexad.topology.devices import named_gpus
 from hexad.topology.layout import Layout
 
 from .options import json_option, print_json, split_settings
-from .show_context import divided
-from .show_memory import planned
 from .show_schedule import chosen
+
+_MOST = 256
+"""Context ranks: what each receives of each is computed, a few seconds' work."""
+
+
+def divided(settings: tuple[str, ...], lengths: str | None, microbatch: int | None) -> Division:
+    """A microbatch of a configuration file with overrides, divided among its context ranks.
+
+    Args:
+        settings: the command's arguments.
+        lengths: of the documents, as given; None: those of the run's data.
+        microbatch: of the data, from the run's beginning; None: the first.
+
+    Raises:
+        HexadError: the settings are refused, there is one context rank, or documents are not known.
+    """
+    path, overrides = split_settings("show context", settings)
+    if path is None:
+        raise HexadError("show context: found no configuration file; give one")
+    config = load_config(path, overrides)
+    resolved = resolve(config, planned_layout(config))
+    config = resolved.config
+    if config.parallel.context == 1:
+        raise ConfigError(
+            "parallel.context", "found 1, one rank holds all tokens; expected 2 or more: parallel.context=4"
+        )
+    if config.parallel.context > _MOST:
+        raise ConfigError(
+            "parallel.context",
+            f"found {config.parallel.context}, but show context draws at most {_MOST} ranks",
+        )
+    documents, source = _documents(resolved, lengths, microbatch)
+    return Division.of(resolved, memory_title(resolved), documents, source)
+
+
+def _documents(
+    resolved: Resolved, lengths: str | None, microbatch: int | None
+) -> tuple[tuple[int, ...] | None, str]:
+    """(Where documents begin, and the total, or None where they are joined; where this is from)."""
+    config = resolved.config
+    if config.data.documents == "join":
+        for option, found in (("--lengths", lengths), ("--microbatch", microbatch)):
+            if found is not None:
+                raise HexadError(
+                    f"{option}: found {found} with data.documents join, where attention crosses documents; "
+                    "leave it out, or set data.documents=isolate"
+                )
+        return None, ""
+    if lengths is not None:
+        if microbatch is not None:
+            raise HexadError(f"--microbatch: found {microbatch} beside --lengths; give one of them")
+        return _from_lengths(lengths, config.batch.micro, config.data.sequence), "--lengths"
+    if config.data.train is None:
+        raise HexadError(
+            "data.train: found null with data.documents isolate; set it, or give the lengths of documents: "
+            "--lengths 300,1200,700"
+        )
+    return _from_data(config, microbatch or 0), f"microbatch {microbatch or 0:,} of data.train"
+
+
+def _from_lengths(text: str, sequences: int, length: int) -> tuple[int, ...]:
+    """Documents one after the other, cut where a sequence ends; the last one fills the rest."""
+    total = sequences * length
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise HexadError(f"--lengths: found '{text}', expected numbers of tokens from 1 such as 300,1200,700")
+    if sum(sizes) > total:
+        raise HexadError(
+            f"--lengths: found {sum(sizes):,} tokens, but a microbatch has {total:,} (batch.micro x "
+            "data.sequence); give fewer, or change these"
+        )
+    return tuple(sorted({*range(0, total + 1, length), *accumulate(sizes)}))
+
+
+def _from_data(config: Config, microbatch: int) -> tuple[int, ...]:
+    """The documents of a microbatch of data rank 0.
+
+    Steps of one microbatch hold the same samples as larger ones, so that no more than needed is read.
+    """
+    from hexad.dataset.load.loader import loader_from_config  # torch
+    from hexad.dataset.text.tokenizer import load_tokenizer
+
+    samples = config.batch.micro * int(config.parallel.data)
+    config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": samples})})
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    with loader_from_config(config, 0, int(config.parallel.data), tokenizer) as loader:
+        (found,) = loader.step(microbatch * samples)
+    assert found.documents is not None
+    return found.documents
+
+
+class Planned(NamedTuple):
+    """What ``hexad show memory`` shows.
+
+    Attributes:
+        resolved: the run.
+        plan: of the rank asked for, or of one that needs the most.
+        ranks: plans by pipeline coordinate.
+        device: whose memory the largest plan is compared with, if any.
+    """
+
+    resolved: Resolved
+    plan: MemoryPlan
+    ranks: list[MemoryPlan]
+    device: Device | None
+
+
+def planned(settings: tuple[str, ...], world: int | None, rank: int | None, device: str | None) -> Planned:
+    """The plans of a configuration file with overrides, in the smallest world if none is given.
+
+    Raises:
+        HexadError: the settings are refused, or there is no such rank or device.
+    """
+    path, overrides = split_settings("show memory", settings)
+    if path is None:
+        raise HexadError("show memory: found no configuration file; give one")
+    found = None if device is None else device_of(device)
+    gpu = None if found is None else found.gpu
+    if gpu is not None:
+        overrides += ["run.device=cuda"]  # planned for the GPU that is named
+    config = load_config(path, overrides)
+    if gpu is not None and config.precision.dtype == "fp8" and not gpu.fp8:
+        raise ConfigError(
+            "precision.dtype", f"found fp8, but {device} has no fp8 matrix units; use auto, bf16 or fp16"
+        )
+    layout = planned_layout(config, world)
+    if rank is not None and not 0 <= rank < layout.world:
+        raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
+    resolved = resolve(config, layout, bf16=None if gpu is None else gpu.bf16)
+    return Planned(resolved, *plans_of(resolved, rank), found)
+
+
+def device_of(text: str) -> Device:
+    """A GPU by name, or a size such as ``80GB``.
+
+    Raises:
+        HexadError: it is neither.
+    """
+    from hexad.checkpoint.hugging_face.files import parse_size
+
+    known = named_gpus()
+    word = "-".join(text.lower().replace("_", " ").replace("-", " ").split())
+    if word in known:
+        gpu, usable = known[word]
+        return Device(word, usable, gpu)
+    if text[:1].isdigit() and not text.isdigit():
+        return Device(text, parse_size(text, "--device"))
+    hint = did_you_mean(word, known) or f"; known: {', '.join(known)}"
+    raise HexadError(f"--device: found '{text}', expected a GPU or a size such as 80GB{hint}")
+
+
+def plans_of(resolved: Resolved, rank: int | None = None) -> tuple[MemoryPlan, list[MemoryPlan]]:
+    """(plan of a global ``rank``, by default of one that needs the most; plans by pipeline coordinate)."""
+    ranks = per_pipeline_rank(resolved)
+    if rank is not None:
+        return predict(resolved, rank), ranks
+    return max(ranks, key=lambda other: other.total), ranks
 
 
 def _check_ending(_context: click.Context, _parameter: click.Parameter, path: str | None) -> str | None:
@@ -49,7 +209,9 @@ _output_option = click.option(
     callback=_check_ending,
     help="Draw into FILE.png, FILE.svg or FILE.html instead of the terminal.",
 )
+
 _POSITIVE = click.IntRange(min=1)
+
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 
 

@@ -9,7 +9,7 @@ import click
 
 from hexad.config import Config, ConfigError, dump_config
 from hexad.launching.environment import environment
-from hexad.launching.run_lock import refuse_locked
+from hexad.launching.files import refuse_locked
 from hexad.model.configuration import load_config
 from hexad.planning import Resolved, check_config, resolve, smallest_world, working_layout
 
@@ -112,7 +112,7 @@ def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
-    from .show_memory import plans_of
+    from .show import plans_of
 
     config, layout, plan = resolved.config, resolved.layout, resolved.plan
     memory, per_rank = plans_of(resolved)

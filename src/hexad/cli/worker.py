@@ -15,7 +15,7 @@ if __name__ == "__main__":
     hold_back_notice()
     end_with(int(sys.argv[1]))
 
-from hexad.launching.error_file import write_error
+from hexad.launching.files import write_error
 
 from .outcome import attempt, end_if_deserted
 

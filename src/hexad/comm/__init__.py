@@ -20,6 +20,7 @@ from .collectives import (
     all_reduce_async,
     all_to_all,
     all_to_all_async,
+    all_to_all_bytes,
     broadcast,
     exchange_async,
     gather_objects,
@@ -27,10 +28,10 @@ from .collectives import (
     reduce_scatter,
     reduce_scatter_async,
     send_async,
+    sent_bytes,
     wait_for,
 )
 from .trace import Trace
-from .volume import all_to_all_bytes, sent_bytes
 
 __all__ = [
     "CommError",

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from hexad.config import AgreedError, HexadError
+from hexad.topology.layout import Level, Tree
 from hexad.topology.mesh import Axis
-from hexad.topology.tree import Level, Tree
 
 from .collectives import wait_for
 
@@ -80,7 +80,7 @@ def collected(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
 
 def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
     """The picklable values of this rank and its neighbours, by rank, ascending: those of its group on the
-    lowest level of the tree, see :data:`~hexad.topology.tree.FAN_OUT`."""
+    lowest level of the tree, see :data:`~hexad.topology.layout.FAN_OUT`."""
     if axis.size == 1:
         return {axis.rank: value}
     tree, own = _tree(axis), {axis.rank: value}

@@ -1,4 +1,7 @@
-"""Every collective goes through here: checked, counted, labelled for the profiler.
+"""Collectives over an axis: checked, counted in bytes, labelled for the profiler.
+
+Bytes are those one rank sends with bandwidth-optimal (ring) algorithms: Chan et al., "Collective
+communication: theory, practice, and experience" (2007).
 
 A group of size 1 is the identity and costs nothing. Tensors must be contiguous: torch treats a strided view
 as contiguous memory and corrupts it in silence.
@@ -16,12 +19,39 @@ import torch.distributed as dist
 from hexad.topology.mesh import Axis
 
 from .trace import Call, Trace
-from .volume import all_to_all_bytes, sent_bytes
+
+
+def sent_bytes(operation: str, size: int, nbytes: int) -> int:
+    """Bytes sent by one of ``size`` ranks.
+
+    Args:
+        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` (even), ``broadcast`` or
+            ``exchange``.
+        size: ranks taking part.
+        nbytes: bytes of the *whole* tensor: what all_reduce and broadcast hold, what all_gather returns,
+            what reduce_scatter and all_to_all are given; of an exchange, those that this rank sends.
+    """
+    if size == 1:
+        return 0
+    if operation == "exchange":
+        return nbytes
+    if operation == "all_reduce":
+        return 2 * (size - 1) * nbytes // size
+    if operation in ("all_gather", "reduce_scatter", "all_to_all", "broadcast"):
+        return (size - 1) * nbytes // size
+    raise ValueError(f"unknown operation {operation!r}")
+
+
+def all_to_all_bytes(parts: Sequence[int], rank: int) -> int:
+    """Bytes sent by a rank in an all_to_all: its ``parts``, in bytes by receiver, but for its own."""
+    return sum(parts) - parts[rank]
+
 
 T = TypeVar("T")
 
 # torch 2.13 renamed two collectives; 2.11 and 2.12 know the old names only.
 _all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 _reduce_scatter_tensor: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )

@@ -15,8 +15,7 @@ from hexad.config import Config, HexadError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import build_stages, factored_mesh
-from hexad.optim.learning_rate import learning_rate
-from hexad.optim.scaling import LossScaler
+from hexad.optim.schedule import LossScaler, learning_rate
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
 from hexad.parallel.sharding import freeze
@@ -24,11 +23,9 @@ from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, tra
 from hexad.topology.mesh import Mesh
 
 from .faults import Fault, FaultGuard, StepResult
-from .heap import Heap
 from .language import Counts, LanguageModel, Task, compute, training_shard
-from .modules import Ties, checked
-from .precision import with_common_dtype
-from .state import State
+from .modules import Ties, checked, with_common_dtype
+from .state import Heap, State
 
 Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
 """What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the

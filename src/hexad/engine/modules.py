@@ -1,4 +1,5 @@
-"""What all ranks know of an engine's modules, and the values of plain modules that no optimizer updates.
+"""What all ranks know of an engine's modules: grids, ties, names, the number format that all devices compute,
+and the values of plain modules that no optimizer updates.
 
 Plain modules are replicated over all ranks of their stage. Parameters and buffers begin with the values of
 the first of these ranks; checkpoints hold them (buffers, if they are persistent). During training, buffers
@@ -25,10 +26,31 @@ from hexad.config import Config, ConfigError, HexadError
 from hexad.parallel.inventory import Grid
 from hexad.parallel.rectangle import Rectangle
 from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
-from hexad.planning import check_settings, resolved_parallel
+from hexad.planning import check_settings, resolved_parallel, with_dtype
+from hexad.topology.cluster import device_name, has_bf16
 from hexad.topology.mesh import Axis, Mesh
 
-from .precision import with_common_dtype
+
+def with_common_dtype(config: Config, mesh: Mesh) -> Config:
+    """With ``precision.dtype: auto`` replaced by bf16 if every rank's device computes it in hardware, else by
+    fp32. All ranks call this together."""
+    if config.precision.dtype != "auto":
+        return config
+    return with_dtype(config, merged(has_bf16(mesh.device), mesh.world, lambda one, other: one and other))
+
+
+def dtype_line(given: Config, resolved: Config, mesh: Mesh) -> str | None:
+    """What a run says of its format at the start: what ``auto`` became, or that this rank's device computes
+    16 bits in software; None where there is nothing to say."""
+    dtype, device = resolved.precision.dtype, device_name(mesh.device)
+    if given.precision.dtype == "auto":
+        if dtype == "bf16":
+            return f"precision.dtype auto: bf16, which {device} computes in hardware"
+        lacks = device if not has_bf16(mesh.device) else "the device of another rank"
+        return f"precision.dtype auto: fp32, because {lacks} does not compute bf16 in hardware"
+    if dtype == "bf16" and not has_bf16(mesh.device):
+        return f"precision.dtype bf16: {device} does not compute it in hardware; fp32 is faster here"
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,23 @@
-"""From prompts to texts: many at once, several samples of each, ended by a text or the end of a document."""
+"""From prompts or conversations to texts: many at once, several samples of each, ended by a text or the end
+of a document, in the world this process belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from hexad.comm import agreed
 from hexad.config import ConfigError
 from hexad.dataset.text.tokenizer import Tokenizer
 from hexad.model.transformer import Transformer
-from hexad.topology.mesh import Axis
+from hexad.planning import Resolved
+from hexad.planning.saved_model import Prompt, SavedModel, encoded, ending_ids
+from hexad.topology.mesh import Axis, Mesh
 
-from .generator import generate_all
+from .generator import generate_all, load_model
 from .sampling import Sampling
 
 
@@ -140,3 +145,39 @@ def _continuation(
     if places:
         return Continuation(prompt, sample, text[: min(places)], new, "stop")
     return Continuation(prompt, sample, text, new, "document" if new[-1] in ending else "length")
+
+
+log = logging.getLogger("hexad")
+
+
+def generated(
+    mesh: Mesh,
+    resolved: Resolved,
+    saved: SavedModel,
+    prompts: Sequence[Prompt],
+    wanted: Wanted,
+    warn: Callable[[str], object] = log.warning,
+) -> Iterator[Continuation]:
+    """Continue prompts in their order; all ranks iterate together and get the same.
+
+    Args:
+        mesh, resolved: of :func:`hexad.launch` with ``saved.config``.
+        saved: from :func:`~hexad.planning.saved_model.generating_model`.
+        prompts: to continue.
+        wanted: what to write.
+        warn: called on the first rank for positions that the model was not made for.
+
+    Raises:
+        HexadError: the model or a prompt cannot be used.
+    """
+    tokenizer = agreed(saved.tokenizer, mesh.world)
+    ids = agreed(lambda: encoded(prompts, saved.config, tokenizer), mesh.world)
+    longest = max(map(len, ids), default=0) + wanted.tokens
+    if mesh.rank == 0 and longest > saved.positions:
+        warn(
+            f"prompt and new tokens reach {longest} positions, the model was made for {saved.positions} "
+            "(model.max_positions)"
+        )
+    model = load_model(resolved.config, saved.weights, mesh, resolved.plan.layers)
+    ends = agreed(lambda: ending_ids(prompts, saved.config, tokenizer), mesh.world)
+    yield from write(model, tokenizer, ids, wanted, mesh.pipeline, ends)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hexad.comm import CommError, Trace, agreed, identical, merged
 from hexad.config import Config, ConfigError, HexadError
 from hexad.engine.language import compiles
-from hexad.engine.precision import with_common_dtype
+from hexad.engine.modules import with_common_dtype
 from hexad.parallel.pointwise import missing_compiler
 from hexad.planning import Resolved, check_config, resolve, working_layout
 from hexad.topology.cluster import device_name, has_fp8
@@ -28,8 +28,7 @@ from hexad.topology.mesh import Mesh
 from . import flight_recorder
 from .deterministic import deterministic
 from .environment import Environment, environment
-from .idle import dismiss
-from .rendezvous import meet
+from .rendezvous import dismiss, meet
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -133,7 +132,7 @@ def launch(config: Config) -> Iterator[Run]:
     Raises:
         ConfigError: settings that do not fit the world, before any process group is made.
         HexadError: the rendezvous failed (a port in use, an unreachable host), or the layout has no work for
-            this rank (``faults.idle_ranks``; see :func:`hexad.launching.idle.wait_idle`).
+            this rank (``faults.idle_ranks``; see :func:`hexad.launching.rendezvous.wait_idle`).
         CommError: a rank that had been there is gone.
     """
     here = environment()

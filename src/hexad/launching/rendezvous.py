@@ -1,9 +1,12 @@
-"""Rendezvous: the store through which process groups and idle ranks are connected."""
+"""Rendezvous: the store through which process groups are connected, and idle ranks, for which the layout has
+no work, wait for the end of the run."""
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -14,13 +17,17 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hexad.comm import CommError
-from hexad.config import HexadError
+from hexad.config import AgreedError, Config, HexadError
 
 from .environment import DEFAULT_PORT, Environment, first_host
+from .stop import STOP_SIGNALS
 
 _POLL = 0.05  # seconds
+
 _EVERY = 10.0  # seconds between messages
+
 _UNKNOWN_HOST = 60.0  # seconds in which the first rank's host may become known
+
 _ASKS, _JOINED, _COMPLETE = "hexad/asks", "hexad/joined", "hexad/complete"
 
 
@@ -168,3 +175,43 @@ def _slurm_first_host() -> str:
     if nodes:
         return first_host(nodes)
     return socket.gethostname() if "SLURM_PROCID" in os.environ else "localhost"
+
+
+log = logging.getLogger("hexad")
+
+_END, _LEFT = "hexad/end", "hexad/left"
+
+_POLL_END = 0.2  # seconds
+
+_FAREWELL = 10.0  # seconds
+
+
+def wait_idle(config: Config, here: Environment, members: int) -> None:
+    """Wait until the run has ended. Stop signals are handled by the training ranks, which end the run.
+
+    Raises:
+        AgreedError: the run ended with it.
+        CommError: the run ended without a message.
+    """
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    try:
+        store = meet(here, members, config.run.timeout)
+        while not store.check([_END]):
+            time.sleep(_POLL_END)
+        error = store.get(_END).decode()
+        store.add(_LEFT, 1)
+    except (dist.DistNetworkError, dist.DistStoreError) as gone:
+        raise CommError(f"idle rank {here.rank} lost its connection to the run: {gone}") from gone
+    finally:
+        for number, action in previous.items():
+            signal.signal(number, action)
+    if error:
+        raise AgreedError(error)
+
+
+def dismiss(store: dist.Store, idle: int, error: str) -> None:
+    """Notify idle ranks that the run has ended, and how; the store may end with this process."""
+    store.set(_END, error)
+    end = time.monotonic() + _FAREWELL
+    while store.add(_LEFT, 0) < idle and time.monotonic() < end:
+        time.sleep(_POLL_END / 10)

@@ -14,7 +14,7 @@ from typing import TextIO
 from hexad.comm.trace import Call, Trace
 
 from . import flight_recorder
-from .error_file import withdraw_error, write_error
+from .files import withdraw_error, write_error
 
 log = logging.getLogger("hexad.watch")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from hexad.parallel.context.attention import Exchange, attention_over_ranks
 from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
 from hexad.parallel.context.kernels import choose as context_kernel
-from hexad.parallel.context.rounds import rounds
+from hexad.parallel.context.rounds import Tile, rounds
 from hexad.parallel.context.rows import gathered_rows
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -18,11 +19,36 @@ from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from . import attention_inventory
 from .attention_kernels import choose
 from .dropout import AdapterDropper, Dropper, Site
-from .dropped_attention import DroppedTiles
 from .norms import RmsNorm
 from .ops import rotate
 from .positions import Geometry
 from .recompute import recomputable
+
+
+@dataclass(frozen=True)
+class DroppedTiles:
+    """Factors of the probabilities of one tile of attention; see
+    :data:`hexad.parallel.context.kernels.Drop`.
+
+    Attributes:
+        dropper: the layer's.
+        queries: int32 ``[2, tokens, heads]``, keys of this rank's queries for all layers.
+        kv_heads: by which heads are grouped.
+        length: tokens of a sequence; an element's column is its key's place in it.
+    """
+
+    dropper: Dropper
+    queries: torch.Tensor
+    kv_heads: int
+    length: int
+
+    def __call__(self, tile: Tile, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+        """``[kv heads, group, queries, keys]``."""
+        begin, number = tile.queries[0], tile.first + columns.start
+        keys = self.dropper.keys(self.queries[:, begin + rows.start : begin + rows.stop])
+        grouped = keys.transpose(1, 2).unflatten(1, (self.kv_heads, -1))
+        count = columns.stop - columns.start
+        return self.dropper.factors(grouped, number % self.length, count, dtype)
 
 
 class KeyValueStore(Protocol):

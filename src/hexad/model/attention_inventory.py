@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hexad.parallel.context.heads_inventory import heads_of
 from hexad.parallel.context.rounds import SCORES
+from hexad.parallel.context.slice import heads_of
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import Linear
 from hexad.parallel.tensor.lora_inventory import Lora

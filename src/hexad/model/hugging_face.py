@@ -15,7 +15,7 @@ from hexad.config import ConfigError, HexadError
 from hexad.config.model import ModelSettings
 
 from .families import Family, families, family
-from .families.keys import Keys
+from .families.family import Keys
 
 CONFIG_FILE = "config.json"
 

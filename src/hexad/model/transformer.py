@@ -23,10 +23,9 @@ from .attention import Attention, KeyValueStore
 from .attention_kernels import Spans
 from .dropout import DropoutKey, Dropper, Site, row_keys
 from .feedforward import FeedForward
-from .inventory import ModelInventory
+from .inventory import LearnedPositions, ModelInventory
 from .norms import make_norm
 from .positions import Geometry, rotary_factors, rotary_frequencies, span_positions
-from .positions_inventory import LearnedPositions
 from .recompute import Recompute
 from .residual import Residual
 

@@ -10,8 +10,8 @@ import torch
 from hexad.config.schema import OptimizerSettings
 from hexad.parallel.data.buckets import Bucket
 
-from .adamw_inventory import MOMENTS
 from .optimizer import Publish, Rule
+from .schedule import MOMENTS
 
 
 class AdamW(Rule):

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from hexad.comm import Pending, all_reduce, broadcast
-from hexad.parallel.data.buckets import Bucket
+from hexad.parallel.data.buckets import Bucket, pinned
 from hexad.parallel.data.state_sharding import Shardings
 from hexad.parallel.inventory import Grid
-from hexad.parallel.pinned import pinned
 from hexad.topology.mesh import Axis
 
 Publish = Callable[[Bucket], None]

@@ -266,7 +266,7 @@ class Moment(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Collectives of one kind, as :func:`hexad.comm.volume.sent_bytes` counts them.
+    """Collectives of one kind, as :func:`hexad.comm.collectives.sent_bytes` counts them.
 
     Attributes:
         action: ``F``, ``B`` or ``W``: in which they run.

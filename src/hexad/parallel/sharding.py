@@ -1,4 +1,5 @@
-"""Parameters of this rank: allocated from what an inventory declares, and found again in a module.
+"""Parameters of this rank: allocated from what an inventory declares, found again in a module, and what is
+computed from a weight and kept until it changes.
 
 Initialisation, buckets, gradient norms, checkpoints and tests read the declarations; nothing is inferred
 from a tensor's shape.
@@ -6,10 +7,10 @@ from a tensor's shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -206,3 +207,23 @@ def fill_initial(values: torch.Tensor, rectangle: Rectangle, weight: Weight, see
         values.fill_(weight.fill)
     else:
         fill_normal(values, rectangle, weight.std, seed)
+
+
+T = TypeVar("T")
+
+
+def forget_derived(parameter: torch.Tensor) -> None:
+    """Forget what was computed from a parameter: call it whenever its values change. The first call allows
+    values to be kept; for a parameter that comes and goes (ZeRO 3) there is none."""
+    parameter.derived = {}  # type: ignore[attr-defined]
+
+
+def derived(parameter: torch.Tensor, name: str, compute: Callable[[], T]) -> T:
+    """What ``compute`` makes of the parameter's values, made once until they change."""
+    kept: dict[str, Any] | None = getattr(parameter, "derived", None)
+    if kept is None or torch.compiler.is_compiling():  # a graph has no side effects
+        return compute()
+    if name not in kept:
+        kept[name] = compute()
+    found: T = kept[name]
+    return found

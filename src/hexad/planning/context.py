@@ -7,7 +7,7 @@ from typing import Any
 
 from hexad.config import Config, ConfigError
 from hexad.config.model import ModelSettings
-from hexad.parallel.context.heads_inventory import divides_heads, largest_group
+from hexad.parallel.context.slice import divides_heads, largest_group
 
 
 def heads_of_rank(model: ModelSettings, tensor: int) -> tuple[int, int]:

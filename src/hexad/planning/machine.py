@@ -10,7 +10,7 @@ import yaml
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
 from hexad.config import Config, ConfigError, blaming
-from hexad.dataset.load.part import part_of
+from hexad.dataset.load.samples import part_of
 from hexad.dataset.load.whole_samples import check_samples
 from hexad.dataset.sidecar import open_built, prefixes
 from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer

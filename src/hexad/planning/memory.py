@@ -9,16 +9,15 @@ from typing import Any
 
 from hexad.config import Config
 from hexad.model.inventory import ModelInventory, Stage
-from hexad.optim.adamw_inventory import MOMENTS
+from hexad.optim.schedule import MOMENTS
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
 from hexad.parallel.inventory import Execution, Position, tensor_positions
-from hexad.parallel.pipeline.steady import Shortened, shortened
+from hexad.parallel.pipeline.schedule import Shortened, shortened
 from hexad.parallel.pipeline.transfers import Transfer, transfers
 from hexad.topology.layout import Layout
 
 from . import Resolved
-from .buffers import StateBuffers
-from .step import Peak, StageMemory, Step
+from .step import Peak, StageMemory, StateBuffers, Step
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 """``precision.dtype`` -> bytes of a parameter's or an activation's element."""

@@ -9,7 +9,7 @@ from typing import Any
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.schema import DataSettings, ParallelSettings
 from hexad.model.configuration import complete_model
-from hexad.optim.learning_rate import decay_steps
+from hexad.optim.schedule import decay_steps
 from hexad.topology.devices import cpu_has_bf16
 from hexad.topology.layout import Layout
 

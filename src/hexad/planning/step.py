@@ -1,21 +1,123 @@
-"""A pipeline rank's training step, action by action: what is held, and what each needs for a moment."""
+"""A pipeline rank's training step, action by action: what is held, what each needs for a moment, and the
+buffers that buckets take turns with."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hexad.model.block_inventory import Recomputed
 from hexad.model.inventory import Stage
 from hexad.parallel.data.bucket_plan import BucketPlan, Held
-from hexad.parallel.data.gathering import Gathering
+from hexad.parallel.data.ordering import Gathering, Rounds
 from hexad.parallel.inventory import Execution, Kept
-from hexad.parallel.pipeline.exchange import Exchange
 from hexad.parallel.pipeline.schedule import Action, Message, Schedule
-from hexad.parallel.pipeline.transfers import Transfer
+from hexad.parallel.pipeline.transfers import Exchange, Transfer
 
-from .buffers import StateBuffers
+
+class StateBuffers:
+    """Counts a step's buffers, in the place of tensors.
+
+    Args:
+        buckets: of the rank.
+        run: how a microbatch is computed; on a CPU a reduction receives into a buffer as large as the bucket,
+            on a GPU into the shard.
+        replicas: data ranks that hold the same shard.
+
+    Attributes:
+        moving: bytes that reductions under way receive into.
+        most: largest ``moving`` since :meth:`restart`.
+    """
+
+    def __init__(self, buckets: Sequence[BucketPlan], run: Execution, replicas: int) -> None:
+        self.moving = self.most = 0
+        self._buckets, self._whole, self._replicas = buckets, run.cpu, replicas
+        self._parameter, self._gradient, self._sent = run.byte, run.gradient, run.reduced
+        self._narrowed = run.reduced != run.gradient
+        self._reducing: deque[tuple[int, int]] = deque()  # bytes received into, and summed beside them
+        self._used: Counter[tuple[int, ...]] = Counter()
+        self._peak: Counter[tuple[int, ...]] = Counter()
+        self._here: set[int] = set()
+        self._accumulating: set[int] = set()
+        # As the trainer numbers them: frozen parameters have no gradients.
+        self._trained = [plan for plan in buckets if not plan.frozen]
+        self._rounds = Rounds(self._trained, self, run.cpu or self._narrowed)
+        self._places = {
+            number: (bucket, member)
+            for bucket, plan in enumerate(self._trained)
+            for member, number in enumerate(plan.members)
+        }
+
+    @property
+    def pooled(self) -> int:
+        """Bytes of all buffers that were ever needed at a time: they are never given back to the system."""
+        return sum(width * size * number for (width, size, *_), number in self._peak.items())
+
+    def begin(self, microbatches: int) -> None:
+        """As :meth:`hexad.parallel.data.gradients.Gradients.begin`."""
+        self._rounds.begin(microbatches)
+
+    def contribute(self, parameters: Sequence[int]) -> None:
+        """A microbatch's gradients of these parameters (by number) are complete; frozen ones have none."""
+        for bucket, member in (self._places[number] for number in parameters if number in self._places):
+            plan = self._trained[bucket]
+            if not plan.keeps_gradients and bucket not in self._accumulating:
+                self._accumulating.add(bucket)
+                self._take(self._gradient, plan)
+            self._rounds.added(bucket, member)
+
+    def restart(self) -> None:
+        """Begin a new ``most``."""
+        self.most = self.moving
+
+    # As Rounds decides
+
+    def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
+        """A reduction starts."""
+        plan = self._trained[bucket]
+        several = plan.shards > 1
+        # The first shard is summed where it belongs, later ones and those in another format beside it.
+        beside = plan.shard_size * self._sent if several and (self._narrowed or not first) else 0
+        received = (plan.size * self._sent if several else 0) if self._whole else beside
+        if self._narrowed and several:
+            received += plan.size * self._sent  # the copy that is sent
+        self._reducing.append((received, beside if self._whole else 0))
+        self.moving += received
+        self.most = max(self.most, self.moving)
+        self._accumulating.discard(bucket)
+
+    def retire(self, bucket: int, last: bool) -> None:
+        """A reduction is over."""
+        received, beside = self._reducing.popleft()
+        self.most = max(self.most, self.moving + beside)
+        self.moving -= received
+        if last and self._narrowed and self._replicas > 1:
+            # Sent in a copy, which is there until the end of the step.
+            self.moving += self._trained[bucket].shard_size * self._sent
+            self.most = max(self.most, self.moving)
+        if not self._trained[bucket].keeps_gradients:
+            self._used[self._gradient, *self._trained[bucket].layout] -= 1
+
+    # As Gathering decides
+
+    def fetch(self, bucket: int) -> None:
+        """Values are gathered, if they are not here."""
+        if bucket not in self._here:
+            self._here.add(bucket)
+            self._take(self._parameter, self._buckets[bucket])
+
+    def release(self, bucket: int) -> None:
+        """Values are given up, if they are here."""
+        if bucket in self._here:
+            self._here.discard(bucket)
+            self._used[self._parameter, *self._buckets[bucket].layout] -= 1
+
+    def _take(self, width: int, plan: BucketPlan) -> None:
+        key = (width, *plan.layout)
+        self._used[key] += 1
+        self._peak[key] = max(self._peak[key], self._used[key])
+
 
 _BEGUN = 4
 """Actions of one kind after which a schedule repeats itself, as far as buffers of sharded state go."""

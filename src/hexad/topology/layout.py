@@ -1,4 +1,5 @@
-"""Which ranks work together: pure arithmetic on rank numbers, without torch.
+"""Which ranks work together, and over which tree all of them agree: pure arithmetic on rank numbers, without
+torch.
 
 A :class:`Layout` places ``world`` ranks on two grids that share the pipeline axis:
 
@@ -15,10 +16,11 @@ world is ever stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
 from math import gcd, prod
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from hexad.config import ConfigError, did_you_mean
 
@@ -26,14 +28,20 @@ MOST_RANKS = 2**22
 """Of any world: pictures and groups of ranks list them."""
 
 DENSE_AXES = ("tensor", "context", "data", "pipeline")
+
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
+
 AXES = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor", "expert_data")
+
 ORDER_NAMES = ("tensor", "context", "expert", "data", "pipeline")
+
 DEFAULT_ORDER = "-".join(ORDER_NAMES)
 
 # What a name in the order means on each grid; a grid skips the names it does not have.
 _DENSE_OF = {"tensor": "tensor", "context": "context", "data": "data", "pipeline": "pipeline"}
+
 _EXPERT_OF = {"tensor": "expert_tensor", "expert": "expert", "data": "expert_data", "pipeline": "pipeline"}
+
 _MEGATRON_NAMES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 
 
@@ -390,3 +398,62 @@ def _ranks(count: int) -> str:
 def _nearest_multiples(factor: int, value: int) -> str:
     below = value // factor * factor
     return f"{below} or {below + factor}" if below else f"{factor}"
+
+
+FAN_OUT = 16
+"""Ranks of a group. Those of a host are neighbours, so that the lowest level covers one or two hosts."""
+
+CHANNELS = ("main", "checkpoint", "signals", "counts", "pace")
+"""Agreements that may be made at the same time. A channel's place here is the tag of its messages."""
+
+
+def tree_groups(rank: int, world: int, fan_out: int) -> Iterator[tuple[int, ...]]:
+    """The ranks of the groups that a rank belongs to, from the lowest level up.
+
+    It is the first rank in all but the last of them.
+    """
+    step = 1
+    while step < world:
+        width = step * fan_out
+        first = rank - rank % width
+        members = tuple(range(first, min(first + width, world), step))
+        # At the end of the world one rank may be left over: it is a group of the next level only.
+        if len(members) > 1:
+            yield members
+        if rank != first:
+            return
+        step = width
+
+
+@dataclass(frozen=True)
+class Level:
+    """A rank's place in one of its groups.
+
+    Attributes:
+        ranks: global ranks of the group.
+        place: this rank's among them; the first one passes on what the others send.
+        group: gloo's process group.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    group: Any
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A rank's part of the tree.
+
+    Attributes:
+        levels: from the lowest up; the rank is the first one in all but the last.
+        channel: messages of different channels do not mix, so that several threads may use one tree.
+        timeout: to wait for a message at most.
+    """
+
+    levels: tuple[Level, ...]
+    channel: int
+    timeout: timedelta
+
+    def on(self, channel: int, timeout: timedelta | None = None) -> Tree:
+        """The same connections for another thread."""
+        return replace(self, channel=channel, timeout=timeout or self.timeout)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .tree import CHANNELS, FAN_OUT, Level, Tree, tree_groups
+from .layout import CHANNELS, FAN_OUT, Level, Tree, tree_groups
 
 if TYPE_CHECKING:
     from .layout import Layout

@@ -22,11 +22,11 @@ from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.engine.engine import Engine
 from hexad.engine.evaluation import ValidationSets, total
 from hexad.engine.faults import StepResult
-from hexad.engine.precision import dtype_line
+from hexad.engine.modules import dtype_line
 from hexad.launching.deterministic import naming_operators
 from hexad.launching.environment import environment
-from hexad.launching.idle import wait_idle
 from hexad.launching.launch import Run, launch
+from hexad.launching.rendezvous import wait_idle
 from hexad.launching.stop import SAVE_FAILED, StopRequest
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.simulate import TIMELINE
@@ -38,11 +38,10 @@ from hexad.topology.mesh import Mesh
 
 from .callbacks import Callback, Callbacks, Outcome
 from .pace import Pace, collected_by_step
-from .profile import StepProfile
+from .profile import StepProfile, timeline_text
 from .record import Metrics, Recorder
 from .rundir import open_run_directory
 from .saves import Saves
-from .timeline import timeline_text
 
 log = logging.getLogger("hexad")
 

@@ -1,16 +1,23 @@
-"""Traces of some steps by torch's profiler: one file per rank in ``run.dir/profile``."""
+"""Measurements of single steps: traces by torch's profiler, one file per rank in ``run.dir/profile``, and the
+measured and planned times of pipeline actions, ``run.dir/timeline.json``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hexad.comm import gather_objects
 from hexad.config import ConfigError
 from hexad.config.schema import ProfileSettings
+from hexad.engine.engine import Engine
+from hexad.parallel.pipeline.simulate import Costs, Timeline, simulate
+from hexad.planning.stages import stage_costs
 
 STEP = "hexad.step"
 """What a step is labelled with."""
@@ -104,3 +111,34 @@ class StepProfile:
             ) from None
         finally:
             self._record_memory(False)
+
+
+def timeline_text(engine: Engine) -> str:
+    """The last recorded step's timeline and the planned one as JSON; the ranks of a pipeline call it
+    together."""
+    # Clocks of different hosts agree to about a millisecond.
+    found = gather_objects(engine.recorded(), engine.mesh.pipeline)
+    first = min(begin for begin, _ in found)
+    times = [[(begin - first + start, begin - first + end) for start, end in rank] for begin, rank in found]
+    measured = Timeline.of(engine.plan.schedule, times)
+    planned = simulate(engine.plan.schedule, _planned(engine, measured))
+    return json.dumps({"step": engine.step, "planned": planned.as_tree(), "measured": measured.as_tree()})
+
+
+def _planned(engine: Engine, measured: Timeline) -> Costs:
+    """The costs of the plan, scaled so that the mean time of an action equals the measured one."""
+    config, plan = engine.config, engine.plan
+    costs = stage_costs(config, plan.layers, plan.schedule.pipeline)
+    work = _busy(simulate(plan.schedule, costs))
+    unit = _busy(measured) / work if work else 0.0
+
+    def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(value * unit for value in values)
+
+    return replace(
+        costs, forward=scaled(costs.forward), backward=scaled(costs.backward), weight=scaled(costs.weight)
+    )
+
+
+def _busy(timeline: Timeline) -> float:
+    return sum(end - start for actions in timeline.times for start, end in actions)

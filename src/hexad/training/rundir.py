@@ -15,8 +15,8 @@ from hexad.comm import from_first, merged
 from hexad.config import ConfigError
 from hexad.config.schema import RunSettings
 from hexad.launching import flight_recorder
+from hexad.launching.files import lock_run
 from hexad.launching.launch import Run
-from hexad.launching.run_lock import lock_run
 from hexad.launching.watch import Watch
 
 log = logging.getLogger("hexad")

@@ -11,8 +11,8 @@ import torch
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.hugging_face.exporting import saved_config
 from hexad.checkpoint.hugging_face.names import published_tensors
+from hexad.checkpoint.manifest import verify_files
 from hexad.checkpoint.reader import Checkpoint
-from hexad.checkpoint.verification import verify_files
 from hexad.compat import deepspeed
 from hexad.compat.deepspeed.import_checkpoint import Imported, import_checkpoint
 from hexad.dataset.load.microbatch import Microbatch

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hexad.compat import deepspeed
-from hexad.compat.deepspeed.messages import Form
 from hexad.compat.deepspeed.pipe import balanced
+from hexad.compat.deepspeed.pipe_engine import Form
 from hexad.config import HexadError
 
 from ...pool import Pool, RankError

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hexad.compat.megatron.arguments import parse
-from hexad.compat.megatron.derive import derive
+from hexad.compat.megatron.arguments import derive, parse
 from hexad.compat.megatron.translate import translate, translated
 
 from .test_translate import SMALL, problem, resolved, small

@@ -14,8 +14,8 @@ import pytest
 import torch
 import yaml
 
+from hexad.checkpoint.manifest import verify_files
 from hexad.checkpoint.reader import Checkpoint
-from hexad.checkpoint.verification import verify_files
 from hexad.compat.megatron.import_checkpoint import Imported, import_checkpoint
 from hexad.compat.megatron.torch_dist import TorchDistCheckpoint
 from hexad.config import HexadError

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from hexad.compat.megatron.arguments import parse
-from hexad.compat.megatron.derive import derive
+from hexad.compat.megatron.arguments import derive, parse
 from hexad.compat.megatron.flags import FLAGS, GROUPS
 from hexad.compat.megatron.translate import Translation, translate
 from hexad.config import ConfigError, setting_names
 from hexad.model.configuration import build_config
 from hexad.model.families import preset
-from hexad.optim.learning_rate import learning_rate
+from hexad.optim.schedule import learning_rate
 from hexad.planning import Resolved, planned_layout, resolve
 
 from . import lines

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import HexadError
-from hexad.dataset.text.byte_tokenizer import BYTE_END, byte_backend
+from hexad.dataset.text.tokenizer import BYTE_END, byte_backend
 from hexad.model.hugging_face import CONFIG_FILE
 
 from ..directory import make_visible, write_durably

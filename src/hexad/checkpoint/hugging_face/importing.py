@@ -22,11 +22,9 @@ from hexad.parallel.rectangle import Rectangle
 from ..directory import sync_directory
 from ..index import Index
 from ..kept_tokenizer import FOLDER
-from ..manifest import STEP_NAME, FileRecord
+from ..manifest import STEP_NAME, FileRecord, whole_file
 from ..manifest_writer import write_manifest
-from ..tensor_file import dtype_name
-from ..verification import whole_file
-from ..writer import Part, TensorFile
+from ..tensor_file import Part, TensorFile, dtype_name
 from .files import appearing, copy_files, has_tokenizer, tokenizer_files
 from .weights import HuggingFaceModel, row_slices
 

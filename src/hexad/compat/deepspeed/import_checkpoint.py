@@ -21,11 +21,9 @@ from hexad.model.configuration import build_config
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.trained import Trained
 
-from ..facade.imported import ForeignTensor, write_foreign
-from ..facade.published import model_directory
+from ..facade.imported import ForeignTensor, model_directory, write_foreign
 from .saved_state import SavedState, SavedTensor
-from .universal import FOLDER, read_universal
-from .zero_files import read_zero
+from .zero_files import FOLDER, read_universal, read_zero
 
 _LATEST = ("latest", "latest_universal")
 

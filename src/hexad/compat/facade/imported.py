@@ -1,4 +1,5 @@
-"""Checkpoints of other systems as ours: their tensors, read one at a time, in one file."""
+"""Import of other systems' checkpoints: their tensors, read one at a time, in one file of ours, and the
+published model that ``checkpoint import --model`` names."""
 
 from __future__ import annotations
 
@@ -13,10 +14,27 @@ from hexad.checkpoint.hugging_face.importing import origin_of_import
 from hexad.checkpoint.index import Index
 from hexad.checkpoint.manifest import FileRecord
 from hexad.checkpoint.manifest_writer import ManifestJob, write_manifest
-from hexad.checkpoint.tensor_file import dtype_name
-from hexad.checkpoint.writer import Part, TensorFile
-from hexad.config import Config
+from hexad.checkpoint.tensor_file import Part, TensorFile, dtype_name
+from hexad.config import Config, HexadError
+from hexad.model.hugging_face import CONFIG_FILE
 from hexad.parallel.rectangle import Rectangle
+
+
+def model_directory(named: Path) -> Path:
+    """The directory of a Hugging Face model that is named, or whose ``config.json`` is.
+
+    Raises:
+        HexadError: there is none.
+    """
+    if named.is_dir():
+        return named
+    if named.name == CONFIG_FILE and named.is_file():
+        return named.parent
+    if named.exists():
+        raise HexadError(
+            f"--model: found the file {named}, expected a Hugging Face model's directory or its {CONFIG_FILE}"
+        )
+    raise HexadError(f"--model: {named}: no such directory or file")
 
 
 @dataclass(frozen=True)

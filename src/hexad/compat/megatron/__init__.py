@@ -24,7 +24,7 @@ _PUBLIC = {
     "get_tokenizer": "initialize",
     "initialize_megatron": "initialize",
     "setup_model": "schedules",
-    "vocab_parallel_cross_entropy": "cross_entropy",
+    "vocab_parallel_cross_entropy": "mappings",
 }
 _MODULES = ("mappings", "parallel_state")
 
@@ -50,10 +50,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import mappings, parallel_state
-    from .cross_entropy import vocab_parallel_cross_entropy
     from .gpt import GPTModel
     from .initialize import destroy_megatron, get_args, get_config, get_tokenizer, initialize_megatron
     from .layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, VocabParallelEmbedding
+    from .mappings import vocab_parallel_cross_entropy
     from .parallel_state import get_mesh
     from .schedules import get_forward_backward_func, get_num_microbatches, setup_model
 

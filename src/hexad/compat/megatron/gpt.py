@@ -20,9 +20,8 @@ from hexad.planning import Resolved, resolve
 
 from . import parallel_state
 from .arguments import naming_flags
-from .cross_entropy import vocab_parallel_cross_entropy
 from .initialize import get_args, get_config
-from .mappings import gather_from_tensor_model_parallel_region
+from .mappings import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 
 
 def resolved_model() -> Resolved:

@@ -19,9 +19,8 @@ from hexad.model.configuration import build_config, load_config
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.inventory import ModelInventory
 
-from ..facade.imported import ForeignTensor, write_foreign
+from ..facade.imported import ForeignTensor, model_directory, write_foreign
 from ..facade.inert import Inert
-from ..facade.published import model_directory
 from .torch_dist import DistTensor, TorchDistCheckpoint
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,25 +1,282 @@
-"""From a launch line of Megatron-LM to Hexad's settings. No torch."""
+"""From a launch line of Megatron-LM to Hexad's settings: architecture, schedule, checkpoints and the rest. No
+torch."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hexad.config import ConfigError
 
-from .arguments import Line, parse
-from .checkpoint import DEFAULT_DIRECTORY, checkpoint_settings
-from .data import data_settings
+from .arguments import Line, derive, parse
+from .data import Gpt2Tokenizer, MockData, data_settings
 from .deepspeed_file import merge_file
-from .derive import derive
-from .files import Gpt2Tokenizer, MockData
 from .layout import layout_settings
-from .model import model_settings
-from .training import schedule_settings
+
+
+def model_settings(arguments: Namespace) -> dict[str, Any]:
+    """The settings of the group ``model``.
+
+    Raises:
+        ConfigError: an architecture that no family has, or experts.
+    """
+    refuse_experts(arguments)
+    found = {
+        "family": _family(arguments),
+        "layers": arguments.num_layers,
+        "hidden": arguments.hidden_size,
+        "heads": arguments.num_attention_heads,
+        "kv_heads": arguments.num_query_groups,
+        "head_dim": arguments.kv_channels,
+        "ffn_hidden": arguments.ffn_hidden_size,
+        "max_positions": arguments.max_position_embeddings,
+        "tied_embeddings": not arguments.untie_embeddings_and_output_weights,
+        "norm_eps": arguments.norm_epsilon,
+        "dropout": arguments.hidden_dropout,
+        "attention_dropout": arguments.attention_dropout,
+        "init_std": arguments.init_method_std,
+    }
+    if found["family"] != "gpt2":
+        found |= _rotary(arguments)
+    if arguments.window_size is not None:
+        found["sliding_window"] = _window(arguments.window_size)
+    return found
+
+
+def refuse_experts(arguments: Namespace) -> None:
+    """Refuse layouts of experts without experts, as Megatron-LM does.
+
+    Raises:
+        ConfigError: ``--expert-...`` without ``--num-experts``.
+    """
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (getattr(arguments, name) or 1) > 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(flag, f"found {getattr(arguments, name)} without --num-experts; leave it out")
+
+
+def _family(arguments: Namespace) -> str:
+    """The family of this architecture.
+
+    Megatron-LM combines norms, positions, activations and biases freely; families are the combinations that
+    have a name.
+    """
+    traits = {
+        "--normalization": (arguments.normalization, "LayerNorm", "RMSNorm"),
+        "--position-embedding-type": (arguments.position_embedding_type, "learned_absolute", "rope"),
+        "--swiglu": (arguments.swiglu, False, True),
+        "--disable-bias-linear": (not arguments.add_bias_linear, False, True),
+    }
+    if not arguments.add_position_embedding and arguments.position_embedding_type != "rope":
+        raise ConfigError("--no-position-embedding", "found without rope; leave it out, or use rope")
+    gpt2 = [flag for flag, (found, one, _) in traits.items() if found != one]
+    llama = [flag for flag, (found, _, other) in traits.items() if found != other]
+    if not gpt2:
+        if arguments.qk_layernorm:
+            raise ConfigError("--qk-layernorm", "found with LayerNorm; it needs RMSNorm: leave it out")
+        return "gpt2"
+    if not llama:
+        return "qwen3" if arguments.qk_layernorm else "qwen2" if arguments.add_qkv_bias else "llama"
+    wrong = gpt2 if len(gpt2) <= len(llama) else llama
+    found = traits[wrong[0]][0]
+    what = f"found {found}" if isinstance(found, str) else "is set" if found else "is missing"
+    raise ConfigError(
+        wrong[0],
+        f"{what}: the flags fit neither GPT-2 (LayerNorm, learned_absolute, GELU, biases) nor Llama "
+        "(--normalization RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear); use all of "
+        "one of them",
+    )
+
+
+def _rotary(arguments: Namespace) -> dict[str, Any]:
+    found = {
+        "qkv_bias": arguments.add_qkv_bias,
+        "qk_norm": arguments.qk_layernorm,
+        "rope_theta": arguments.rotary_base,
+        "rotary_fraction": arguments.rotary_percent,
+    }
+    if arguments.use_rope_scaling:
+        # Megatron-LM has a flag for the factor only.
+        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
+        found["rope_scaling"] = {"factor": arguments.rope_scaling_factor, **fixed}
+    return found
+
+
+def _window(text: str) -> int | None:
+    """``sliding_window`` of Megatron-LM's (tokens to the left, tokens to the right); -1 is no limit."""
+    try:
+        left, right = (int(each) for each in text.strip("()").split(","))
+    except ValueError:
+        left, right = -2, 0
+    if left < -1 or right not in (0, -1):
+        raise ConfigError("--window-size", f"found {text!r}, expected LEFT,0")
+    return None if left == -1 else left + 1
+
+
+_KINDS = {
+    "constant": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "inverse-square-root": "inverse_sqrt",
+    "WSD": "wsd",
+}
+"""``--lr-decay-style`` -> ``lr_schedule.kind``."""
+
+SHIFT = "learning rate: that of step n is Megatron-LM's of iteration n + 1, whose first update has the rate 0"
+
+
+def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
+    """The group ``lr_schedule``, in iterations, and notes for the user.
+
+    Raises:
+        ConfigError: a shape that Hexad does not have.
+    """
+    steps, notes = arguments.train_iters, []
+
+    def iterations(name: str) -> float | None:
+        """``lr_..._iters``, or ``lr_..._samples`` of one batch size."""
+        if arguments.train_samples is None:
+            found = getattr(arguments, f"{name}_iters")
+            return None if found is None else float(found)
+        found = getattr(arguments, f"{name}_samples")
+        return None if found is None else float(found / arguments.global_batch_size)
+
+    def rounded(flag: str, number: float) -> int:
+        if number != round(number):
+            notes.append(f"{flag}: {number:,.2f} iterations, rounded to {round(number):,}")
+        return round(number)
+
+    unit = "iters" if arguments.train_samples is None else "samples"
+    given = iterations("lr_decay")
+    decay = float(steps) if given is None else given
+    if arguments.lr_warmup_fraction is not None:
+        if not 0 <= arguments.lr_warmup_fraction <= 1:
+            raise ConfigError(
+                "--lr-warmup-fraction", f"found {arguments.lr_warmup_fraction}, expected a number from 0 to 1"
+            )
+        flag, length = "--lr-warmup-fraction", arguments.lr_warmup_fraction * decay
+    else:
+        flag, length = f"--lr-warmup-{unit}", iterations("lr_warmup") or 0.0
+    _check_warmup(flag, length, decay, f"--train-{unit}" if given is None else f"--lr-decay-{unit}")
+    warmup = rounded(flag, length)
+    end = rounded(f"--lr-decay-{unit}", decay)
+    kind = _KINDS[arguments.lr_decay_style]
+    found: dict[str, Any] = {"kind": kind, "warmup": warmup}
+    if warmup:
+        notes.append(SHIFT)
+    if kind == "constant":
+        return found, notes
+    if kind in ("wsd", "inverse_sqrt") and end != steps:
+        raise ConfigError(
+            f"--lr-decay-{unit}",
+            f"found {end} of {steps} iterations with {arguments.lr_decay_style}, which Hexad ends with the "
+            "run; leave it out",
+        )
+    if kind == "wsd":
+        length = iterations("lr_wsd_decay")
+        if length is None:
+            raise ConfigError(f"--lr-wsd-decay-{unit}", "is missing with WSD; give it")
+        if arguments.lr_wsd_decay_style != "linear":
+            raise ConfigError(
+                "--lr-wsd-decay-style",
+                f"found {arguments.lr_wsd_decay_style}; Hexad's wsd decays linearly: use linear",
+            )
+        found["decay_steps"] = rounded(f"--lr-wsd-decay-{unit}", length)
+    elif kind != "inverse_sqrt":
+        found["decay_steps"] = end
+    return {**found, "min_lr": arguments.min_lr}, notes
+
+
+def _check_warmup(flag: str, length: float, decay: float, whole: str) -> None:
+    """Refuse warm-up that does not end before the schedule of ``decay`` iterations, those of ``whole``."""
+    if length and length >= decay:
+        raise ConfigError(
+            flag,
+            f"found {length:g} iterations of warm-up, expected less than the {decay:g} of {whole}; lower it",
+        )
+
+
+DEFAULT_DIRECTORY = "runs/megatron"
+"""``run.dir`` without ``--save``."""
+
+
+def checkpoint_settings(arguments: Namespace) -> tuple[dict[str, Any], str | None, list[str]]:
+    """The group ``checkpoint``, ``model.load``, and notes for the user.
+
+    As in Megatron-LM, a run resumes only from what ``--load`` names.
+
+    Raises:
+        ConfigError: what Hexad cannot load, or flags that exclude each other.
+    """
+    notes: list[str] = []
+    load, save, weights = arguments.load, arguments.save, arguments.pretrained_checkpoint
+    resumes = load is not None and save is not None and Path(load) == Path(save)
+    found: dict[str, Any] = {
+        "every": (arguments.save_interval or 0) if save else 0,
+        "keep": 10**9,  # Megatron-LM deletes none
+        "asynchronous": arguments.async_save,
+        "resume": "auto" if resumes else "never",
+    }
+    if not save:
+        notes.append(f"without --save: the last checkpoint, metrics and logs are in {DEFAULT_DIRECTORY}")
+    _refuse_foreign("--load", load)
+    _refuse_foreign("--pretrained-checkpoint", weights)
+    if arguments.finetune and load is not None:
+        if resumes:
+            raise ConfigError("--finetune", f"found with --load and --save {load}; save to another directory")
+        load, weights = None, load
+    if load is not None and arguments.no_load_optim and _holds_checkpoints(load):
+        raise ConfigError(
+            "--no-load-optim",
+            f"found with --load {load}, which holds checkpoints; one is resumed completely: leave it out, or "
+            "add --finetune to begin with the weights only",
+        )
+    if resumes and arguments.exit_on_missing_checkpoint:
+        found["resume"] = "must"
+    elif load is not None and not resumes:
+        if Path(load).is_dir() or arguments.exit_on_missing_checkpoint:
+            found["load"] = load
+        else:
+            notes.append(f"--load: {load} does not exist: the run begins with initial weights")
+    return found, weights, notes
+
+
+def refuse_forgotten(directory: str, resume: str) -> None:
+    """Refuse to start a new run in a directory with checkpoints, before anything starts.
+
+    Args:
+        directory: the run's directory.
+        resume: ``checkpoint.resume``.
+
+    Raises:
+        ConfigError: naming the flag that resumes.
+    """
+    if resume == "never" and _holds_checkpoints(directory):
+        raise ConfigError(
+            "--save",
+            f"{directory} holds checkpoints; add --save {directory} --load {directory} to resume, or "
+            "save to another directory",
+        )
+
+
+def _holds_checkpoints(directory: str) -> bool:
+    """Whether it is a run or a checkpoint of Hexad."""
+    return any((Path(directory) / name).exists() for name in ("checkpoints", "manifest.json"))
+
+
+def _refuse_foreign(flag: str, directory: str | None) -> None:
+    """A checkpoint of Megatron-LM is recognised by its tracker file."""
+    if directory is not None and (Path(directory) / "latest_checkpointed_iteration.txt").exists():
+        raise ConfigError(
+            flag,
+            f"{directory} holds checkpoints of Megatron-LM; convert one with 'hexad checkpoint import --from "
+            f"megatron:{directory} --to DIR --model run.yaml' and name DIR",
+        )
 
 
 @dataclass(frozen=True)

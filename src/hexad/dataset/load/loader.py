@@ -27,8 +27,7 @@ from ..sidecar import open_built
 from ..text.tokenizer import Tokenizer, bos_ids
 from .blend import Blend
 from .microbatch import IGNORED, Microbatch
-from .part import part_of
-from .samples import Samples, SampleSource, Source
+from .samples import Samples, SampleSource, Source, part_of
 from .whole_samples import Packing, TooLong, WholeSamples, whole_documents
 
 log = logging.getLogger("hexad")

@@ -9,7 +9,7 @@ import torch
 
 from hexad.parallel.context.rows import numbers_of
 from hexad.parallel.context.slice import Slice, Slicing
-from hexad.parallel.tensor.cross_entropy import IGNORED
+from hexad.parallel.tensor.loss import IGNORED
 
 __all__ = ["IGNORED", "Microbatch"]
 

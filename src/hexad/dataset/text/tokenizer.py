@@ -232,6 +232,7 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
 _LLAMA3_NAMED = {
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -239,6 +240,7 @@ _LLAMA3_NAMED = {
     7: "<|end_header_id|>",
     9: "<|eot_id|>",
 }
+
 _LLAMA3_SPECIALS = 256
 
 
@@ -396,3 +398,22 @@ def _extra(package: str, why: str) -> Any:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+BYTE_END = "<|endoftext|>"
+"""Its end-of-document token, whose id is 256."""
+
+
+def byte_backend() -> Any:
+    """The 256 values of a byte, then :data:`BYTE_END`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    # Byte-level tokenizers map bytes without a visible character to those from 256 on, in order.
+    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(BYTE_END, special=True)])
+    return backend

@@ -6,8 +6,7 @@ from typing import Any
 
 from hexad.config.model import ModelSettings
 
-from .family import Family, Shape
-from .keys import one_dropout
+from .family import Family, Shape, one_dropout
 
 
 def _write(model: ModelSettings) -> dict[str, Any]:

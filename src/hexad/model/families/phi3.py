@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .keys import one_dropout
+from .family import one_dropout
 from .llama import FAMILY as LLAMA
 from .llama import llama_shape
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .family import Shape
-from .keys import Keys, without_window
+from .family import Keys, Shape, without_window
 from .llama import FAMILY as LLAMA
 from .llama import Sizes, llama_shape
 

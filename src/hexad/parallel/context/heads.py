@@ -10,7 +10,7 @@ import torch
 from hexad.comm import all_to_all
 from hexad.topology.mesh import Axis
 
-from .heads_inventory import heads_of
+from .slice import heads_of
 
 
 def heads_for_tokens(

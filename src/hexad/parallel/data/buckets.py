@@ -1,4 +1,5 @@
-"""Parameters in flat contiguous buckets: the unit of reduction, update and gathering.
+"""Parameters in flat contiguous buckets, the unit of reduction, update and gathering, and their temporary and
+page-locked buffers.
 
 Parameters that are treated alike (weight decay, the axes that divide them) share buckets, so that each of
 these touches a few large tensors instead of hundreds of small ones.
@@ -6,20 +7,47 @@ these touches a few large tensors instead of hundreds of small ones.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hexad.config.errors import HexadError
 
-from ..derived import forget_derived
 from ..inventory import Weight
-from ..pinned import pinned
 from ..rectangle import Rectangle
-from ..sharding import Declared, absent, fill_initial
+from ..sharding import Declared, absent, fill_initial, forget_derived
 from .bucket_plan import BucketPlan, Held, plan_buckets
 from .state_sharding import Shardings
+
+
+def pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Lock a host tensor's memory, so that copies between it and a GPU run beside computation.
+
+    Args:
+        tensor: contiguous, on the host, with a storage of its own.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        RuntimeError: the driver refuses, most often for the limit of locked memory (``ulimit -l``).
+    """
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return tensor
+    runtime: Any = torch.cuda.cudart()
+    address = storage.data_ptr()
+    error = int(runtime.cudaHostRegister(address, storage.nbytes(), 0))
+    if error:
+        raise RuntimeError(
+            f"cudaHostRegister of {storage.nbytes()} bytes failed with error {error}; raise the limit of "
+            "locked memory (ulimit -l), or use memory.offload: none"
+        )
+    weakref.finalize(storage, runtime.cudaHostUnregister, address)
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -249,3 +277,27 @@ def make_buckets(
         Bucket(plan, [found[number][1] for number in plan.members], sharding[plan.traits.grid].shards.rank)
         for plan in plans
     ]
+
+
+class BufferPool:
+    """Flat tensors of a bucket's size, used again.
+
+    Buckets of one layout share buffers, so that padding is zeroed once and stays zero. Nothing is given back
+    to the system: what was needed once is needed again every step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[tuple[object, ...], list[torch.Tensor]] = {}
+
+    def take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer for ``bucket``, with whatever values its parameters' elements had last."""
+        free = self._free.get((dtype, *bucket.plan.layout))
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):  # a buffer made while evaluating is used in training too
+            return torch.zeros(bucket.plan.size, dtype=dtype, device=self._device)
+
+    def give(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Give back what :meth:`take` returned for a bucket of the same layout."""
+        self._free.setdefault((buffer.dtype, *bucket.plan.layout), []).append(buffer)

@@ -17,9 +17,8 @@ from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, 
 from hexad.topology.mesh import Axis
 
 from ..contributions import Contribution, Dense, WeightGradient, attach
-from .buckets import Bucket
-from .pool import BufferPool
-from .reductions import Rounds
+from .buckets import Bucket, BufferPool
+from .ordering import Rounds
 from .state_sharding import Shardings
 
 Deferred = deque[tuple[torch.Tensor, WeightGradient]]

@@ -17,9 +17,8 @@ from hexad.comm import Pending, receive_async, send_async
 from hexad.topology.mesh import Axis
 
 from ..data.gradients import Deferred, Gradients
-from .exchange import Exchange
 from .schedule import Action, Message, Schedule
-from .transfers import transfers
+from .transfers import Exchange, transfers
 
 M = TypeVar("M")
 

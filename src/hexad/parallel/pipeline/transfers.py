@@ -1,4 +1,5 @@
-"""Which messages a pipeline rank sends and receives, and in which order; no torch, for the memory model too.
+"""The messages of a pipeline rank: which it sends and receives, in which order, and which are in flight. No
+torch: the executor sends tensors through it, the memory model counts what it holds.
 
 All ranks start their sends and receives in one global order, that of the times at which a simulation produces
 the messages. Then there is no deadlock, even if a communicator executes strictly in order (NCCL): the two
@@ -7,7 +8,8 @@ ends of the earliest unfinished message have nothing left to do before it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import deque
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from .schedule import Message, Schedule
 from .simulate import Costs, simulate
@@ -69,3 +71,115 @@ def _with_answers(own: list[Transfer]) -> list[Transfer]:
         else transfer
         for transfer in own
     ]
+
+
+T = TypeVar("T")
+
+Received = TypeVar("Received", covariant=True)
+
+
+class Waiting(Protocol[Received]):
+    """A transfer in flight."""
+
+    def wait(self) -> Received:
+        """Block until it is over; a received tensor may be used then."""
+        ...
+
+
+class Transport(Protocol[T]):
+    """Starts transfers."""
+
+    def send(self, message: T, peer: int, tag: int) -> Waiting[object]:
+        """Start sending to the pipeline rank ``peer``."""
+        ...
+
+    def receive(self, message: Message, peer: int, tag: int) -> Waiting[T]:
+        """Start receiving a message."""
+        ...
+
+
+class Exchange(Generic[T]):
+    """Sends and receives one step's messages of this rank.
+
+    Args:
+        schedule: whose messages.
+        order: this rank's entry of :func:`.transfers.transfers`.
+        transport: starts the transfers.
+    """
+
+    def __init__(self, schedule: Schedule, order: list[Transfer], transport: Transport[T]) -> None:
+        self._order = order
+        self._transport = transport
+        self._microbatches = schedule.microbatches
+        self._position = {transfer.message: index for index, transfer in enumerate(order)}
+        self._next = 0
+        self._outgoing: dict[Message, T] = {}
+        self._arriving: dict[Message, Waiting[T]] = {}
+        self._sent: dict[int, deque[tuple[int, Waiting[object]]]] = {}  # to be answered, by peer
+        self._unanswered: deque[Waiting[object]] = deque()
+
+    @property
+    def held(self) -> int:
+        """Tensors under way, from or to here."""
+        waiting = len(self._arriving) + len(self._outgoing) + len(self._unanswered)
+        return waiting + sum(map(len, self._sent.values()))
+
+    def send(self, message: Message, tensor: T) -> None:
+        """Start sending; the tensor must not be changed any more."""
+        self._outgoing[message] = tensor
+        self._advance(self._position[message])
+
+    def receive(self, message: Message) -> T:
+        """The message, once it has arrived."""
+        position = self._position[message]
+        self._advance(position)
+        tensor = self._arriving.pop(message).wait()
+        self._release(self._order[position])
+        self._advance()
+        return tensor
+
+    def finish(self) -> None:
+        """Wait until all sends are complete."""
+        for pending in (*self._unanswered, *(work for sent in self._sent.values() for _, work in sent)):
+            pending.wait()
+
+    def _advance(self, until: int = -1) -> None:
+        """Start transfers in order: those up to position ``until``, then as many as may be ahead."""
+        while self._next < len(self._order):
+            transfer = self._order[self._next]
+            message, peer = transfer.message, transfer.peer
+            if transfer.outgoing:
+                if message not in self._outgoing:
+                    return
+                pending = self._transport.send(self._outgoing.pop(message), peer, self._tag(message))
+                self._keep(transfer, pending)
+            else:
+                if self._next > until and len(self._arriving) >= AHEAD:
+                    return
+                arriving = self._transport.receive(message, peer, self._tag(message))
+                self._arriving[message] = arriving
+            self._next += 1
+
+    def _keep(self, transfer: Transfer, pending: Waiting[object]) -> None:
+        """Hold a send buffer. Waiting for the oldest is safe: by the common order of transfers its receiver
+        is never prevented from posting it."""
+        if transfer.answered:
+            self._sent.setdefault(transfer.peer, deque()).append((transfer.delivered, pending))
+            return
+        self._unanswered.append(pending)
+        if len(self._unanswered) > AHEAD:
+            self._unanswered.popleft().wait()
+
+    def _release(self, received: Transfer) -> None:
+        """Release send buffers whose receipt is implied by the message just received: the peer needed them
+        before it."""
+        pending = self._sent.get(received.peer)
+        if pending:
+            kept = [entry for entry in pending if entry[0] > received.delivered]
+            for position, work in pending:
+                if position <= received.delivered:
+                    work.wait()  # at once
+            self._sent[received.peer] = deque(kept)
+
+    def _tag(self, message: Message) -> int:
+        return 2 * (message.stage * self._microbatches + message.microbatch) + (message.kind == "B")

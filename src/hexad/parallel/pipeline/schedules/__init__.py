@@ -9,10 +9,7 @@ from hexad.config import did_you_mean
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Costs
 from .auto import search
-from .gpipe import gpipe
-from .one_forward_one_backward import interleaved, one_forward_one_backward
-from .v_shaped import dualpipe_v, zb_v
-from .zero_bubble import zb_h1, zb_h2
+from .published import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto")
 

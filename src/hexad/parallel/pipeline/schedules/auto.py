@@ -12,11 +12,8 @@ from itertools import product
 
 from ..schedule import Schedule, ScheduleError, looped, v_shaped
 from ..simulate import Costs, peak_memory, simulate
-from .gpipe import gpipe
 from .greedy import Preference, greedy
-from .one_forward_one_backward import interleaved, one_forward_one_backward
-from .v_shaped import dualpipe_v, zb_v
-from .zero_bubble import zb_h1, zb_h2
+from .published import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
 
 Placement = tuple[int, ...]
 

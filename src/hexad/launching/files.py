@@ -1,7 +1,11 @@
-"""One run per directory. No torch: a second command is refused at once."""
+"""Files between the processes of a run: the lock of its directory, and a rank's last message to its launcher.
+No torch: a second command is refused at once."""
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -30,3 +34,23 @@ def lock_run(path: Path, patience: float, stack: ExitStack) -> None:
     if lock(file, patience) is False:
         file.seek(0)
         raise ConfigError("run.dir", f"found {path}, locked by {file.read()}; use another directory")
+
+
+_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+
+
+def write_error(message: str) -> None:
+    """Leave a message for torchrun's agent, or Hexad's own; without one, nothing."""
+    path = os.environ.get(_VARIABLE)
+    if not path:
+        return
+    # By one rename: the agent may end this rank at any moment, and cannot read half a file.
+    with open(f"{path}.partial", "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": message, "extraInfo": {"timestamp": int(time.time())}}}, file)
+    os.replace(f"{path}.partial", path)
+
+
+def withdraw_error() -> None:
+    """Remove the message again."""
+    with suppress(OSError):
+        os.unlink(os.environ.get(_VARIABLE, ""))

@@ -193,7 +193,7 @@ def adapt() -> None:
 
     from hexad.compat import deepspeed as face
     from hexad.compat.deepspeed.config import batch_sizes
-    from hexad.compat.deepspeed.optimizers import EngineOptimizer
+    from hexad.compat.facade.optimizer import EngineOptimizer
     from hexad.config import HexadError
 
     class Config(face.DeepSpeedConfig):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from hexad.compat.deepspeed.config import (
     with_autos_filled,
     without_effect,
 )
-from hexad.compat.deepspeed.script_config import DeepSpeedConfig
+from hexad.compat.deepspeed.entry import DeepSpeedConfig
 from hexad.compat.deepspeed.translate import run_settings
 from hexad.config import ConfigError, HexadError
 from hexad.model.configuration import load_config

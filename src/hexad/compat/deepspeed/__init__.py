@@ -13,7 +13,7 @@ __version__ = "0.19.8"
 """The release of DeepSpeed whose names, defaults and numbers these are."""
 
 _PUBLIC = {
-    "DeepSpeedConfig": "script_config",
+    "DeepSpeedConfig": "entry",
     "DeepSpeedEngine": "engine",
     "LayerSpec": "pipe",
     "PipelineEngine": "pipe_engine",

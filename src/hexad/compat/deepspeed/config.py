@@ -34,7 +34,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class DeepSpeedConfig:
+class CheckedConfig:
     """A checked file.
 
     Attributes:
@@ -208,7 +208,7 @@ def set_key(tree: dict[str, Any], assignment: str) -> None:
 
 def read_config(
     source: str | Path | Mapping[str, Any], data_ranks: int, strict: bool = True
-) -> DeepSpeedConfig:
+) -> CheckedConfig:
     """Read and check a configuration.
 
     Args:
@@ -221,7 +221,7 @@ def read_config(
         HexadError: a file that cannot be read.
     """
     keys, tree = read_keys(source, strict)
-    return DeepSpeedConfig(keys, batch_sizes(keys, data_ranks), tree)
+    return CheckedConfig(keys, batch_sizes(keys, data_ranks), tree)
 
 
 def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tuple[Keys, Mapping[str, Any]]:

@@ -1,10 +1,11 @@
-"""The loader of ``training_data``."""
+"""The loader of ``training_data``, and microbatches in containers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hexad.config import HexadError
@@ -93,3 +94,16 @@ def loader_of(
         drop_last=drop_last,
         num_workers=workers,
     )
+
+
+def cast_tensors(value: Any, to: torch.dtype | torch.device) -> Any:
+    """Tensors in containers on a device, or floating-point ones in a format."""
+    if isinstance(value, torch.Tensor):
+        return value.to(to) if isinstance(to, torch.device) or value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {key: cast_tensors(item, to) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_tensors(item, to) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(cast_tensors(item, to) for item in value)
+    return value

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from hexad.comm import identical
-from hexad.config import HexadError
+from hexad.checkpoint.loading import chosen
+from hexad.comm import agreed, first_difference, from_first, identical
+from hexad.config import AgreedError, HexadError, did_you_mean
 from hexad.engine.engine import Engine
+from hexad.launching.environment import environment
 from hexad.topology.layout import Layout
 
-from ..facade import world
-from . import gathered
-from .checkpoints import Checkpoints
-from .config import Batch, DeepSpeedConfig, without_effect
-from .data import Loader, loader_of
-from .optimizers import EngineOptimizer, Parameters, client_optimizer, client_scheduler, trained
+from ..facade import gathered, tags, world
+from ..facade.accumulation import Accumulation
+from ..facade.optimizer import EngineOptimizer, Parameters, trained
+from .config import Batch, CheckedConfig, without_effect
+from .data import Loader, cast_tensors, loader_of
+from .optimizers import client_optimizer, client_scheduler
 from .translate import engine_config
 
 log = logging.getLogger("hexad")
 
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_OF_MODULES = frozenset(dir(nn.Module))
+"""Names that are no hint for a misspelt one."""
 CLIP_EPSILON = 1e-6
 """DeepSpeed adds it to the norm that it divides by."""
 
 
-class DeepSpeedEngine(Checkpoints):
+class DeepSpeedEngine(nn.Module):
     """Trains any module: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
 
     The loss is the mean over a rank's samples; gradients are averaged over ranks and accumulated backward
@@ -59,7 +66,7 @@ class DeepSpeedEngine(Checkpoints):
     def __init__(
         self,
         module: nn.Module,
-        config: DeepSpeedConfig,
+        config: CheckedConfig,
         device: torch.device,
         optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
         parameters: Parameters | None = None,
@@ -95,14 +102,11 @@ class DeepSpeedEngine(Checkpoints):
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self.gradient_average = True
-        self._passes = 0  # backward passes since the last update
-        self._discarded = False  # gradients, since the last update
-        self._limit: int | None = None  # that reductions wait for; None: until the update
+        self._accumulation = Accumulation(self._engine)
         self._boundary: bool | None = None
-        self._no_sync = False
         self._norm: float | None = None
         self._applied = False
-        self._begin()
+        self._accumulation.begin(self._limit())
         self._report()
 
     _keeps_groups = False
@@ -175,7 +179,7 @@ class DeepSpeedEngine(Checkpoints):
         """What the module computes."""
         keys = self._config.keys
         if keys.fp16.enabled and keys.fp16.auto_cast:
-            inputs, named = _cast(inputs, torch.float16), _cast(named, torch.float16)
+            inputs, named = cast_tensors(inputs, torch.float16), cast_tensors(named, torch.float16)
         autocast = nullcontext()
         if keys.torch_autocast.enabled:
             kind = getattr(torch, keys.torch_autocast.dtype)
@@ -200,27 +204,15 @@ class DeepSpeedEngine(Checkpoints):
             HexadError: there is no optimizer, or the loss is not a scalar with a graph.
         """
         self._needs_optimizer("backward")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            found = type(loss).__name__
-            if isinstance(loss, torch.Tensor):
-                found = f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}"
-            raise HexadError(f"backward: found {found}, expected a scalar loss with a graph")
-        if self._limit is not None and self._passes >= self._limit:
-            self._engine.extend()
-        self._passes += 1
-        if self._config.keys.managed_gradient_accumulation and scale_wrt_gas:
-            loss = loss / self.gradient_accumulation_steps()
-        scaled = loss.float() * self._engine.scaler.scale if self._engine.scaler.active else loss
-        scaled.backward(retain_graph=retain_graph)
-        return loss.detach()
+        divided = self._config.keys.managed_gradient_accumulation and scale_wrt_gas
+        divisor = self.gradient_accumulation_steps() if divided else 1
+        return self._accumulation.backward(loss, divisor, retain_graph)
 
-    def _begin(self) -> None:
-        """Accept gradients from now on, including those of a loss that another engine differentiates."""
+    def _limit(self) -> int | None:
+        """Backward passes after which buckets are reduced; None: the update reduces them."""
         managed, passes = self._config.keys.managed_gradient_accumulation, self.gradient_accumulation_steps()
         # With a boundary set by hand (accelerate) the number is an upper bound; 1 then means nothing.
-        known = managed and not self._no_sync and (self._boundary is not False or passes > 1)
-        self._limit = passes if known else None
-        self._engine.begin(self._limit)
+        return passes if managed and (self._boundary is not False or passes > 1) else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2 and
@@ -233,9 +225,7 @@ class DeepSpeedEngine(Checkpoints):
         return None if self.zero_optimization_stage() == 2 else self._discard
 
     def _discard(self) -> None:
-        if self._engine.gradients.contributed:
-            self._passes, self._discarded = 0, True
-            self._begin()
+        self._accumulation.discard(self._limit())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of a step, by other numbers of backward passes; between steps.
@@ -265,11 +255,11 @@ class DeepSpeedEngine(Checkpoints):
         self._set_batch(Batch(micro_batch_size, passes, total))
 
     def _set_batch(self, batch: Batch) -> None:
-        if self._engine.gradients.contributed:
+        if self._accumulation.pending:
             raise HexadError("found accumulated gradients; change batch sizes after a step")
         self._config = replace(self._config, batch=batch)
         self.micro_steps -= self.micro_steps % batch.accumulation
-        self._begin()
+        self._accumulation.begin(self._limit())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` updates."""
@@ -282,30 +272,16 @@ class DeepSpeedEngine(Checkpoints):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set it explicitly."""
         self._boundary = is_boundary
-        if not self._engine.gradients.contributed:
-            self._begin()
+        if not self._accumulation.pending:
+            self._accumulation.begin(self._limit())
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate any number of backward passes, which :meth:`step` reduces, outside.
 
         Raises:
             HexadError: with ZeRO 2 or 3, which reduce in every backward pass, or inside another one.
         """
-        stage = self.zero_optimization_stage()
-        if stage >= 2:
-            raise HexadError(
-                f"no_sync: found zero_optimization.stage {stage}, which shards gradients; use 0 or 1"
-            )
-        if self._no_sync:
-            raise HexadError("no_sync: found inside another no_sync")
-        self._no_sync = True
-        if not self._engine.gradients.contributed:
-            self._begin()
-        try:
-            yield
-        finally:
-            self._no_sync = False
+        return self._accumulation.no_sync(self.zero_optimization_stage())
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Reduce, clip and update, at the boundary of accumulation; otherwise count.
@@ -315,23 +291,23 @@ class DeepSpeedEngine(Checkpoints):
                 smallest loss scale overflows.
         """
         self._needs_optimizer("step")
-        if self._no_sync:
+        if not self._accumulation.synchronised:
             raise HexadError("step: found inside no_sync; call it outside")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
-            if not self._engine.gradients.contributed and not self._discarded:
+            if not self._accumulation.pending and not self._accumulation.discarded:
                 raise HexadError("step: found no backward pass since the last update; call backward before")
             self._update(lr_kwargs or {})
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
-        passes, self._passes, self._discarded = self._passes, 0, False
+        passes = self._accumulation.finish()
         self._engine.reduce()
         mean = self._config.keys.gradient_allreduce_op == "mean"
         before = self._engine.updates
         self._norm = self._engine.update(None, divisor=self.dp_world_size if mean else 1)
         self._engine.gatherer.settle()  # scripts read parameters after a step
-        self._begin()
+        self._accumulation.begin(self._limit())
         self._applied = self._engine.updates > before
         assert self.optimizer is not None
         self.optimizer.overflow, self.optimizer._global_grad_norm = not self._applied, self._norm
@@ -393,7 +369,7 @@ class DeepSpeedEngine(Checkpoints):
         return self.training_dataloader.endless()
 
     def _loss(self, batch: Any) -> Any:
-        batch = _cast(batch, self.device)
+        batch = cast_tensors(batch, self.device)
         if isinstance(batch, Mapping):
             return self(**batch)
         return self(*batch) if isinstance(batch, list | tuple) else self(batch)
@@ -404,15 +380,297 @@ class DeepSpeedEngine(Checkpoints):
                 f"{what}: the engine has no optimizer; pass one to initialize, or name one in the file"
             )
 
+    # Checkpoints
 
-def _cast(value: Any, to: torch.dtype | torch.device) -> Any:
-    """Tensors in containers on a device, or floating-point ones in a format."""
-    if isinstance(value, torch.Tensor):
-        return value.to(to) if isinstance(to, torch.device) or value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _cast(each, to) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(each, to) for each in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(each, to) for each in value)
-    return value
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save weights, optimizer, schedule and counters to ``save_dir/tag``, all ranks together; any layout
+        loads them. ``client_state`` is what the script adds: numbers, texts, tensors, containers of these.
+
+        Raises:
+            HexadError: ``save_dir`` is empty, or ``client_state`` holds something else.
+        """
+        if not save_dir:
+            raise HexadError(f"save_checkpoint: found save_dir {save_dir!r}, expected a directory")
+        world = self._engine.mesh.world
+        identical("save_checkpoint", {"save_dir": str(save_dir)}, world)
+        tag = self._common_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
+        progress = agreed(lambda: self._progress(client_state or {}), world)
+        tags.save(self._engine, save_dir, tag, progress, save_latest, exclude_frozen_parameters)
+        return True
+
+    def _common_tag(self, tag: str) -> str:
+        """The first rank's tag.
+
+        Raises:
+            AgreedError: another rank's differs, and the configuration refuses that.
+        """
+        validation, world = self._config.keys.checkpoint.tag_validation, self._engine.mesh.world
+        first = from_first(lambda: tag, world)
+        difference = first_difference(tag, world) if validation != "Ignore" else None
+        if difference is not None:
+            one, rank, other = difference
+            text = f"tag: found {other!r} on rank {rank} where rank 0 has {one!r}"
+            if validation == "Fail":
+                raise AgreedError(f"{text}; all ranks need the same")
+            if not self.global_rank:
+                log.warning("%s; that of rank 0 is used", text)
+        return first
+
+    def _progress(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(client_state, Mapping):
+            raise HexadError(f"client_state: found a {type(client_state).__name__}, expected a dictionary")
+        scheduler = self.lr_scheduler
+        return {
+            **self._engine.progress(),
+            "deepspeed": {
+                "counters": {name: getattr(self, name) for name in _COUNTERS},
+                "scheduler": None if scheduler is None else _encoded_schedule(scheduler),
+                "client_state": tags.encoded(dict(client_state), "client_state"),
+            },
+        }
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what :meth:`save_checkpoint` has saved, in any layout; all ranks together.
+
+        Args:
+            load_dir: that was saved to.
+            tag: of the checkpoint; by default the latest.
+            load_module_strict: refuse a checkpoint that lacks parameters or persistent buffers of the module,
+                or has others. Otherwise these are unchanged or ignored, and a warning names them.
+            load_optimizer_states: as well as weights.
+            load_lr_scheduler_states: as well as weights.
+            load_module_only: weights, but no counters either.
+            custom_load_fn: None.
+
+        Returns:
+            the directory and the ``client_state``; (None, None) where ``load_dir`` names no latest one.
+
+        Raises:
+            HexadError: it is damaged, of another module, or was written by DeepSpeed; or ranks name others.
+        """
+        if custom_load_fn is not None:
+            raise HexadError(
+                "load_checkpoint: found custom_load_fn, which is not supported; load into the module before"
+            )
+        if not isinstance(load_dir, str | os.PathLike):
+            raise HexadError(f"load_checkpoint: found load_dir {load_dir!r}, expected a directory")
+        axis = self._engine.mesh.world
+        identical("load_checkpoint", {"load_dir": str(load_dir), "tag": tag}, axis)
+        path = chosen(lambda: tags.find(load_dir, tag, _of_deepspeed), axis, Path(load_dir))
+        if path is None:
+            return None, None
+        optimizer = load_optimizer_states and not load_module_only
+        lenient = "load_module_strict=False"
+        progress = tags.load(self._engine, path, optimizer, load_module_strict, lenient)
+        kept = progress.get("deepspeed", {})
+        if not load_module_only:
+            self._restore_counts(progress, kept)
+        self._accumulation.passes = 0
+        self._accumulation.begin(self._limit())  # accumulated gradients are discarded
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        schedule = load_lr_scheduler_states and not load_module_only
+        if schedule and self.lr_scheduler is not None and kept.get("scheduler") is not None:
+            self.lr_scheduler.load_state_dict(tags.decoded(kept["scheduler"]))
+        state = kept.get("client_state")
+        return str(path), {} if state is None else tags.decoded(state)
+
+    def _restore_counts(self, progress: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+        """Restore the counters; a run's own checkpoint has only the engine's."""
+        engine = self._engine
+        engine.restore_counts(progress)
+        skipped = engine.step - progress.get("updates", engine.step)
+        of_run = dict(zip(_COUNTERS, (engine.step, engine.samples, skipped)))
+        for name, value in {**of_run, **kept.get("counters", {})}.items():
+            setattr(self, name, value)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the module's ``state_dict``, in the format that it computes in, to one file, on the first
+        rank; a name ending in ``.safetensors`` writes that format. All ranks together."""
+        state = self._state_dict(exclude_frozen_parameters, first_only=True)
+        return tags.save_model(state, save_dir, save_filename, self._engine.mesh)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """The module's ``state_dict`` with complete values, on every rank; all ranks together.
+
+        Raises:
+            HexadError: with tensor or pipeline ranks, none of which has the complete module.
+        """
+        return self._state_dict(exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """As :meth:`module_state_dict`, on the first rank; None on others. transformers and accelerate call
+        it by this name."""
+        found = self._state_dict(exclude_frozen_parameters, first_only=True)
+        return None if self.global_rank else found
+
+    def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, torch.Tensor]:
+        mesh = self._engine.mesh
+        if mesh.tensor.size * mesh.pipeline.size > 1:
+            raise HexadError(
+                f"module_state_dict: found {mesh.tensor.size} tensor and {mesh.pipeline.size} pipeline "
+                "ranks, each with a part of the module; call save_checkpoint, and load it without these"
+            )
+        return gathered.state_dict(self._engine, self._module, exclude_frozen, first_only)
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether complete weights can be gathered: always."""
+        return True
+
+    # What scripts ask: settings, sizes, rates, norms
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, with the values of the last update where it is not sharded (ZeRO 3)."""
+        self._engine.gatherer.settle()
+        return self._module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("_module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            names = {*vars(self), *dir(type(self))} - _OF_MODULES
+            own = sorted(each for each in names if not each.startswith("_"))
+            hint = did_you_mean(name, own)
+            raise AttributeError(
+                f"{type(self).__name__} and its module have no {name!r}{hint or '; see docs/deepspeed.md'}"
+            ) from None
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What was read."""
+        return self._config.tree
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number."""
+        return self._engine.mesh.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its host."""
+        return environment().local_rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self._engine.mesh.layout.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of data ranks."""
+        return self._engine.mesh.data.size
+
+    def train_batch_size(self) -> int:
+        """Samples of a step, over all ranks."""
+        return self._config.batch.total
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a backward pass."""
+        return self._config.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Backward passes of a step."""
+        return self._config.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step, samples of a backward pass, and backward passes of a step."""
+        batch = self._config.batch
+        return batch.total, batch.micro, batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0 for none."""
+        return self._engine.optimizer.clip
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0 to 3."""
+        return self._config.keys.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+        return self._config.keys.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bf16."""
+        return self._config.keys.bf16.enabled
+
+    def wall_clock_breakdown(self) -> bool:
+        """As configured; it has no effect."""
+        return self._config.keys.wall_clock_breakdown
+
+    def steps_per_print(self) -> int | None:
+        """Steps between lines of the log."""
+        return self._config.keys.steps_per_print
+
+    def loss_scale(self) -> float:
+        """Of the next step."""
+        return self._engine.scaler.scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping; None before the first."""
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last :meth:`step` changed the weights."""
+        return self._applied
+
+    def get_lr(self) -> list[float]:
+        """Of every group."""
+        return (
+            []
+            if self.basic_optimizer is None
+            else [group["lr"] for group in self.basic_optimizer.param_groups]
+        )
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of every group."""
+        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Of every group."""
+        for group in [] if self.basic_optimizer is None else self.basic_optimizer.param_groups:
+            group["lr"] = lr
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: complete values of sharded parameters are released after use."""
+
+    def destroy(self) -> None:
+        """No effect: an engine is freed when nothing refers to it."""
+
+
+def _encoded_schedule(scheduler: Any) -> dict[str, Any]:
+    return tags.encoded(scheduler.state_dict(), "lr_scheduler")
+
+
+def _of_deepspeed(path: Path) -> str | None:
+    """What to do with a checkpoint that DeepSpeed has written; None where it is none."""
+    command = f"'hexad checkpoint import --from ds:{path} --to DIR'"
+    written = any(path.glob("*_states.pt"))
+    return f"found a checkpoint that DeepSpeed has written; convert it with {command}" if written else None

@@ -1,4 +1,4 @@
-"""``deepspeed.initialize`` and the functions that scripts call before it."""
+"""``deepspeed.initialize``, and what scripts call and construct before it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..facade import world
-from .config import effective, read_config
+from .config import CheckedConfig, effective, read_config
 from .engine import DeepSpeedEngine
 from .keys import Keys
 from .pipe import PipelineModule
@@ -198,3 +198,40 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
     return parser
+
+
+class DeepSpeedConfig(CheckedConfig):
+    """A checked configuration. Its top-level keys are attributes, the batch sizes with inferred values.
+
+    Args:
+        config: a file, or its contents.
+        mpu: model-parallel ranks; by default all ranks are data ranks.
+        mesh_device: accepted without effect.
+
+    Raises:
+        ConfigError: an unknown, malformed or refused key, or batch sizes that do not fit each other.
+        HexadError: a file that cannot be read.
+    """
+
+    def __init__(
+        self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None
+    ) -> None:
+        read = read_config(config, _data_ranks(mpu))
+        super().__init__(read.keys, read.batch, read.tree)
+
+    def __getattr__(self, name: str) -> Any:
+        sizes = {
+            "train_batch_size": "total",
+            "train_micro_batch_size_per_gpu": "micro",
+            "gradient_accumulation_steps": "accumulation",
+        }
+        if name in sizes:
+            return getattr(self.batch, sizes[name])
+        if name in Keys.model_fields:
+            return getattr(self.keys, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _data_ranks(mpu: Any) -> int:
+    """Of the world that was joined; 1 before that."""
+    return int(mpu.get_data_parallel_world_size()) if mpu is not None else world.world_size()

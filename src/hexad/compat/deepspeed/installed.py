@@ -21,7 +21,7 @@ _WHERE = {
     "ops.adam": "ops",
     "pipe": "pipe",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
-    "runtime.config": "script_config",
+    "runtime.config": "entry",
     "runtime.dataloader": "data",
     "runtime.engine": "engine",
     "runtime.lr_schedules": "lr_schedules",

@@ -1,11 +1,12 @@
-"""The optimizer that a script passes or its configuration names, and what an engine returns for it."""
+"""The optimizer and the learning-rate schedule that a DeepSpeed configuration names, or that a script passes
+in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakMethod
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,15 +15,10 @@ from hexad.config import ConfigError, HexadError
 from hexad.config.errors import did_you_mean
 from hexad.optim.torch_optimizer import is_elementwise
 
+from ..facade.optimizer import Parameters, adopted_optimizer, adopted_scheduler
 from .keys import Keys
 from .keys import Optimizer as OptimizerKeys
 from .lr_schedules import SCHEDULES
-
-if TYPE_CHECKING:
-    from hexad.engine.engine import Engine
-
-Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
-"""What ``torch.optim`` takes: parameters, or groups of them."""
 
 _DROPPED = (
     "max_grad_norm",
@@ -188,11 +184,6 @@ def check_sharded(optimizer: torch.optim.Optimizer, stage: int, allowed: bool) -
         )
 
 
-def trained(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a module that require gradients."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
 def client_optimizer(
     module: nn.Module, keys: Keys, given: Any, parameters: Parameters | None, keeps_groups: bool
 ) -> torch.optim.Optimizer | None:
@@ -208,74 +199,23 @@ def client_optimizer(
     Raises:
         HexadError: it is neither, has a parameter twice, or cannot be sharded.
     """
-    wanted: Any = trained(module) if parameters is None else list(parameters)
-    if given is None and keys.optimizer is None:
+    named = keys.optimizer
+    if given is None and named is None:
         return None
-    if not wanted:  # of a pipeline's stage without parameters: torch refuses an empty list
-        wanted = [nn.Parameter(torch.zeros(1))]
-    if given is None:
-        assert keys.optimizer is not None
-        found = from_keys(keys.optimizer, wanted)
-    elif isinstance(given, torch.optim.Optimizer):
-        found = given
-    elif callable(given):
-        found = given(wanted)
-    else:
-        raise HexadError(
-            f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
-        )
-    held = set(module.parameters())
-    if held:  # a pipeline's stage without parameters has a placeholder
-        _refuse_others(found, held)
-    for group in found.param_groups:
-        group["params"] = [each for each in group["params"] if each in held]
-    if not keeps_groups:
-        found.param_groups[:] = [group for group in found.param_groups if group["params"]]
-    check_sharded(found, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
-    listed = [each for group in found.param_groups for each in group["params"]]
-    if len(set(listed)) < len(listed):
-        raise HexadError("optimizer: found a parameter twice; each belongs to one group")
-    for parameter in set(trained(module)) - set(listed):
-        parameter.requires_grad_(False)  # no optimizer would update it
-    return found
-
-
-def _refuse_others(optimizer: torch.optim.Optimizer, held: set[nn.Parameter]) -> None:
-    """Refuse parameters that are not the model's: nothing would update them."""
-    listed = [each for group in optimizer.param_groups for each in group["params"]]
-    others = [tuple(each.shape) for each in listed if each not in held]
-    if others:
-        raise HexadError(
-            f"optimizer: found {len(others)} of {len(listed)} parameters that the model does not have, the "
-            f"first of shape {others[0]}; make them parameters of the model, or leave them out"
-        )
+    if given is None and named is not None:
+        given = partial(from_keys, named)
+    optimizer = adopted_optimizer(module, given, parameters, keeps_groups)
+    check_sharded(optimizer, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
+    return optimizer
 
 
 def client_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, keys: Keys) -> Any:
     """The learning-rate schedule of a script, or that its configuration names; None if there is neither.
 
-    Args:
-        given: a scheduler, a function of the optimizer that returns one, or None.
-        optimizer: the inner one, whose steps torch's schedulers count.
-        keys: of the configuration.
-
     Raises:
         HexadError: it is neither, cannot be made, or would set the rates of another optimizer.
     """
-    if given is None:
-        return _named_scheduler(optimizer, keys)
-    if not hasattr(given, "step") and not callable(given):
-        raise HexadError(f"lr_scheduler: found {given!r}, expected a scheduler or a function")
-    scheduler = given if hasattr(given, "step") else given(optimizer)
-    updated = getattr(scheduler, "optimizer", None)
-    while updated is not None and updated is not optimizer:
-        updated = getattr(updated, "optimizer", None)
-    if hasattr(scheduler, "optimizer") and updated is None:
-        raise HexadError(
-            "lr_scheduler: found one of another optimizer; make it of the optimizer that is passed to "
-            "initialize, or pass a function that makes it"
-        )
-    return scheduler
+    return _named_scheduler(optimizer, keys) if given is None else adopted_scheduler(given, optimizer)
 
 
 def _named_scheduler(optimizer: torch.optim.Optimizer | None, keys: Keys) -> Any:
@@ -293,78 +233,3 @@ def _named_scheduler(optimizer: torch.optim.Optimizer | None, keys: Keys) -> Any
         return kinds[name](optimizer, **params)
     except (TypeError, ValueError) as error:
         raise HexadError(f"scheduler.params: found {params} for {name}: {error}") from None
-
-
-class EngineOptimizer(torch.optim.Optimizer):
-    """What ``initialize`` returns as the optimizer: the groups of the inner one, which the engine steps.
-
-    Args:
-        optimizer: the inner one.
-        engine: that steps it.
-        discard: a method that discards the gradients accumulated so far, of whoever holds this optimizer;
-            None where :meth:`zero_grad` has no effect.
-
-    Attributes:
-        optimizer: the inner one; its parameters are master values.
-        overflow: the last step was skipped: its gradients were not finite.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, discard: Callable[[], None] | None
-    ) -> None:
-        # Not the base class's: groups and state are those of the inner optimizer.
-        self.optimizer, self._engine = optimizer, engine
-        self._discard = None if discard is None else WeakMethod(discard)
-        self.defaults = optimizer.defaults
-        self.overflow = False
-        self._global_grad_norm = 0.0
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Of the optimizer inside."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Of the optimizer inside."""
-        return self.optimizer.state
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is multiplied by; 1 except in fp16."""
-        return self._engine.scaler.scale
-
-    @property
-    def cur_scale(self) -> float:
-        """As :attr:`loss_scale`."""
-        return self.loss_scale
-
-    def state_dict(self) -> dict[str, Any]:
-        """Of this rank's shard: for inspection. ``engine.save_checkpoint`` saves what any layout loads."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("optimizer.load_state_dict: state is sharded; use engine.load_checkpoint")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as
-        in DeepSpeed. Needless otherwise: a step begins without gradients."""
-        discard = None if self._discard is None else self._discard()
-        if discard is not None:
-            discard()
-
-    def step(self, closure: Any = None) -> Any:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("optimizer.step: gradients are sharded and scaled; call engine.step()")
-
-    def __repr__(self) -> str:
-        return f"EngineOptimizer({self.optimizer!r})"

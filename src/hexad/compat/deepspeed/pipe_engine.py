@@ -17,7 +17,8 @@ from hexad.comm import Pending, agreed, all_reduce, gather_objects, merged, rece
 from hexad.config import ConfigError, HexadError
 from hexad.engine.engine import Engine
 
-from .engine import DeepSpeedEngine, _cast
+from .data import cast_tensors
+from .engine import DeepSpeedEngine
 from .pipe import PipelineModule, PipeStage
 from .translate import engine_config
 
@@ -208,7 +209,7 @@ class PipelineEngine(DeepSpeedEngine):
         count = self.gradient_accumulation_steps()
         batches = self._batches(data_iter, count)
         total = self._engine.accumulate(batches, scale=1.0 / count)
-        self._passes = count
+        self._accumulation.passes = count
         self._update({})
         self.micro_steps += count
         return self._mean(total, count)
@@ -285,7 +286,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not (self.is_first_stage() or self.is_last_stage()):
             return [(None, None)] * count, None
         source = self._data(data_iter if data_iter is not None else self._data_iterator)
-        pairs = [_cast(_pair(each), self.device) for each in islice(source, count)]
+        pairs = [cast_tensors(_pair(each), self.device) for each in islice(source, count)]
         if len(pairs) < count:
             raise HexadError(
                 f"train_batch: found {len(pairs)} microbatches left in the data, expected {count}; end the "

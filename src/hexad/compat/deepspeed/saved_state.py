@@ -15,7 +15,7 @@ import torch
 from hexad.config import HexadError
 
 from ..facade.inert import Inert, load_inert
-from .saved import encoded
+from ..facade.tags import encoded
 
 _CLASSES = (
     "deepspeed.checkpoint.universal_checkpoint.SubparamShape",

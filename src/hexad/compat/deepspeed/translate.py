@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from hexad.config import Config, ConfigError
 from hexad.model.configuration import load_config
 
-from .config import DeepSpeedConfig, without_effect
+from .config import CheckedConfig, without_effect
 from .keys import Keys, Offload, Section
 from .sections import checked, given
 
@@ -112,7 +112,7 @@ class Translation:
     notes: list[str]
 
 
-def engine_config(config: DeepSpeedConfig, gpu: bool, tensor: int = 1, pipeline: int = 1) -> Config:
+def engine_config(config: CheckedConfig, gpu: bool, tensor: int = 1, pipeline: int = 1) -> Config:
     """The settings of an engine around modules; learning rates and decay are the optimizer's own.
 
     Raises:
@@ -126,7 +126,7 @@ def engine_config(config: DeepSpeedConfig, gpu: bool, tensor: int = 1, pipeline:
     return load_config(tree)
 
 
-def run_settings(config: DeepSpeedConfig, strict: bool = True) -> Translation:
+def run_settings(config: CheckedConfig, strict: bool = True) -> Translation:
     """The ``run.yaml`` for one of Hexad's models that is equivalent to the file.
 
     Args:
@@ -149,7 +149,7 @@ def run_settings(config: DeepSpeedConfig, strict: bool = True) -> Translation:
     return Translation({name: group for name, group in tree.items() if group}, notes)
 
 
-def settings_beside_optimizer(config: DeepSpeedConfig, notes: list[str]) -> dict[str, Any]:
+def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
     """What a ``run.yaml`` has of everything but the optimizer and the learning rate.
 
     Args:
@@ -171,7 +171,7 @@ def settings_beside_optimizer(config: DeepSpeedConfig, notes: list[str]) -> dict
     return shared_settings(config)
 
 
-def shared_settings(config: DeepSpeedConfig) -> dict[str, Any]:
+def shared_settings(config: CheckedConfig) -> dict[str, Any]:
     """As :func:`settings_beside_optimizer`, without checks and notes."""
     keys, tree = config.keys, _common(config, gpu=True)
     if keys.tensor_parallel.autotp_size > 1:
@@ -204,7 +204,7 @@ def _of_modules(keys: Keys) -> list[str]:
     ]
 
 
-def _formats(config: DeepSpeedConfig) -> list[str]:
+def _formats(config: CheckedConfig) -> list[str]:
     """A note for each format of gradients that is not honoured."""
     reduce, accumulate = config.keys.communication_data_type, config.keys.data_types.grad_accum_dtype
     reduced, found = reduce == config.dtype == "bf16", list[str]()
@@ -217,7 +217,7 @@ def _formats(config: DeepSpeedConfig) -> list[str]:
     return found
 
 
-def _common(config: DeepSpeedConfig, gpu: bool) -> dict[str, Any]:
+def _common(config: CheckedConfig, gpu: bool) -> dict[str, Any]:
     keys, batch = config.keys, config.batch
     precision: dict[str, Any] = {"dtype": config.dtype}
     if keys.communication_data_type == "bf16" and config.dtype == "bf16":
@@ -264,7 +264,7 @@ def _check_offload(keys: Keys, gpu: bool) -> None:
         )
 
 
-def _adamw(config: DeepSpeedConfig, notes: list[str], strict: bool) -> dict[str, Any]:
+def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, Any]:
     """Of AdamW, the one optimizer of a ``run.yaml``."""
     optimizer = config.keys.optimizer
     if optimizer is None:
@@ -302,7 +302,7 @@ _SCHEDULES: dict[str, tuple[str, type[WarmupParams] | type[WarmupCosineParams]]]
 
 
 def _schedule(
-    config: DeepSpeedConfig, optimizer: dict[str, Any], notes: list[str], strict: bool
+    config: CheckedConfig, optimizer: dict[str, Any], notes: list[str], strict: bool
 ) -> dict[str, Any]:
     """Of the learning rate; its peak goes to the optimizer's settings."""
     scheduler = config.keys.scheduler

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ..facade.gathered import gathered_parameters as GatheredParameters
 from .config import read_json
-from .gathered import gathered_parameters as GatheredParameters
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 

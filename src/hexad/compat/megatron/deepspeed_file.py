@@ -10,7 +10,7 @@ from typing import Any
 
 from hexad.config import ConfigError, HexadError
 
-from ..deepspeed.config import Batch, DeepSpeedConfig, read_keys, without_effect
+from ..deepspeed.config import Batch, CheckedConfig, read_keys, without_effect
 from ..deepspeed.keys import Keys, Offload
 from ..deepspeed.sections import given
 from ..deepspeed.translate import settings_beside_optimizer, shared_settings
@@ -86,7 +86,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
         )
     merge.determine("parallel.zero", _KEYS["parallel.zero"], keys.zero_optimization.stage)
     with _naming(path):
-        config = DeepSpeedConfig(_with_flags(keys, tree), batch, content)
+        config = CheckedConfig(_with_flags(keys, tree), batch, content)
         found = shared_settings(config) if script else settings_beside_optimizer(config, notes)
     merge.determine("memory.offload", _KEYS["memory.offload"], found["memory"].get("offload", "none"))
     merge.determine("optimizer.clip", _KEYS["optimizer.clip"], keys.gradient_clipping)

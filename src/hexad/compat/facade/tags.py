@@ -1,5 +1,5 @@
-"""Checkpoints of an engine, in Hexad's format, in directories as DeepSpeed has them: ``DIR/TAG``, and
-``DIR/latest`` with the newest tag."""
+"""Checkpoints of an engine in directories by tag, ``DIR/TAG`` and ``DIR/latest`` with the newest tag, with
+the state that a script adds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,9 @@ import torch
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.directory import CheckpointDirectory, make_visible, sync_directory, write_durably
-from hexad.checkpoint.loading import chosen
 from hexad.checkpoint.loading import load as load_chunks
 from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
-from hexad.comm import agreed, first_difference, from_first, identical, merged
+from hexad.comm import from_first, merged
 from hexad.config import AgreedError, HexadError
 from hexad.optim.torch_optimizer import TorchOptimizer
 from hexad.topology.mesh import Mesh
@@ -29,11 +29,9 @@ from hexad.topology.mesh import Mesh
 if TYPE_CHECKING:
     from hexad.engine.engine import Engine
 
-    from .checkpoints import Checkpoints
-
 log = logging.getLogger("hexad")
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+Explain = Callable[[Path], str | None]
 
 
 class TagDirectory(CheckpointDirectory):
@@ -79,120 +77,84 @@ class TagDirectory(CheckpointDirectory):
 
     @staticmethod
     def _remove(path: Path) -> None:
-        import shutil
-
         if path.exists():
             shutil.rmtree(path)
 
 
 def save(
-    face: Checkpoints,
     engine: Engine,
     directory: str,
     tag: str,
-    client_state: Mapping[str, Any],
-    name_latest: bool,
-    exclude_frozen: bool,
+    progress: Mapping[str, Any],
+    name_latest: bool = True,
+    exclude_frozen: bool = False,
 ) -> None:
-    """Write a checkpoint, all ranks together.
+    """Write weights and optimizer state to ``directory/tag``, all ranks together.
+
+    Args:
+        engine: whose state it is.
+        directory, tag: the same on all ranks.
+        progress: the engine's, and what an interface adds to it.
+        name_latest: write the tag to ``latest``.
+        exclude_frozen: leave out parameters that are not trained.
 
     Raises:
-        AgreedError: it cannot be written, or ranks have other directories or tags.
-        HexadError: ``client_state`` or the schedule's state holds what cannot be loaded safely.
+        AgreedError: it cannot be written.
     """
-    validation = face._config.keys.checkpoint.tag_validation
-    world = engine.mesh.world
-    identical("save_checkpoint", {"save_dir": str(directory)}, world)
-    first = from_first(lambda: tag, world)
-    difference = first_difference(tag, world) if validation != "Ignore" else None
-    if difference is not None:
-        one, rank, other = difference
-        text = f"tag: found {other!r} on rank {rank} where rank 0 has {one!r}"
-        if validation == "Fail":
-            raise AgreedError(f"{text}; all ranks need the same")
-        if not engine.mesh.rank:
-            log.warning("%s; that of rank 0 is used", text)
-    progress = agreed(lambda: _progress(face, engine, client_state), world)
     chunks = engine.chunks()
     if exclude_frozen:
-        frozen = {
-            each.name for each in engine.modules.untrained if isinstance(each.tensor, torch.nn.Parameter)
-        }
+        untrained = engine.modules.untrained
+        frozen = {value.name for value in untrained if isinstance(value.tensor, torch.nn.Parameter)}
         chunks = [chunk for chunk in chunks if chunk.name.removeprefix("model.") not in frozen]
-    checkpointer = Checkpointer(engine.config, engine.mesh, TagDirectory(directory, first, name_latest))
-    checkpointer.save(chunks, progress, "save_checkpoint", last=True)
+    checkpointer = Checkpointer(engine.config, engine.mesh, TagDirectory(directory, tag, name_latest))
+    checkpointer.save(chunks, dict(progress), "save_checkpoint", last=True)
     checkpointer.close()
 
 
-def _mapping(client_state: Any) -> dict[str, Any]:
-    if not isinstance(client_state, Mapping):
-        raise HexadError(f"client_state: found a {type(client_state).__name__}, expected a dictionary")
-    return dict(client_state)
+def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str) -> dict[str, Any]:
+    """Load weights and, if wanted, optimizer state from a checkpoint; all ranks together.
 
+    Args:
+        engine: to load into.
+        path: of the checkpoint, the same on all ranks.
+        optimizer: load its state too.
+        strict: refuse a checkpoint that lacks tensors of the module, or has others. Otherwise these are
+            unchanged or ignored, and a warning names them.
+        lenient: how a script turns ``strict`` off, for the message.
 
-def _progress(face: Checkpoints, engine: Engine, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    scheduler = face.lr_scheduler
-    return {
-        **engine.progress(),
-        "deepspeed": {
-            "counters": {name: getattr(face, name) for name in _COUNTERS},
-            "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), "lr_scheduler"),
-            "client_state": encoded(_mapping(client_state), "client_state"),
-        },
-    }
+    Returns:
+        its progress.
 
-
-def load(
-    face: Checkpoints,
-    engine: Engine,
-    directory: str,
-    tag: str | None,
-    strict: bool,
-    optimizer: bool,
-    schedule: bool,
-    counters: bool,
-) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint, all ranks together; see :meth:`Checkpoints.load_checkpoint`."""
-    if not isinstance(directory, str | os.PathLike):
-        raise HexadError(f"load_checkpoint: found load_dir {directory!r}, expected a directory")
+    Raises:
+        AgreedError: it is damaged, or of another module.
+    """
     axis = engine.mesh.world
-    identical("load_checkpoint", {"load_dir": str(directory), "tag": tag}, axis)
-    path = chosen(lambda: find(directory, tag), axis, Path(directory))
-    if path is None:
-        return None, None
     manifest = from_first(lambda: read_manifest(path), axis)
     # A checkpoint from before the first update has no tensors of the optimizer, but its settings.
     resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
     if resumes and isinstance(engine.optimizer.rule, TorchOptimizer):
         engine.optimizer.rule.check(manifest.progress.get("optimizer", {}))
-    lacking = _lacking(engine, path, manifest, strict)
+    lacking = _lacking(engine, path, manifest, strict, lenient)
     load_chunks(path, _chunks(engine, manifest, resumes, lacking), axis)
-    progress = manifest.progress
     if resumes:
-        engine.restored(progress)
+        engine.restored(manifest.progress)
     else:
         engine.publish()
-    kept = progress.get("deepspeed", {})
-    if counters:
-        engine.restore_counts(progress)
-        skipped = engine.step - progress.get("updates", engine.step)
-        of_run = dict(zip(_COUNTERS, (engine.step, engine.samples, skipped)))
-        for name, value in {**of_run, **kept.get("counters", {})}.items():
-            setattr(face, name, value)
-    face._passes = 0
-    face._begin()  # accumulated gradients are discarded
-    face.micro_steps -= face.micro_steps % face.gradient_accumulation_steps()
-    if schedule and face.lr_scheduler is not None and kept.get("scheduler") is not None:
-        face.lr_scheduler.load_state_dict(decoded(kept["scheduler"]))
-    state = kept.get("client_state")
-    return str(path), {} if state is None else decoded(state)
+    return manifest.progress
 
 
-def find(directory: str, tag: str | None) -> Path | None:
+def find(
+    directory: str | os.PathLike[str], tag: str | None, explain: Explain = lambda path: None
+) -> Path | None:
     """The checkpoint of a tag, or the latest; None without a file ``latest``.
 
+    Args:
+        directory: that was saved to.
+        tag: of the checkpoint; None: the latest.
+        explain: what a directory without a manifest holds instead, and what to do with it, if it is known.
+
     Raises:
-        HexadError: it is a file, there is none of that tag, or DeepSpeed has written it.
+        HexadError: it is a file, or there is none of that tag.
     """
     folder = Path(directory)
     if folder.is_file():
@@ -206,21 +168,16 @@ def find(directory: str, tag: str | None) -> Path | None:
     path = folder / str(tag)
     if (path / MANIFEST_FILE).is_file():
         return path
-    if any(path.glob("*_states.pt")):
-        raise HexadError(
-            f"{path}: found a checkpoint that DeepSpeed has written; convert it with 'hexad checkpoint "
-            f"import --from ds:{path} --to DIR'"
-        )
-    raise HexadError(f"{path}: no such checkpoint")
+    raise HexadError(f"{path}: {explain(path) or 'no such checkpoint'}")
 
 
-def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool) -> set[str]:
+def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool, lenient: str) -> set[str]:
     """Names of the module's tensors that a checkpoint does not have, the same on all ranks.
 
     Raises:
         AgreedError: there are such, or the checkpoint has others, and ``strict`` refuses both.
     """
-    own = {each.name for each in engine.chunks() if each.name.startswith("model.")}
+    own = {chunk.name for chunk in engine.chunks() if chunk.name.startswith("model.")}
     held = merged(own, engine.mesh.world, set.union)
     stored = {name for name in manifest.tensors if name.startswith("model.")}
     problems = [
@@ -230,7 +187,7 @@ def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool) -> se
     ]
     text = f"{path}: found a checkpoint of another module ({'; '.join(problems)})"
     if problems and strict:
-        raise AgreedError(f"{text}; load it into the same module, or with load_module_strict=False")
+        raise AgreedError(f"{text}; load it into the same module, or with {lenient}")
     if problems and not engine.mesh.rank:
         log.warning("%s; what is missing stays as it is, what is unexpected is ignored", text)
     return {name.removeprefix("model.") for name in held - stored}
@@ -246,13 +203,13 @@ def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[st
     if optimizer and isinstance(engine.optimizer.rule, TorchOptimizer):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
         engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))
-    found = []
-    for each in engine.chunks():
-        weight = each.name.startswith("model.")
-        name = each.name.split(".", 1 if weight else 2)[-1]
+    wanted = []
+    for chunk in engine.chunks():
+        weight = chunk.name.startswith("model.")
+        name = chunk.name.split(".", 1 if weight else 2)[-1]
         if name not in lacking and (optimizer or weight):
-            found.append(each)
-    return found
+            wanted.append(chunk)
+    return wanted
 
 
 def encoded(state: Any, what: str) -> dict[str, Any]:

@@ -1,0 +1,105 @@
+"""Backward passes that a script makes one by one, counted into steps of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from hexad.config import HexadError
+
+if TYPE_CHECKING:
+    from hexad.engine.engine import Engine
+
+
+class Accumulation:
+    """The backward passes since an engine's last update.
+
+    Args:
+        engine: that accumulates their gradients.
+
+    Attributes:
+        passes: how many there were.
+        discarded: gradients were discarded since the last update.
+        synchronised: False inside :meth:`no_sync`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._limit: int | None = None
+        self.passes = 0
+        self.discarded = False
+        self.synchronised = True
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait for an update, of these passes or of a loss that another engine
+        differentiates."""
+        return self._engine.gradients.contributed
+
+    def begin(self, limit: int | None) -> None:
+        """Accept gradients from now on; what was accumulated is discarded.
+
+        Args:
+            limit: passes after which buckets are reduced; more are possible. None: only the update reduces.
+        """
+        self._limit = limit if self.synchronised else None
+        self._engine.begin(self._limit)
+
+    def backward(self, loss: torch.Tensor, divisor: int = 1, retain_graph: bool = False) -> torch.Tensor:
+        """Differentiate a loss over ``divisor``, multiplied by the engine's loss scale.
+
+        Returns:
+            the loss over ``divisor``, without its graph.
+
+        Raises:
+            HexadError: it is no scalar with a graph.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            kind = type(loss).__name__
+            if isinstance(loss, torch.Tensor):
+                kind = f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}"
+            raise HexadError(f"backward: found {kind}, expected a scalar loss with a graph")
+        if self._limit is not None and self.passes >= self._limit:
+            self._engine.extend()
+        self.passes += 1
+        loss, scaler = loss / divisor, self._engine.scaler
+        (loss.float() * scaler.scale if scaler.active else loss).backward(retain_graph=retain_graph)
+        return loss.detach()
+
+    def discard(self, limit: int | None) -> None:
+        """Discard the gradients accumulated so far, if any, and begin again."""
+        if self.pending:
+            self.passes, self.discarded = 0, True
+            self.begin(limit)
+
+    def finish(self) -> int:
+        """End the step's accumulation; returns the number of its passes."""
+        passes, self.passes, self.discarded = self.passes, 0, False
+        return passes
+
+    @contextmanager
+    def no_sync(self, zero: int) -> Iterator[None]:
+        """Accumulate any number of passes, which the update reduces, outside.
+
+        Args:
+            zero: the level of sharding.
+
+        Raises:
+            HexadError: with ZeRO 2 or 3, which reduce in every backward pass, or inside another one.
+        """
+        if zero >= 2:
+            raise HexadError(
+                f"no_sync: found zero_optimization.stage {zero}, which shards gradients; use 0 or 1"
+            )
+        if not self.synchronised:
+            raise HexadError("no_sync: found inside another no_sync")
+        self.synchronised = False
+        if not self.pending:
+            self.begin(None)
+        try:
+            yield
+        finally:
+            self.synchronised = True

@@ -1,0 +1,174 @@
+"""A script's ``torch.optim`` optimizer and learning-rate schedule in an engine: adopted, and what the script
+holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+
+from hexad.config import HexadError
+
+if TYPE_CHECKING:
+    from hexad.engine.engine import Engine
+
+Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+"""What ``torch.optim`` takes: parameters, or groups of them."""
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that require gradients."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def adopted_optimizer(
+    module: nn.Module, given: Any, parameters: Parameters | None = None, keeps_groups: bool = False
+) -> torch.optim.Optimizer:
+    """A script's optimizer, restricted to the parameters of a module.
+
+    Args:
+        module: whose parameters it updates; those that it does not list no longer require gradients.
+        given: an optimizer, or a function of parameters that returns one.
+        parameters: parameters, or groups of them; by default all that require gradients.
+        keeps_groups: groups without parameters stay, so that their numbers agree on all ranks.
+
+    Raises:
+        HexadError: it is neither, has a parameter twice, or one that the module does not have.
+    """
+    wanted: Any = trained(module) if parameters is None else list(parameters)
+    if not wanted:  # of a pipeline's stage without parameters: torch refuses an empty list
+        wanted = [nn.Parameter(torch.zeros(1))]
+    if isinstance(given, torch.optim.Optimizer):
+        optimizer = given
+    elif callable(given):
+        optimizer = given(wanted)
+    else:
+        raise HexadError(
+            f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
+        )
+    held = set(module.parameters())
+    if held:  # a pipeline's stage without parameters has a placeholder
+        _refuse_others(optimizer, held)
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in held]
+    if not keeps_groups:
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len(set(listed)) < len(listed):
+        raise HexadError("optimizer: found a parameter twice; each belongs to one group")
+    for parameter in set(trained(module)) - set(listed):
+        parameter.requires_grad_(False)  # no optimizer would update it
+    return optimizer
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer, held: set[nn.Parameter]) -> None:
+    """Refuse parameters that are not the model's: nothing would update them."""
+    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [tuple(parameter.shape) for parameter in listed if parameter not in held]
+    if others:
+        raise HexadError(
+            f"optimizer: found {len(others)} of {len(listed)} parameters that the model does not have, the "
+            f"first of shape {others[0]}; make them parameters of the model, or leave them out"
+        )
+
+
+def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """A script's learning-rate schedule of an adopted optimizer.
+
+    Args:
+        given: a scheduler, or a function of the optimizer that returns one.
+        optimizer: the inner one, whose steps torch's schedulers count.
+
+    Raises:
+        HexadError: it is neither, or would set the rates of another optimizer.
+    """
+    if not hasattr(given, "step") and not callable(given):
+        raise HexadError(f"lr_scheduler: found {given!r}, expected a scheduler or a function")
+    scheduler = given if hasattr(given, "step") else given(optimizer)
+    updated = getattr(scheduler, "optimizer", None)
+    while updated is not None and updated is not optimizer:
+        updated = getattr(updated, "optimizer", None)
+    if hasattr(scheduler, "optimizer") and updated is None:
+        raise HexadError(
+            "lr_scheduler: found one of another optimizer; make it of the optimizer that is passed to "
+            "initialize, or pass a function that makes it"
+        )
+    return scheduler
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """What ``initialize`` returns as the optimizer: the groups of the inner one, which the engine steps.
+
+    Args:
+        optimizer: the inner one.
+        engine: that steps it.
+        discard: a method that discards the gradients accumulated so far, of whoever holds this optimizer;
+            None where :meth:`zero_grad` has no effect.
+
+    Attributes:
+        optimizer: the inner one; its parameters are master values.
+        overflow: the last step was skipped: its gradients were not finite.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, engine: Engine, discard: Callable[[], None] | None
+    ) -> None:
+        # Not the base class's: groups and state are those of the inner optimizer.
+        self.optimizer, self._engine = optimizer, engine
+        self._discard = None if discard is None else WeakMethod(discard)
+        self.defaults = optimizer.defaults
+        self.overflow = False
+        self._global_grad_norm = 0.0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Of the optimizer inside."""
+        return self.optimizer.state
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by; 1 except in fp16."""
+        return self._engine.scaler.scale
+
+    @property
+    def cur_scale(self) -> float:
+        """As :attr:`loss_scale`."""
+        return self.loss_scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank's shard: for inspection. ``engine.save_checkpoint`` saves what any layout loads."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refused.
+
+        Raises:
+            HexadError: always.
+        """
+        raise HexadError("optimizer.load_state_dict: state is sharded; use engine.load_checkpoint")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as
+        in DeepSpeed. Needless otherwise: a step begins without gradients."""
+        discard = None if self._discard is None else self._discard()
+        if discard is not None:
+            discard()
+
+    def step(self, closure: Any = None) -> Any:
+        """Refused.
+
+        Raises:
+            HexadError: always.
+        """
+        raise HexadError("optimizer.step: gradients are sharded and scaled; call engine.step()")
+
+    def __repr__(self) -> str:
+        return f"EngineOptimizer({self.optimizer!r})"

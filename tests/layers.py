@@ -17,7 +17,7 @@ from hexad.model.dropout import Dropper
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import Transformer
-from hexad.parallel.context.attention import Exchange, attention_over_ranks
+from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
 from hexad.parallel.context.kernels import Plain
 from hexad.parallel.context.rounds import rounds
 from hexad.parallel.contributions import Contribution, WeightGradient, attach
@@ -52,7 +52,7 @@ def dropped_attention(
 ) -> torch.Tensor:
     """Attention with dropped probabilities on one rank."""
     slice_ = spans.undivided
-    exchange = Exchange(rounds(slice_, 0, window, apart=True), Axis("context"))
+    exchange = KeyExchange(rounds(slice_, 0, window, apart=True), Axis("context"))
     drop = DroppedTiles(dropper, queries, k.shape[1], slice_.length)
     return attention_over_ranks(q, k, v, exchange, Plain(scale, drop))
 

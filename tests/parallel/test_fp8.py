@@ -20,9 +20,9 @@ from hexad.launching.launch import check_device
 from hexad.model.configuration import build_config
 from hexad.parallel.tensor import fp8
 from hexad.parallel.tensor.embedding import VocabParallelHead
-from hexad.parallel.tensor.embedding_inventory import Head
+from hexad.parallel.tensor.embedding_inventory import HeadSpec
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from hexad.parallel.tensor.linear_inventory import Linear
+from hexad.parallel.tensor.linear_inventory import LinearSpec
 from hexad.planning import check_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
@@ -131,8 +131,8 @@ def test_under_plain_autograd() -> None:
 # Layers
 
 
-def _linear(sequence: bool, row: bool) -> Linear:
-    return Linear("layer", INPUTS, {"layer": OUTPUTS}, row, sequence, True, 0.1, "layer")
+def _linear(sequence: bool, row: bool) -> LinearSpec:
+    return LinearSpec("layer", INPUTS, {"layer": OUTPUTS}, row, sequence, True, 0.1, "layer")
 
 
 def share(kind: str, sequence: bool, deferred: bool) -> dict[str, torch.Tensor]:
@@ -201,7 +201,7 @@ def test_a_layer_is_near_float64(kind: str, world: int, sequence: bool, deferred
 
 
 def test_the_head_is_not_multiplied_in_eight_bits() -> None:
-    head = VocabParallelHead(Head(64, 32, False, 0.1), shard_of(dtype=torch.bfloat16, fp8=True))
+    head = VocabParallelHead(HeadSpec(64, 32, False, 0.1), shard_of(dtype=torch.bfloat16, fp8=True))
     weight, x = normal(64, 32, seed=1), normal(16, 32, seed=2)
     head.weight.data.copy_(weight)
     assert off(head(x.bfloat16()), x @ weight.t()) < BF16

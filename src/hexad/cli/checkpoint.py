@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ from .options import json_option, print_json
 
 if TYPE_CHECKING:
     from hexad.checkpoint.manifest import Manifest
+    from hexad.compat.facade.imported import ImportResult
     from hexad.config import Config
 
-_SYSTEMS = ("ds", "megatron")
-"""What the names of other systems' checkpoints begin with."""
+_SYSTEMS = {"ds": "deepspeed", "megatron": "megatron"}
+"""Prefix of ``--from`` -> package in :mod:`hexad.compat`."""
 _NO_TOKENIZER = "note: no tokenizer found beside the weights; put one into {}"
 
 
@@ -173,15 +175,9 @@ def _import_checkpoint(
     kind: str, source: Path, target: Path, model: str | None, weights_only: bool, as_json: bool
 ) -> None:
     """Import a checkpoint of another system."""
-    from hexad.compat.deepspeed import import_checkpoint as deepspeed
-    from hexad.compat.megatron import import_checkpoint as megatron
-
-    imported: deepspeed.Imported | megatron.Imported
+    system = import_module(f"hexad.compat.{_SYSTEMS[kind]}.import_checkpoint")
     given = None if model is None else Path(model)
-    if kind == "ds":
-        imported = deepspeed.import_checkpoint(source, target, _resolved, given, weights_only)
-    else:
-        imported = megatron.import_checkpoint(source, target, _resolved, given, weights_only)
+    imported: ImportResult = system.import_checkpoint(source, target, _resolved, given, weights_only)
     config, where = imported.config, target.resolve()
     family = "module" if config is None else config.model.family
     if as_json:

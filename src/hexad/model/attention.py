@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hexad.parallel.context.attention import Exchange, attention_over_ranks
+from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
 from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
 from hexad.parallel.context.kernels import choose as context_kernel
 from hexad.parallel.context.rounds import Tile, rounds
@@ -16,7 +16,7 @@ from hexad.parallel.context.rows import gathered_rows
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
-from . import attention_inventory
+from .attention_inventory import AttentionSpec
 from .attention_kernels import choose
 from .dropout import AdapterDropper, Dropper, Site
 from .norms import RmsNorm
@@ -74,7 +74,7 @@ class KeyValueStore(Protocol):
 class Attention(nn.Module):
     """Causal self-attention (Vaswani et al., arXiv 1706.03762; grouped queries: arXiv 2305.13245)."""
 
-    def __init__(self, inventory: attention_inventory.Attention, shard: Shard, layer: int) -> None:
+    def __init__(self, inventory: AttentionSpec, shard: Shard, layer: int) -> None:
         super().__init__()
         self.compiled = shard.compiled
         self.context, self.ring, self.ulysses = shard.context, shard.ring, shard.ulysses
@@ -153,4 +153,4 @@ class Attention(nn.Module):
             slice_, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
         )
         kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.varlen is not None)
-        return attention_over_ranks(q, k, v, Exchange(found, self.ring, self.method), kernel)
+        return attention_over_ranks(q, k, v, KeyExchange(found, self.ring, self.method), kernel)

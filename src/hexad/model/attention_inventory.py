@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from hexad.parallel.context.rounds import SCORES
 from hexad.parallel.context.slice import heads_of
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
-from hexad.parallel.tensor.linear_inventory import Linear
-from hexad.parallel.tensor.lora_inventory import Lora
+from hexad.parallel.tensor.linear_inventory import LinearSpec
+from hexad.parallel.tensor.lora_inventory import LoraSpec
 
-from .norms_inventory import Norm
+from .norms_inventory import NormSpec
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSpec:
     """Causal self-attention with grouped key/value heads.
 
     Attributes:
@@ -55,16 +55,16 @@ class Attention:
     std: float
     out_std: float
     copies: int = 1
-    lora: Lora | None = None
+    lora: LoraSpec | None = None
     frozen: frozenset[str] = frozenset()
     adapted: frozenset[str] = frozenset()
 
     @property
-    def qkv(self) -> Linear:
+    def qkv(self) -> LinearSpec:
         """The fused projections of queries, keys and values."""
         queries, keys = self.heads * self.width, self.kv_heads * self.width
         outputs = {f"{self.name}.q": queries, f"{self.name}.k": keys, f"{self.name}.v": keys}
-        return Linear(
+        return LinearSpec(
             f"{self.name}.qkv",
             self.hidden,
             outputs,
@@ -81,26 +81,28 @@ class Attention:
         )
 
     @property
-    def out(self) -> Linear:
+    def out(self) -> LinearSpec:
         """The projection back into the residual stream."""
         name, queries = f"{self.name}.out", self.heads * self.width
         outputs = {name: self.hidden}
-        linear = Linear(name, queries, outputs, True, self.sequence, self.out_bias, self.out_std, self.unit)
+        linear = LinearSpec(
+            name, queries, outputs, True, self.sequence, self.out_bias, self.out_std, self.unit
+        )
         return replace(linear, frozen=self.frozen, lora=self.lora, adapted=self.adapted)
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         """In the order of the forward pass."""
         return self.qkv, self.out
 
     @property
-    def head_norms(self) -> tuple[Norm, ...]:
+    def head_norms(self) -> tuple[NormSpec, ...]:
         """Of query heads and of key heads; every tensor rank normalises its own heads."""
         if self.norm_eps is None:
             return ()
         names = (f"{self.name}.q_norm", f"{self.name}.k_norm")
         sizes = self.width, self.norm_eps, True, self.unit, self.frozen
-        return tuple(Norm(name, "rms", *sizes) for name in names)
+        return tuple(NormSpec(name, "rms", *sizes) for name in names)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hexad.parallel.inventory import Collective, Execution, Kept, Moment, Parameter, Product
-from hexad.parallel.tensor.linear_inventory import Linear
+from hexad.parallel.tensor.linear_inventory import LinearSpec
 
-from .attention_inventory import Attention
-from .feedforward_inventory import FeedForward
-from .norms_inventory import Norm
+from .attention_inventory import AttentionSpec
+from .feedforward_inventory import FeedForwardSpec
+from .norms_inventory import NormSpec
 
 Recomputed = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockSpec:
     """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
 
-    attention_norm: Norm
-    attention: Attention
-    ffn_norm: Norm
-    ffn: FeedForward
+    attention_norm: NormSpec
+    attention: AttentionSpec
+    ffn_norm: NormSpec
+    ffn: FeedForwardSpec
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -69,12 +69,12 @@ class Block:
         attention = 2 * stream + self.attention.kept(run, False)
         return max(attention, 4 * stream + self.ffn.kept(run, False) + self.ffn.forward(run))
 
-    def _normed(self, run: Execution, linear: Linear, selective: bool) -> int:
+    def _normed(self, run: Execution, linear: LinearSpec, selective: bool) -> int:
         """Bytes kept of a norm's output, the input of ``linear``."""
         return 0 if selective or not linear.trained else run.stream(self.attention.hidden)
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         """In the order of the forward pass."""
         return (*self.attention.linears, *self.ffn.linears)
 
@@ -91,7 +91,7 @@ class Block:
             again = self.kept(run, "none").total() - stream
         # After recomputation: the last product's place, and its sum with the stream.
         moments = [Moment(again + 2 * stream, again)] if again else []
-        parts: list[tuple[FeedForward | Attention, Norm]]
+        parts: list[tuple[FeedForwardSpec | AttentionSpec, NormSpec]]
         parts, live = [(self.ffn, self.ffn_norm), (self.attention, self.attention_norm)], again
         for part, norm in parts:
             moments += [moment.above(live) for moment in part.backward(run, selective, split)]

@@ -22,7 +22,7 @@ import torch
 from hexad.parallel.inventory import DRAWN
 from hexad.parallel.pointwise import maybe_compiled
 from hexad.parallel.sharding import Shard
-from hexad.parallel.tensor.lora_inventory import Lora
+from hexad.parallel.tensor.lora_inventory import LoraSpec
 
 _HALF = 1 << 31
 
@@ -181,7 +181,9 @@ class AdapterDropper:
     first: int
 
     @classmethod
-    def of(cls, lora: Lora | None, layer: int, site: Site, shard: Shard, divided: int = 0) -> AdapterDropper:
+    def of(
+        cls, lora: LoraSpec | None, layer: int, site: Site, shard: Shard, divided: int = 0
+    ) -> AdapterDropper:
         """That of a layer whose input has ``divided`` global features over the tensor ranks, or is complete
         on each."""
         rate = 0.0 if lora is None else lora.dropout

@@ -8,8 +8,8 @@ from torch import nn
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
-from . import feedforward_inventory
 from .dropout import AdapterDropper, Site
+from .feedforward_inventory import FeedForwardSpec
 from .ops import gelu, swiglu
 from .positions import Geometry
 
@@ -17,7 +17,7 @@ from .positions import Geometry
 class FeedForward(nn.Module):
     """SwiGLU, or GELU without a gate."""
 
-    def __init__(self, inventory: feedforward_inventory.FeedForward, shard: Shard, layer: int) -> None:
+    def __init__(self, inventory: FeedForwardSpec, shard: Shard, layer: int) -> None:
         super().__init__()
         self.gated = inventory.gated
         self.compiled = shard.compiled

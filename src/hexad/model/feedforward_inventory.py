@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
-from hexad.parallel.tensor.linear_inventory import Linear
-from hexad.parallel.tensor.lora_inventory import Lora
+from hexad.parallel.tensor.linear_inventory import LinearSpec
+from hexad.parallel.tensor.lora_inventory import LoraSpec
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForwardSpec:
     """SwiGLU, or GELU without a gate.
 
     Attributes:
@@ -36,29 +36,31 @@ class FeedForward:
     sequence: bool
     std: float
     out_std: float
-    lora: Lora | None = None
+    lora: LoraSpec | None = None
     frozen: frozenset[str] = frozenset()
     adapted: frozenset[str] = frozenset()
 
     @property
-    def inner(self) -> Linear:
+    def inner(self) -> LinearSpec:
         """The projection to the inner width, fused with the gate's."""
         parts = ("gate", "up") if self.gated else ("up",)
         outputs = {f"{self.name}.{part}": self.width for part in parts}
         name = f"{self.name}.inner"
-        linear = Linear(name, self.hidden, outputs, False, self.sequence, self.bias, self.std, self.unit)
+        linear = LinearSpec(name, self.hidden, outputs, False, self.sequence, self.bias, self.std, self.unit)
         return replace(linear, frozen=self.frozen, lora=self.lora, adapted=self.adapted)
 
     @property
-    def down(self) -> Linear:
+    def down(self) -> LinearSpec:
         """The projection back into the residual stream."""
         name = f"{self.name}.down"
         outputs = {name: self.hidden}
-        linear = Linear(name, self.width, outputs, True, self.sequence, self.bias, self.out_std, self.unit)
+        linear = LinearSpec(
+            name, self.width, outputs, True, self.sequence, self.bias, self.out_std, self.unit
+        )
         return replace(linear, frozen=self.frozen, lora=self.lora, adapted=self.adapted)
 
     @property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[LinearSpec, ...]:
         """In the order of the forward pass."""
         return self.inner, self.down
 

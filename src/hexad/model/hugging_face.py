@@ -15,7 +15,7 @@ from hexad.config import ConfigError, HexadError
 from hexad.config.model import ModelSettings
 
 from .families import Family, families, family
-from .families.family import Keys
+from .families.family import ConfigFile
 
 CONFIG_FILE = "config.json"
 
@@ -91,7 +91,7 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
         HexadError: an architecture or a feature that is not supported, or a malformed value.
     """
     kind = _family(raw, path)
-    keys = Keys({kind.aliases.get(key, key): value for key, value in raw.items()}, path, kind.absent)
+    keys = ConfigFile({kind.aliases.get(key, key): value for key, value in raw.items()}, path, kind.absent)
     _refuse_unsupported(keys, kind)
     settings: dict[str, Any] = {"family": kind.name, "qkv_bias": kind.qkv_bias, "qk_norm": kind.qk_norm}
     for name, key in kind.keys.items():
@@ -116,7 +116,7 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _family(raw: Mapping[str, Any], path: Path) -> Family:
-    keys = Keys(raw, path, {})
+    keys = ConfigFile(raw, path, {})
     classes, kind = raw.get("architectures"), raw.get("model_type")
     supported = ", ".join(family(name).classes[0] for name in families())
     if kind not in families():
@@ -130,7 +130,7 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
     return found
 
 
-def _refuse_unsupported(keys: Keys, kind: Family) -> None:
+def _refuse_unsupported(keys: ConfigFile, kind: Family) -> None:
     for key, values in {**_ONLY, **kind.also}.items():
         found = keys.raw.get(key)
         if key not in kind.keys.values() and found is not None and found not in values:
@@ -141,7 +141,7 @@ def _refuse_unsupported(keys: Keys, kind: Family) -> None:
         raise keys.problem("layer_types", "but every layer must be full_attention")
 
 
-def _rope(keys: Keys, partial: bool) -> dict[str, Any]:
+def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
     """Base of the frequencies, what of a head is rotated (``partial``: may be less than all), and Llama 3's
     scaling, from the keys of transformers 5 or before."""
     raw = keys.raw

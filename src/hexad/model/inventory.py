@@ -13,18 +13,18 @@ from functools import cached_property
 
 from hexad.config.model import ModelSettings
 from hexad.parallel.inventory import Collective, Execution, Kept, Parameter, Product, Weight
-from hexad.parallel.tensor.embedding_inventory import Embedding, Head
+from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec, HeadSpec
 
-from .attention_inventory import Attention
-from .block_inventory import Block, Recomputed
+from .attention_inventory import AttentionSpec
+from .block_inventory import BlockSpec, Recomputed
 from .families import family
-from .feedforward_inventory import FeedForward
-from .norms_inventory import Norm
+from .feedforward_inventory import FeedForwardSpec
+from .norms_inventory import NormSpec
 from .trained import Trained
 
 
 @dataclass(frozen=True)
-class LearnedPositions:
+class PositionsSpec:
     """A table of position embeddings, whole on every tensor rank.
 
     Attributes:
@@ -54,12 +54,12 @@ class LearnedPositions:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageSpec:
     """What one pipeline stage holds: some of the layers, on the first stage the embedding, on the last one
     the final norm and the head.
 
     Attributes:
-        tied: see :class:`Head`; ``here`` on the embedding's rank too.
+        tied: see :class:`HeadSpec`; ``here`` on the embedding's rank too.
         after_trained: whether anything is trained in the stages before, which then need a gradient.
     """
 
@@ -71,22 +71,24 @@ class Stage:
     after_trained: bool = False
 
     @cached_property
-    def embedding(self) -> Embedding | None:
+    def embedding(self) -> EmbeddingSpec | None:
         """The token embedding."""
         model = self.model.settings
         if not self.first:
             return None
         tied, frozen = self.tied == "copy", self.model.trained.frozen("embedding.weight")
-        return Embedding(int(model.vocab), model.hidden, self.model.sequence, model.init_std, tied, frozen)
+        return EmbeddingSpec(
+            int(model.vocab), model.hidden, self.model.sequence, model.init_std, tied, frozen
+        )
 
     @cached_property
-    def positions(self) -> LearnedPositions | None:
+    def positions(self) -> PositionsSpec | None:
         """The table of learned positions."""
         model = self.model.settings
         if not self.first or self.rotary:
             return None
         rows, frozen = int(model.max_positions), self.model.trained.frozen("positions.weight")
-        return LearnedPositions(rows, model.hidden, self.model.sequence, model.init_std, frozen)
+        return PositionsSpec(rows, model.hidden, self.model.sequence, model.init_std, frozen)
 
     @property
     def rotary(self) -> bool:
@@ -94,7 +96,7 @@ class Stage:
         return self.model.rotary
 
     @cached_property
-    def norm(self) -> Norm | None:
+    def norm(self) -> NormSpec | None:
         """The final norm."""
         if not self.last:
             return None
@@ -103,16 +105,18 @@ class Stage:
         return self.model.residual_norm("norm", "norm", frozen)
 
     @cached_property
-    def head(self) -> Head | None:
+    def head(self) -> HeadSpec | None:
         """The output head."""
         model = self.model.settings
         if not self.last:
             return None
         frozen = self.model.trained.frozen("head.weight" if self.tied == "own" else "embedding.weight")
-        return Head(int(model.vocab), model.hidden, self.model.sequence, model.init_std, self.tied, frozen)
+        return HeadSpec(
+            int(model.vocab), model.hidden, self.model.sequence, model.init_std, self.tied, frozen
+        )
 
     @cached_property
-    def blocks(self) -> tuple[Block, ...]:
+    def blocks(self) -> tuple[BlockSpec, ...]:
         """Its layers, with names from each layer on: layers of the same sizes are equal."""
         return tuple(self.model.layer(number) for number in self.layers)
 
@@ -130,7 +134,7 @@ class Stage:
         """Whether any of its parameters is trained."""
         return any(not each.frozen for each in self.parameters)
 
-    def recomputing(self, recompute: Recomputed, count: int) -> list[tuple[Block, Recomputed]]:
+    def recomputing(self, recompute: Recomputed, count: int) -> list[tuple[BlockSpec, Recomputed]]:
         """Its layers, and what each recomputes: the first ``count`` do."""
         return [(block, recompute if index < count else "none") for index, block in enumerate(self.blocks)]
 
@@ -232,12 +236,12 @@ class ModelInventory:
         """Which weights are trained, and which layers have adapters."""
         return Trained.of(self.settings)
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> BlockSpec:
         """Layer ``number``, with complete names."""
         unit = f"layers.{number}"
         return self._block(unit, f"{unit}.", *self._selected(number))
 
-    def layer(self, number: int) -> Block:
+    def layer(self, number: int) -> BlockSpec:
         """Layer ``number``, with names from the layer on: layers of which the same is trained are equal."""
         selected = self._selected(number)
         if selected not in self._layers:
@@ -245,11 +249,11 @@ class ModelInventory:
         return self._layers[selected]
 
     @cached_property
-    def _layers(self) -> dict[tuple[frozenset[str], frozenset[str]], Block]:
+    def _layers(self) -> dict[tuple[frozenset[str], frozenset[str]], BlockSpec]:
         return {}
 
     @cached_property
-    def _plain(self) -> Block:
+    def _plain(self) -> BlockSpec:
         """A layer of which everything is trained."""
         return self._block("", "", frozenset(), frozenset())
 
@@ -265,13 +269,13 @@ class ModelInventory:
             frozenset(name for name in outputs if self.trained.adapted(whole + name)),
         )
 
-    def _block(self, unit: str, prefix: str, frozen: frozenset[str], adapted: frozenset[str]) -> Block:
+    def _block(self, unit: str, prefix: str, frozen: frozenset[str], adapted: frozenset[str]) -> BlockSpec:
         """A layer; ``frozen`` and ``adapted`` are names from the layer on."""
         model, kind = self.settings, family(self.settings.family)
         frozen, adapted = (frozenset(prefix + name for name in names) for names in (frozen, adapted))
         lora = self.trained.lora if adapted else None
         out_std = model.init_std / (2 * model.layers) ** 0.5
-        attention = Attention(
+        attention = AttentionSpec(
             name=f"{prefix}attention",
             unit=unit,
             hidden=model.hidden,
@@ -293,7 +297,7 @@ class ModelInventory:
             frozen=frozen,
             adapted=adapted,
         )
-        ffn = FeedForward(
+        ffn = FeedForwardSpec(
             name=f"{prefix}ffn",
             unit=unit,
             hidden=model.hidden,
@@ -308,20 +312,23 @@ class ModelInventory:
             adapted=adapted,
         )
         norms = (self.residual_norm(prefix + name, unit, frozen) for name in ("attention_norm", "ffn_norm"))
-        return Block(next(norms), attention, next(norms), ffn)
+        return BlockSpec(next(norms), attention, next(norms), ffn)
 
-    def residual_norm(self, name: str, unit: str, frozen: frozenset[str] = frozenset()) -> Norm:
+    def residual_norm(self, name: str, unit: str, frozen: frozenset[str] = frozenset()) -> NormSpec:
         """A norm over the residual stream."""
         model, kind = self.settings, family(self.settings.family)
-        return Norm(name, kind.norm, model.hidden, model.norm_eps, self.sequence, unit, frozen)
+        return NormSpec(name, kind.norm, model.hidden, model.norm_eps, self.sequence, unit, frozen)
 
-    def stage(self, layers: range, first: bool = True, last: bool = True, tied: str | None = None) -> Stage:
-        """Some of the layers; ``tied`` as for :class:`Head`, by default as for a stage that has it all."""
+    def stage(
+        self, layers: range, first: bool = True, last: bool = True, tied: str | None = None
+    ) -> StageSpec:
+        """Some of the layers; ``tied`` as for :class:`HeadSpec`, by default as for a stage that has it
+        all."""
         if tied is None:
             tied = "here" if self.settings.tied_embeddings else "own"
-        return Stage(self, layers, first, last, tied)
+        return StageSpec(self, layers, first, last, tied)
 
-    def stages(self, layers: Sequence[range], placement: Sequence[int], rank: int) -> dict[int, Stage]:
+    def stages(self, layers: Sequence[range], placement: Sequence[int], rank: int) -> dict[int, StageSpec]:
         """The stages of one pipeline rank, by number, ascending.
 
         Args:
@@ -344,7 +351,7 @@ class ModelInventory:
         placement = range(len(layers))
         return next((number for number, stage in self._stages(layers, placement) if stage.trains), 0)
 
-    def _stages(self, layers: Sequence[range], placement: Sequence[int]) -> Iterator[tuple[int, Stage]]:
+    def _stages(self, layers: Sequence[range], placement: Sequence[int]) -> Iterator[tuple[int, StageSpec]]:
         """All stages with their numbers; see :meth:`stages`."""
         final = len(placement) - 1
         tied = "own"

@@ -7,7 +7,7 @@ from torch import nn
 
 from hexad.parallel.sharding import Shard, ShardedModule
 
-from .norms_inventory import Norm
+from .norms_inventory import NormSpec
 from .ops import layer_norm, rms_norm
 
 
@@ -16,7 +16,7 @@ class RmsNorm(ShardedModule):
 
     weight: nn.Parameter
 
-    def __init__(self, inventory: Norm, shard: Shard) -> None:
+    def __init__(self, inventory: NormSpec, shard: Shard) -> None:
         super().__init__(shard)
         self.eps = inventory.eps
         self.declare(*inventory.parameters)
@@ -37,7 +37,7 @@ class LayerNorm(ShardedModule):
     weight: nn.Parameter
     bias: nn.Parameter
 
-    def __init__(self, inventory: Norm, shard: Shard) -> None:
+    def __init__(self, inventory: NormSpec, shard: Shard) -> None:
         super().__init__(shard)
         self.eps = inventory.eps
         self.declare(*inventory.parameters)
@@ -52,6 +52,6 @@ class LayerNorm(ShardedModule):
         return self.weight, self.bias
 
 
-def make_norm(inventory: Norm, shard: Shard) -> RmsNorm | LayerNorm:
+def make_norm(inventory: NormSpec, shard: Shard) -> RmsNorm | LayerNorm:
     """The norm that an inventory describes."""
     return (LayerNorm if inventory.kind == "layer" else RmsNorm)(inventory, shard)

@@ -9,7 +9,7 @@ from hexad.parallel.inventory import Execution, Parameter, Weight
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormSpec:
     """RMSNorm or LayerNorm; every tensor rank holds its weights.
 
     Attributes:

@@ -10,7 +10,7 @@ from functools import cache
 
 from hexad.config import ConfigError, did_you_mean
 from hexad.config.model import ModelSettings
-from hexad.parallel.tensor.lora_inventory import Lora
+from hexad.parallel.tensor.lora_inventory import LoraSpec
 
 from .families import Family, family
 
@@ -43,7 +43,7 @@ class Trained:
 
     patterns: tuple[str, ...] | None
     targets: tuple[str, ...] | None
-    lora: Lora | None
+    lora: LoraSpec | None
     family: Family
 
     @classmethod
@@ -53,7 +53,7 @@ class Trained:
         patterns = None if model.train == "all" else model.train
         if settings is None:
             return cls(patterns, None, None, family(model.family))
-        kind = Lora(settings.rank, settings.alpha / settings.rank, settings.dropout)
+        kind = LoraSpec(settings.rank, settings.alpha / settings.rank, settings.dropout)
         targets = None if settings.targets == "all" else settings.targets
         return cls(patterns or (), targets, kind, family(model.family))
 

@@ -18,12 +18,12 @@ from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor.embedding import VocabParallelEmbedding, VocabParallelHead
 from hexad.topology.mesh import Mesh
 
-from . import inventory
 from .attention import Attention, KeyValueStore
 from .attention_kernels import Spans
+from .block_inventory import BlockSpec
 from .dropout import DropoutKey, Dropper, Site, row_keys
 from .feedforward import FeedForward
-from .inventory import LearnedPositions, ModelInventory
+from .inventory import ModelInventory, PositionsSpec, StageSpec
 from .norms import make_norm
 from .positions import Geometry, rotary_factors, rotary_frequencies, span_positions
 from .recompute import Recompute
@@ -42,7 +42,7 @@ DTYPES = {
 class Block(nn.Module):
     """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
 
-    def __init__(self, block: inventory.Block, shard: Shard, layer: int, model: ModelSettings) -> None:
+    def __init__(self, block: BlockSpec, shard: Shard, layer: int, model: ModelSettings) -> None:
         super().__init__()
         self.attention_norm = make_norm(block.attention_norm, shard)
         self.attention = Attention(block.attention, shard, layer)
@@ -66,7 +66,7 @@ class Positions(ShardedModule):
 
     weight: nn.Parameter
 
-    def __init__(self, inventory: LearnedPositions, shard: Shard) -> None:
+    def __init__(self, inventory: PositionsSpec, shard: Shard) -> None:
         super().__init__(shard)
         self.declare(*inventory.parameters)
 
@@ -95,7 +95,7 @@ class Transformer(nn.Module):
 
     def __init__(
         self,
-        stage: inventory.Stage,
+        stage: StageSpec,
         shard: Shard,
         recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
         tied: nn.Parameter | None = None,

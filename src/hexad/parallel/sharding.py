@@ -36,7 +36,7 @@ class Shard:
         fp8: linear layers multiply in 8 bits, see :mod:`hexad.parallel.tensor.fp8`.
         compiled: pointwise functions are compiled, see :mod:`hexad.parallel.pointwise`.
         method: how attention reaches the keys of other ranks of the ``ring`` axis, see
-            :class:`hexad.parallel.context.attention.Exchange`.
+            :class:`hexad.parallel.context.attention.KeyExchange`.
     """
 
     axes: Mapping[str, Axis] = field(default_factory=dict)

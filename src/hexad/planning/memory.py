@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from hexad.config import Config
-from hexad.model.inventory import ModelInventory, Stage
+from hexad.model.inventory import ModelInventory, StageSpec
 from hexad.optim.schedule import MOMENTS
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
 from hexad.parallel.inventory import Execution, Position, tensor_positions
@@ -176,7 +176,7 @@ def execution(config: Config, layout: Layout) -> Execution:
     )
 
 
-def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, Stage]:
+def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, StageSpec]:
     """The stages of a pipeline rank, by number, ascending."""
     config, plan = resolved.config, resolved.plan
     tensor, sequence = resolved.layout.tensor, config.parallel.sequence_parallel
@@ -184,7 +184,7 @@ def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, Stage]:
     return whole.stages(plan.layers, plan.schedule.placement, pipeline)
 
 
-def rank_parameters(stages: dict[int, Stage], layout: Layout) -> list[Held]:
+def rank_parameters(stages: dict[int, StageSpec], layout: Layout) -> list[Held]:
     """The parameters of a pipeline rank, in the order of the model; any rank along the other axes."""
     copies = next(iter(stages.values())).model.kv_copies
     positions = tensor_positions(Position(0, layout.tensor), copies)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hexad.model.block_inventory import Recomputed
-from hexad.model.inventory import Stage
+from hexad.model.inventory import StageSpec
 from hexad.parallel.data.bucket_plan import BucketPlan, Held
 from hexad.parallel.data.ordering import Gathering, Rounds
 from hexad.parallel.inventory import Execution, Kept
@@ -151,7 +151,7 @@ class StageMemory:
 
     def __init__(
         self,
-        stage: Stage,
+        stage: StageSpec,
         run: Execution,
         recompute: Recomputed,
         count: int,

@@ -23,7 +23,7 @@ class Outcome:
     stopped_by: str | None
 
 
-class Trainer(Protocol):
+class TrainerState(Protocol):
     """What a callback may use of the run.
 
     Attributes:
@@ -49,19 +49,19 @@ class Callback:
     checkpoint.
     """
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerState) -> None:
         """Before the first step of this process, with the state loaded."""
 
-    def on_step(self, trainer: Trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: TrainerState, metrics: Metrics) -> None:
         """After each step: what ``metrics.jsonl`` holds of it, also of steps that are not logged."""
 
-    def on_evaluation(self, trainer: Trainer, scores: Mapping[str, Score]) -> None:
+    def on_evaluation(self, trainer: TrainerState, scores: Mapping[str, Score]) -> None:
         """After each evaluation (``validate.every``): the score of each validation set, by name."""
 
-    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+    def on_checkpoint(self, trainer: TrainerState, step: int) -> None:
         """After the state has been copied for the checkpoint of ``step``, which may still be written."""
 
-    def on_end(self, trainer: Trainer, outcome: Outcome) -> None:
+    def on_end(self, trainer: TrainerState, outcome: Outcome) -> None:
         """After the last step, or an early stop, when all is saved; not after an error."""
 
 
@@ -71,22 +71,22 @@ class Callbacks(Callback):
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = tuple(callbacks)
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerState) -> None:
         for each in self._callbacks:
             each.on_start(trainer)
 
-    def on_step(self, trainer: Trainer, metrics: Metrics) -> None:
+    def on_step(self, trainer: TrainerState, metrics: Metrics) -> None:
         for each in self._callbacks:
             each.on_step(trainer, metrics)
 
-    def on_evaluation(self, trainer: Trainer, scores: Mapping[str, Score]) -> None:
+    def on_evaluation(self, trainer: TrainerState, scores: Mapping[str, Score]) -> None:
         for each in self._callbacks:
             each.on_evaluation(trainer, scores)
 
-    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+    def on_checkpoint(self, trainer: TrainerState, step: int) -> None:
         for each in self._callbacks:
             each.on_checkpoint(trainer, step)
 
-    def on_end(self, trainer: Trainer, outcome: Outcome) -> None:
+    def on_end(self, trainer: TrainerState, outcome: Outcome) -> None:
         for each in self._callbacks:
             each.on_end(trainer, outcome)

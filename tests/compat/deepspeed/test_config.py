@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hexad.compat.deepspeed.config import (
-    Trainer,
+    TrainerValues,
     read_config,
     with_autos_filled,
     without_effect,
@@ -196,7 +196,7 @@ def test_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_become_a_run(name: str) -> None:
-    tree, _ = with_autos_filled(PUBLISHED[name], Trainer(), 8)
+    tree, _ = with_autos_filled(PUBLISHED[name], TrainerValues(), 8)
     translation = run_settings(read_config(tree, 8))
     config = load_config({**translation.tree, "run": {"steps": 5}})
     assert config.parallel.zero == PUBLISHED[name].get("zero_optimization", {}).get("stage", 0)
@@ -299,7 +299,7 @@ def test_lines_of_the_log_are_as_far_apart() -> None:
 
 def reduced(tree: dict[str, Any]) -> dict[str, Any]:
     """At a size that a test can train."""
-    tree, _ = with_autos_filled(tree, Trainer(learning_rate=1e-2), 2)
+    tree, _ = with_autos_filled(tree, TrainerValues(learning_rate=1e-2), 2)
     sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "train_batch_size": 12}
     tree = {**tree, **sizes}
     if tree.get("fp16", {}).get("enabled"):

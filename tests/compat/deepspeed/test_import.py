@@ -14,7 +14,8 @@ from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.checkpoint.manifest import verify_files
 from hexad.checkpoint.reader import Checkpoint
 from hexad.compat import deepspeed
-from hexad.compat.deepspeed.import_checkpoint import Imported, import_checkpoint
+from hexad.compat.deepspeed.import_checkpoint import import_checkpoint
+from hexad.compat.facade.imported import ImportResult
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
 from hexad.model.configuration import build_config
@@ -48,7 +49,7 @@ MODELS = ("gpt2", "llama")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def imported(source: Path, to: Path, **options: Any) -> Imported:
+def imported(source: Path, to: Path, **options: Any) -> ImportResult:
     """As the command does it."""
     return import_checkpoint(source, to, lambda config: resolve(config, Layout(world=1)), **options)
 

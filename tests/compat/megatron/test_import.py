@@ -16,7 +16,8 @@ import yaml
 
 from hexad.checkpoint.manifest import verify_files
 from hexad.checkpoint.reader import Checkpoint
-from hexad.compat.megatron.import_checkpoint import Imported, import_checkpoint
+from hexad.compat.facade.imported import ImportResult
+from hexad.compat.megatron.import_checkpoint import import_checkpoint
 from hexad.compat.megatron.torch_dist import TorchDistCheckpoint
 from hexad.config import HexadError
 from hexad.dataset.load.microbatch import Microbatch
@@ -41,7 +42,7 @@ def run_file(kind: str, directory: Path, **changes: Any) -> Path:
     return path
 
 
-def imported(source: Path, to: Path, model: Path, weights_only: bool = False) -> Imported:
+def imported(source: Path, to: Path, model: Path, weights_only: bool = False) -> ImportResult:
     """As the command does it."""
     return import_checkpoint(
         source, to, lambda config: resolve(config, Layout(world=1)).config, model, weights_only

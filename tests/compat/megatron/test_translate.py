@@ -14,7 +14,7 @@ import yaml
 
 from hexad.compat.megatron.arguments import derive, parse
 from hexad.compat.megatron.flags import FLAGS, GROUPS
-from hexad.compat.megatron.translate import Translation, translate
+from hexad.compat.megatron.translate import LineTranslation, translate
 from hexad.config import ConfigError, setting_names
 from hexad.model.configuration import build_config
 from hexad.model.families import preset
@@ -45,7 +45,7 @@ def without(line: list[str], *flags: str) -> list[str]:
     return found
 
 
-def resolved(found: Translation, vocab: int = 50257) -> Resolved:
+def resolved(found: LineTranslation, vocab: int = 50257) -> Resolved:
     """What a run makes of it, wherever data and tokenizer are."""
     config = build_config(found.tree)
     return resolve(config, planned_layout(config), None if config.model.vocab != "auto" else vocab)

@@ -32,7 +32,7 @@ _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedModel:
     """The result of an import.
 
     Attributes:
@@ -46,7 +46,7 @@ class Imported:
     tokenizer: bool
 
 
-def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> Imported:
+def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> ImportedModel:
     """Write a checkpoint with the weights of a Hugging Face directory, slice by slice.
 
     Args:
@@ -70,7 +70,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         progress = {"step": 0, "updates": 0, "samples": 0}
         write_manifest(partial, index, expected, config, progress, origin_of_import(source), others)
     parameters = sum(math.prod(place.shape) for place in model.tensors.values())
-    return Imported(config, parameters, has_tokenizer(source))
+    return ImportedModel(config, parameters, has_tokenizer(source))
 
 
 def check_target(to: Path) -> None:

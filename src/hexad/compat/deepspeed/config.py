@@ -113,7 +113,7 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class TrainerValues:
     """What transformers' Trainer fills in for ``auto``: its arguments, by their names there and with their
     defaults, and the model's width."""
 
@@ -162,7 +162,7 @@ class Trainer:
 
 
 def with_autos_filled(
-    tree: Mapping[str, Any], trainer: Trainer, data_ranks: int
+    tree: Mapping[str, Any], trainer: TrainerValues, data_ranks: int
 ) -> tuple[dict[str, Any], list[str]]:
     """The keys with ``auto`` replaced as transformers' Trainer does, and a line for each that was.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,31 +20,11 @@ from hexad.model.configuration import build_config
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.trained import Trained
 
-from ..facade.imported import ForeignTensor, model_directory, write_foreign
+from ..facade.imported import ForeignTensor, ImportResult, model_directory, write_foreign
 from .saved_state import SavedState, SavedTensor
 from .zero_files import FOLDER, read_universal, read_zero
 
 _LATEST = ("latest", "latest_universal")
-
-
-@dataclass(frozen=True)
-class Imported:
-    """The result of an import.
-
-    Attributes:
-        config: of the checkpoint; None for the state of a plain module.
-        step, samples: done, according to DeepSpeed; 0 with weights only.
-        parameters: values of weights and buffers.
-        optimizer: whether Adam's moments came with them.
-        tokenizer: whether one came with the model.
-    """
-
-    config: Config | None
-    step: int
-    samples: int
-    parameters: int
-    optimizer: bool
-    tokenizer: bool
 
 
 def tag_directory(source: Path) -> Path:
@@ -90,7 +69,7 @@ def import_checkpoint(
     check: Callable[[Config], object],
     model: Path | None = None,
     weights_only: bool = False,
-) -> Imported:
+) -> ImportResult:
     """Write a checkpoint with the state that DeepSpeed saved. Of the tensors, one is in memory at a time.
 
     Args:
@@ -133,11 +112,11 @@ def import_checkpoint(
 
 def _imported(
     state: SavedState, entries: list[ForeignTensor], config: Config | None, tokenizer: bool
-) -> Imported:
+) -> ImportResult:
     weights = (each for each in entries if each.name.startswith("model."))
     step, samples = state.progress["step"], state.progress["samples"]
     count = sum(math.prod(each.shape) for each in weights)
-    return Imported(config, step, samples, count, bool(state.moments), tokenizer)
+    return ImportResult(config, step, samples, count, bool(state.moments), tokenizer)
 
 
 def _numbers(state: SavedState) -> dict[str, Any]:

@@ -262,7 +262,7 @@ class TensorParallel(Section):
     tp_overlap_comm: Annotated[bool, ALWAYS] = False
 
 
-class Checkpoint(Section):
+class CheckpointKeys(Section):
     """``checkpoint``."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], Is("whether ranks compare their tags")] = (
@@ -327,7 +327,7 @@ class Keys(Section):
         int, Field(ge=1), Is("`parallel.context` with `ulysses`; refused for user-defined modules")
     ] = 1
     data_parallel_size: Annotated[int | None, Field(ge=1), Is("`parallel.data`")] = None
-    checkpoint: Checkpoint = Checkpoint()
+    checkpoint: CheckpointKeys = CheckpointKeys()
     steps_per_print: Annotated[int | None, Field(ge=1), Is("steps between lines of the log")] = None
     dataloader_drop_last: Annotated[bool, Is("of the loader of `training_data`")] = False
     disable_python_gc: Annotated[bool, KERNELS] = False

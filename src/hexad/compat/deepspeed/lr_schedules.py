@@ -16,7 +16,7 @@ import torch
 log = logging.getLogger("hexad")
 
 
-class Schedule:
+class LRSchedule:
     """What all schedules have.
 
     Args:
@@ -81,7 +81,7 @@ def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LRSchedule):
     """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr`` over ``warmup_num_steps`` iterations, logarithmic
     (``warmup_type: log``) or ``linear``, then constant."""
 
@@ -105,7 +105,7 @@ class WarmupLR(Schedule):
             self._set(self.min_lrs)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`Schedule`."""
+        """As of :class:`LRSchedule`."""
         if self.last_batch_iteration < 0:
             return self.min_lrs
         part = self._part(self.last_batch_iteration)
@@ -143,7 +143,7 @@ class WarmupDecayLR(WarmupLR):
         )
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LRSchedule):
     """Warm-up of a factor of the groups' own rates from ``warmup_min_ratio`` to 1, then cosine decay
     (Loshchilov & Hutter, arXiv 1608.03983) to ``cos_min_ratio`` at ``total_num_steps``."""
 
@@ -180,7 +180,7 @@ class WarmupCosineLR(Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * part)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`Schedule`."""
+        """As of :class:`LRSchedule`."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
@@ -212,7 +212,7 @@ def _check_total(total: int, warmup: int) -> None:
         log.warning("scheduler.params.total_num_steps %d is less than warmup_num_steps %d", total, warmup)
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LRSchedule):
     """Rates that rise from ``lr_range_test_min_lr`` (Smith, arXiv 1803.09820)."""
 
     def __init__(
@@ -238,13 +238,13 @@ class LRRangeTest(Schedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`Schedule`."""
+        """As of :class:`LRSchedule`."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [rate * factor for rate in self.min_lr]
 
 
-class OneCycle(Schedule):
+class OneCycle(LRSchedule):
     """One rise and fall of the rate, inversely of the first beta, then decay (Smith, arXiv 1803.09820)."""
 
     def __init__(
@@ -293,7 +293,7 @@ class OneCycle(Schedule):
                 self._set_moms(self.min_moms)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`Schedule`."""
+        """As of :class:`LRSchedule`."""
         after = self._after()
         if after is None:
             part = self._part()
@@ -313,7 +313,7 @@ class OneCycle(Schedule):
         return [(first, 0.99) for first in firsts]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """As of :class:`Schedule`; sets betas too."""
+        """As of :class:`LRSchedule`; sets betas too."""
         super().step(batch_iteration)
         moms = self.get_mom()
         if moms is not None:
@@ -341,7 +341,7 @@ class OneCycle(Schedule):
         return math.floor(place * stairs / size) / stairs if stairs else place / size
 
 
-SCHEDULES: dict[str, type[Schedule]] = {
+SCHEDULES: dict[str, type[LRSchedule]] = {
     each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 """By the name in ``scheduler.type``; any other is one of ``torch.optim.lr_scheduler``."""

@@ -24,7 +24,7 @@ from .translate import engine_config
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """A tensor of a result.
 
     Attributes:
@@ -54,7 +54,7 @@ class Form:
         single: it is one tensor, not a tuple of them.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
     single: bool
 
     @classmethod
@@ -77,7 +77,7 @@ class Form:
                 f"PipelineModule: found a {type(result).__name__} as the result of a stage's last layer, "
                 "expected a tensor or a tuple of tensors"
             )
-        parts = [Part(tuple(t.shape), t.dtype, trained and t.is_floating_point()) for t in tensors]
+        parts = [MessagePart(tuple(t.shape), t.dtype, trained and t.is_floating_point()) for t in tensors]
         return cls(tuple(parts), single)
 
     @property
@@ -125,7 +125,7 @@ class Form:
             return found[0]
         return tuple(found[number] for number in range(len(self.parts)))
 
-    def _size(self, part: Part) -> int:
+    def _size(self, part: MessagePart) -> int:
         """Elements of the message."""
         if part.trained:
             return part.elements
@@ -143,7 +143,7 @@ _PROBE = 1 << 20
 """Message tag, beyond those of schedules."""
 
 
-class Batch(NamedTuple):
+class PipelineBatch(NamedTuple):
     """A microbatch on a pipeline rank.
 
     Attributes:
@@ -265,7 +265,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Whether this rank has the last layers."""
         return self._module.plan.schedule.placement[-1] == self._module.stage_id
 
-    def _batches(self, data_iter: Iterator[Any] | None, count: int) -> list[Batch]:
+    def _batches(self, data_iter: Iterator[Any] | None, count: int) -> list[PipelineBatch]:
         """Microbatches of a step, with the forms of what crosses boundaries."""
         # An error in one rank's data is raised on all ranks, so that none waits.
         pairs, mine = agreed(lambda: self._read(data_iter, count), self._engine.mesh.world)
@@ -275,7 +275,7 @@ class PipelineEngine(DeepSpeedEngine):
         for number in range(merged(len(new), self._engine.mesh.world, max)):
             wanted = new[number] if number < len(new) else signatures[0]
             self._forms[wanted] = self._probe(pairs[signatures.index(wanted)][0])
-        return [Batch(one, two, self._forms[each]) for (one, two), each in zip(pairs, signatures)]
+        return [PipelineBatch(one, two, self._forms[each]) for (one, two), each in zip(pairs, signatures)]
 
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Any], list[object] | None]:
         """This rank's microbatches, and on the first stage's rank what their shapes follow from.
@@ -361,7 +361,11 @@ class PipelineEngine(DeepSpeedEngine):
 
 
 def _compute(
-    module: PipelineModule, stage: nn.Module, batch: Batch, message: torch.Tensor | None, scale: float | None
+    module: PipelineModule,
+    stage: nn.Module,
+    batch: PipelineBatch,
+    message: torch.Tensor | None,
+    scale: float | None,
 ) -> torch.Tensor:
     """What a stage computes of a microbatch: a message, or the loss."""
     assert isinstance(stage, PipeStage)

@@ -100,7 +100,7 @@ class WarmupCosineParams(Section):
 
 
 @dataclass(frozen=True)
-class Translation:
+class FileTranslation:
     """A ``run.yaml`` and what is different there.
 
     Attributes:
@@ -126,7 +126,7 @@ def engine_config(config: CheckedConfig, gpu: bool, tensor: int = 1, pipeline: i
     return load_config(tree)
 
 
-def run_settings(config: CheckedConfig, strict: bool = True) -> Translation:
+def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
     """The ``run.yaml`` for one of Hexad's models that is equivalent to the file.
 
     Args:
@@ -146,7 +146,7 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> Translation:
     if keys.steps_per_print is not None:
         tree["log"] = {"every": keys.steps_per_print}
     notes += [f"{each}: no effect" for each in without_effect(keys)]
-    return Translation({name: group for name, group in tree.items() if group}, notes)
+    return FileTranslation({name: group for name, group in tree.items() if group}, notes)
 
 
 def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:

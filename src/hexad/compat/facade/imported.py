@@ -38,6 +38,26 @@ def model_directory(named: Path) -> Path:
 
 
 @dataclass(frozen=True)
+class ImportResult:
+    """The result of an import.
+
+    Attributes:
+        config: of the checkpoint, resolved; None for the state of a plain module.
+        step, samples: done, according to the other system; 0 with weights only.
+        parameters: values of weights and buffers.
+        optimizer: whether Adam's moments came with them.
+        tokenizer: whether one came with the model.
+    """
+
+    config: Config | None
+    step: int
+    samples: int
+    parameters: int
+    optimizer: bool
+    tokenizer: bool
+
+
+@dataclass(frozen=True)
 class ForeignTensor:
     """A tensor to write.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from hexad.model.configuration import build_config, load_config
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.inventory import ModelInventory
 
-from ..facade.imported import ForeignTensor, model_directory, write_foreign
+from ..facade.imported import ForeignTensor, ImportResult, model_directory, write_foreign
 from ..facade.inert import Inert
 from .torch_dist import DistTensor, TorchDistCheckpoint
 
@@ -57,33 +56,13 @@ _UNLIKE = {"apply_layernorm_1p": False, "rotary_interleaved": False, "multi_late
 """Megatron's options whose other values would change the numbers."""
 
 
-@dataclass(frozen=True)
-class Imported:
-    """The result of an import.
-
-    Attributes:
-        config: of the checkpoint, resolved.
-        step, samples: done, according to Megatron; 0 with weights only.
-        parameters: in all.
-        optimizer: whether Adam's moments came with them.
-        tokenizer: whether one came with the model's settings.
-    """
-
-    config: Config
-    step: int
-    samples: int
-    parameters: int
-    optimizer: bool
-    tokenizer: bool
-
-
 def import_checkpoint(
     source: Path,
     to: Path,
     check: Callable[[Config], Config],
     model: Path | None,
     weights_only: bool = False,
-) -> Imported:
+) -> ImportResult:
     """Write a checkpoint with the state of a GPT model that Megatron-Core saved, in any of its layouts, one
     tensor at a time.
 
@@ -130,7 +109,7 @@ def import_checkpoint(
         write_foreign(tensors, directory, source, progress, config, others)
     count = sum(math.prod(each.shape) for each in tensors) // len(kinds)
     found = folder is not None and has_tokenizer(folder)
-    return Imported(config, progress["step"], progress["samples"], count, not weights_only, found)
+    return ImportResult(config, progress["step"], progress["samples"], count, not weights_only, found)
 
 
 def _check_sharding(given: TorchDistCheckpoint) -> None:

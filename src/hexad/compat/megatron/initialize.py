@@ -25,10 +25,10 @@ from hexad.model.transformer import factored_mesh
 from ..facade import world
 from . import parallel_state
 from .arguments import ExtraArguments, Line, derive, naming_flags, parse, values_of_flags
-from .translate import Translation, translated
+from .translate import LineTranslation, translated
 
 
-class Tokenizer:
+class MegatronTokenizer:
     """A tokenizer with Megatron-LM's names.
 
     Args:
@@ -76,7 +76,7 @@ class _Null(own.ByteTokenizer):
         return " ".join(map(str, ids))
 
 
-def build_tokenizer(translation: Translation, arguments: Namespace) -> Tokenizer | None:
+def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> MegatronTokenizer | None:
     """The tokenizer that the flags name; sets ``padded_vocab_size``. None where they name none.
 
     Raises:
@@ -91,7 +91,7 @@ def build_tokenizer(translation: Translation, arguments: Namespace) -> Tokenizer
     translation.write_files("tokenizer")
     with blaming("--tokenizer-type"):
         backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
-    found = Tokenizer(backend, vocab or backend.vocab_size)
+    found = MegatronTokenizer(backend, vocab or backend.vocab_size)
     arguments.padded_vocab_size = -(-found.vocab_size // multiple) * multiple
     return found
 
@@ -101,8 +101,8 @@ class _Started:
     """What the functions below return."""
 
     arguments: Namespace
-    translation: Translation
-    tokenizer: Tokenizer | None
+    translation: LineTranslation
+    tokenizer: MegatronTokenizer | None
     settings: tuple[str, ...]
 
 
@@ -141,7 +141,7 @@ def initialize_megatron(
     settings = tuple(settings)
     here = _here()
 
-    def read() -> tuple[Line, Translation, dict[str, Any]]:
+    def read() -> tuple[Line, LineTranslation, dict[str, Any]]:
         line = parse(sys.argv[1:], args_defaults, extra_args_provider, ignore_unknown_args)
         common = {**values_of_flags(line.arguments), "settings": settings}
         derive(line.arguments, here.world)
@@ -161,7 +161,7 @@ def initialize_megatron(
         with naming_flags():
             _divide_heads(load_config(translation.tree, settings))
 
-    def prepare() -> Tokenizer | None:
+    def prepare() -> MegatronTokenizer | None:
         translation.write_files("data")
         return build_tokenizer(translation, arguments)
 
@@ -235,7 +235,7 @@ def get_args() -> Namespace:
     return _current().arguments
 
 
-def get_tokenizer() -> Tokenizer:
+def get_tokenizer() -> MegatronTokenizer:
     """The tokenizer that the flags name.
 
     Raises:

@@ -19,7 +19,7 @@ from hexad.config import HexadError
 from hexad.parallel.inventory import Parameter, Weight
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor import embedding
-from hexad.parallel.tensor.embedding_inventory import Embedding
+from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec
 from hexad.parallel.tensor.linear import column_linear, row_linear
 
 from . import parallel_state
@@ -279,7 +279,7 @@ class RowParallelLinear(_Layer):
 
 
 @dataclass(frozen=True)
-class _Table(Embedding):
+class _Table(EmbeddingSpec):
     """A table whose rows divide by the ranks, without padding."""
 
     @property

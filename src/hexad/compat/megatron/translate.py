@@ -280,7 +280,7 @@ def _refuse_foreign(flag: str, directory: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class Translation:
+class LineTranslation:
     """What a launch line means.
 
     Attributes:
@@ -321,7 +321,7 @@ def _flow(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def translate(words: Sequence[str], world: int | None = None, others: Sequence[str] = ()) -> Translation:
+def translate(words: Sequence[str], world: int | None = None, others: Sequence[str] = ()) -> LineTranslation:
     """Translate a launch line.
 
     Args:
@@ -337,7 +337,7 @@ def translate(words: Sequence[str], world: int | None = None, others: Sequence[s
     return translated(line)
 
 
-def translated(line: Line, script: bool = False) -> Translation:
+def translated(line: Line, script: bool = False) -> LineTranslation:
     """As :func:`translate`, of a completed namespace; that of a script may name no data.
 
     Raises:
@@ -375,7 +375,7 @@ def translated(line: Line, script: bool = False) -> Translation:
         },
     }
     notes += merge_file(tree, line, script)
-    return Translation(tree, tuple(notes), data.files)
+    return LineTranslation(tree, tuple(notes), data.files)
 
 
 def _run(arguments: Namespace, directory: str) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class _Frame:
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenPiece:
     """The writer, closed, of the files of a build; what was skipped; whether any document has the ids of a
     :class:`_Frame`, and whether any is a conversation."""
 
@@ -183,7 +183,7 @@ def _write(
     workers: int | None,
     progress: Callable[[int, int], object] | None,
     nothing: str,
-) -> _Written:
+) -> _WrittenPiece:
     """Tokenize pieces into the files of ``prefix``, and remove a sidecar of earlier ones.
 
     Raises:
@@ -210,12 +210,12 @@ def _write(
             )
         with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
             sidecar_path(prefix).unlink(missing_ok=True)
-    return _Written(writer, skipped, framed, rendered)
+    return _WrittenPiece(writer, skipped, framed, rendered)
 
 
 def _describe(
     prefix: str | Path,
-    written: _Written,
+    written: _WrittenPiece,
     encoder: Tokenizer,
     frame: _Frame,
     templates: Mapping[str, str] | None,

@@ -122,7 +122,7 @@ def train_bpe(
     directory = Path(path)
     with _writing(directory):  # before the work, which takes a while
         directory.mkdir(parents=True, exist_ok=True)
-    reader = _Counted(texts)
+    reader = _CountedText(texts)
     backend.train_from_iterator(reader, trainer)
     if reader.error is not None:
         raise reader.error
@@ -143,7 +143,7 @@ def train_bpe(
     return HuggingFaceTokenizer(directory / "tokenizer.json", str(directory.resolve()))
 
 
-class _Counted:
+class _CountedText:
     """Texts on their way to the library, which would make an exception of its own of an error."""
 
     def __init__(self, texts: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from hexad.config import HexadError
 from hexad.config.model import ModelSettings
 
 
-class Keys:
+class ConfigFile:
     """A ``config.json`` with the defaults of its family.
 
     Args:
@@ -57,7 +57,7 @@ class Keys:
         return found
 
 
-def without_window(keys: Keys) -> dict[str, Any]:
+def without_window(keys: ConfigFile) -> dict[str, Any]:
     """Refuse a sliding window."""
     if keys.raw.get("sliding_window") is not None:
         raise keys.problem(
@@ -67,7 +67,7 @@ def without_window(keys: Keys) -> dict[str, Any]:
     return {}
 
 
-def one_dropout(keys: Keys) -> dict[str, Any]:
+def one_dropout(keys: ConfigFile) -> dict[str, Any]:
     """Refuse a ``config.json`` that drops embeddings and branches with different probabilities."""
     dropout = keys.number("resid_pdrop")
     if keys.number("embd_pdrop") != dropout:
@@ -80,7 +80,7 @@ def one_dropout(keys: Keys) -> dict[str, Any]:
 Shape = dict[str, Any]
 
 
-def no_extra(keys: Keys) -> dict[str, Any]:
+def no_extra(keys: ConfigFile) -> dict[str, Any]:
     """Nothing that only one family's ``config.json`` has."""
     return {}
 
@@ -142,7 +142,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    read: Callable[[Keys], dict[str, Any]] = no_extra
+    read: Callable[[ConfigFile], dict[str, Any]] = no_extra
     write: Callable[[ModelSettings], dict[str, Any]] = lambda model: {}
 
     def context(self, preset: str) -> int | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .family import Keys, Shape, without_window
+from .family import ConfigFile, Shape, without_window
 from .llama import FAMILY as LLAMA
 from .llama import Sizes, llama_shape
 
 
-def unused_window(keys: Keys) -> dict[str, Any]:
+def unused_window(keys: ConfigFile) -> dict[str, Any]:
     """Refuse a sliding window that some layer would use: those from ``max_window_layers`` on."""
     layers = keys.count("num_hidden_layers")
     # Where layer_types are given, all of them are full_attention.

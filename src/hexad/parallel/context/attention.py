@@ -22,7 +22,7 @@ from .slice import Run
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class KeyExchange:
     """How a rank reaches the keys of the others.
 
     Attributes:
@@ -37,7 +37,7 @@ class Exchange:
 
 
 def attention_over_ranks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange, kernel: Kernel
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange, kernel: Kernel
 ) -> torch.Tensor:
     """Causal attention of this rank's queries over the keys of all ranks.
 
@@ -84,7 +84,7 @@ class Merged:
 class _AttentionOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: Exchange, kernel: Kernel
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange, kernel: Kernel
     ) -> torch.Tensor:
         merged = Merged(q)
         for each, keys, values in _arrivals(k, v, exchange):
@@ -129,7 +129,7 @@ Arrival = tuple[Round, torch.Tensor, torch.Tensor]
 """A round, and the keys and values that its tiles are of."""
 
 
-def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: Exchange) -> Iterator[Arrival]:
+def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange) -> Iterator[Arrival]:
     """This rank's own keys and values, then those of the others; the next are under way meanwhile."""
     own, *others = exchange.rounds
     if not others:
@@ -176,7 +176,7 @@ class _Returns:
         dtype: in which gradients are added up; they are sent in that of the keys.
     """
 
-    def __init__(self, k: torch.Tensor, exchange: Exchange, dtype: torch.dtype) -> None:
+    def __init__(self, k: torch.Tensor, exchange: KeyExchange, dtype: torch.dtype) -> None:
         self._exchange, self._k = exchange, k
         self._total = torch.zeros((len(k), 2 * k.shape[1], k.shape[2]), dtype=dtype, device=k.device)
         self._leaving: tuple[Round, Pending] | None = None

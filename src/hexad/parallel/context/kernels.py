@@ -60,7 +60,7 @@ class Output(NamedTuple):
     lse: torch.Tensor
 
 
-class Gradients(NamedTuple):
+class AttentionGradients(NamedTuple):
     """Gradients of some of a tile's queries, and what these add to some keys and values."""
 
     rows: slice
@@ -77,7 +77,7 @@ class Kernel(Protocol):
         """Of all queries, each in one part."""
         ...
 
-    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
+    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """Parts whose sum the gradients are."""
         ...
 
@@ -155,7 +155,7 @@ class CpuFlash:
             )
             yield Output(rows, out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
-    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
+    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """See :class:`Kernel`."""
         for block in _blocks(tile):
             rows, columns, _ = block
@@ -163,7 +163,7 @@ class CpuFlash:
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *map(_batch, (found.gradient[rows], *operands)), 0.0, **self._options(tile, block, given.q)
             )
-            yield Gradients(rows, columns, *(each[0].transpose(0, 1) for each in gradients))
+            yield AttentionGradients(rows, columns, *(each[0].transpose(0, 1) for each in gradients))
             del gradients
 
     def _options(self, tile: Tile, block: _Block, q: torch.Tensor) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class CudaFlash:
         )
         yield Output(slice(None), out, lse.transpose(0, 1))
 
-    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
+    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """See :class:`Kernel`."""
         device = given.q.device
         state = torch.zeros(2, dtype=torch.uint64, device=device)  # of the generator: nothing is drawn
@@ -212,7 +212,7 @@ class CudaFlash:
             nothing,
             **self._options(tile),
         )
-        yield Gradients(slice(None), slice(None), *gradients)
+        yield AttentionGradients(slice(None), slice(None), *gradients)
 
     def _options(self, tile: Tile) -> dict[str, Any]:
         """The kernel counts a query's keys from the one that stands as far from the end as it does."""
@@ -259,12 +259,12 @@ class Plain:
         out = (p.to(v.dtype) @ _columns(v)).permute(2, 0, 1, 3).flatten(1, 2)
         return Output(rows, out, lse.permute(2, 0, 1, 3).flatten(1))
 
-    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[Gradients]:
+    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """See :class:`Kernel`."""
         for block in self._steps(tile, given.q.shape[1]):
             yield self._gradients(given, found, tile, block)
 
-    def _gradients(self, given: Operands, found: Results, tile: Tile, block: _Block) -> Gradients:
+    def _gradients(self, given: Operands, found: Results, tile: Tile, block: _Block) -> AttentionGradients:
         rows, columns, _ = block
         k, v, groups = given.k[columns], given.v[columns], given.k.shape[1]
         g, out, q = (_grouped(each[rows], groups) for each in (found.gradient, found.out, given.q))
@@ -283,7 +283,7 @@ class Plain:
         del grad_p, p
         dq = (scores @ _columns(k)).permute(2, 0, 1, 3).flatten(1, 2)
         dk = (scores.transpose(2, 3) @ q).sum(1).transpose(0, 1)
-        return Gradients(rows, columns, dq, dk, dv)
+        return AttentionGradients(rows, columns, dq, dk, dv)
 
     def _steps(self, tile: Tile, heads: int) -> Iterator[_Block]:
         """Some queries of a block at a time."""

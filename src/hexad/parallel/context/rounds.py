@@ -78,7 +78,7 @@ def size(runs: Sequence[Run]) -> int:
     return sum(end - begin for begin, end in runs)
 
 
-class _Part(NamedTuple):
+class _Segment(NamedTuple):
     """Tokens of one run in one document.
 
     Attributes:
@@ -146,7 +146,7 @@ def _placed(tile: Tile, received: Sequence[Run]) -> Tile:
 
 
 @lru_cache(maxsize=1024)
-def _parts(slice_: Slice, rank: int) -> tuple[_Part, ...]:
+def _parts(slice_: Slice, rank: int) -> tuple[_Segment, ...]:
     """The tokens of a rank, by document."""
     found, row, document = [], 0, 0
     bounds = slice_.bounds
@@ -155,7 +155,7 @@ def _parts(slice_: Slice, rank: int) -> tuple[_Part, ...]:
             while bounds[document + 1] <= begin:
                 document += 1
             last = min(end, bounds[document + 1])
-            found.append(_Part(document, begin, last, row))
+            found.append(_Segment(document, begin, last, row))
             begin, row = last, row + last - begin
     return tuple(found)
 
@@ -164,7 +164,7 @@ def _parts(slice_: Slice, rank: int) -> tuple[_Part, ...]:
 def _tiles(slice_: Slice, rank: int, source: int, window: int | None, apart: bool) -> tuple[Tile, ...]:
     queries, keys = _parts(slice_, rank), _parts(slice_, source)
     if window is not None or apart:
-        by_document: dict[int, list[_Part]] = {}
+        by_document: dict[int, list[_Segment]] = {}
         for key in keys:
             by_document.setdefault(key.document, []).append(key)
         pairs = [(query, key) for query in queries for key in by_document.get(query.document, ())]
@@ -173,7 +173,7 @@ def _tiles(slice_: Slice, rank: int, source: int, window: int | None, apart: boo
     return _own(queries) if rank == source else _others(queries, keys)
 
 
-def _own(parts: Sequence[_Part]) -> tuple[Tile, ...]:
+def _own(parts: Sequence[_Segment]) -> tuple[Tile, ...]:
     """A rank's queries with its own keys: those of one document are neighbours in ascending order, so that a
     causal block for each document is right, whatever other ranks have between them."""
     total = parts[-1].row + parts[-1].end - parts[-1].begin
@@ -182,7 +182,7 @@ def _own(parts: Sequence[_Part]) -> tuple[Tile, ...]:
     return (Tile((*rows, total), (*rows, total), True),)
 
 
-def _others(queries: Sequence[_Part], keys: Sequence[_Part]) -> tuple[Tile, ...]:
+def _others(queries: Sequence[_Segment], keys: Sequence[_Segment]) -> tuple[Tile, ...]:
     """A rank's queries with the keys of another: runs of queries that see the same keys are one tile."""
     found: list[Tile] = []
     at = 0
@@ -202,7 +202,7 @@ def _others(queries: Sequence[_Part], keys: Sequence[_Part]) -> tuple[Tile, ...]
     return tuple(found)
 
 
-def _between(query: _Part, key: _Part, window: int | None) -> Tile | None:
+def _between(query: _Segment, key: _Segment, window: int | None) -> Tile | None:
     """One run of queries with one run of keys; None where they do not see each other."""
     own = query.begin == key.begin
     behind = query.begin - key.begin
@@ -218,7 +218,7 @@ def _between(query: _Part, key: _Part, window: int | None) -> Tile | None:
     return _tile(query, key, (0, rows), (skipped, columns), own, low if rows - 1 + low > 0 else None)
 
 
-def _tile(query: _Part, key: _Part, rows: Run, columns: Run, causal: bool, low: int | None) -> Tile:
+def _tile(query: _Segment, key: _Segment, rows: Run, columns: Run, causal: bool, low: int | None) -> Tile:
     queries = tuple(query.row + row for row in rows)
     keys = tuple(key.row + column for column in columns)
     return Tile(queries, keys, causal, low, key.begin + columns[0])

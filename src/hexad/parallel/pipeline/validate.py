@@ -55,7 +55,7 @@ def validate(schedule: Schedule, buffers: int | None = None, *, forward_only: bo
     for index, state in enumerate(done):
         if state != complete:
             _missing(schedule, *divmod(index, schedule.microbatches), state)
-    return Report((0,) * schedule.pipeline if forward_only else peaks, _Run(schedule, buffers).needed())
+    return Report((0,) * schedule.pipeline if forward_only else peaks, _Traversal(schedule, buffers).needed())
 
 
 def _check_rank(schedule: Schedule, rank: int, done: bytearray, forward_only: bool) -> int:
@@ -123,7 +123,7 @@ def _missing(schedule: Schedule, stage: int, number: int, state: int) -> None:
     )
 
 
-class _Run:
+class _Traversal:
     """Simulates a schedule without clocks: each rank runs until it must wait.
 
     An action that can run stays possible until it runs, so that the result does not depend on the order in

@@ -13,7 +13,7 @@ from hexad.comm import all_gather, all_reduce, reduce_scatter
 
 from ..contributions import Rows, accumulator_of, add_rows_
 from ..sharding import Shard, ShardedModule
-from .embedding_inventory import Embedding, Head
+from .embedding_inventory import EmbeddingSpec, HeadSpec
 from .linear import column_linear
 from .loss import head_loss_sum
 
@@ -59,7 +59,7 @@ class VocabParallelEmbedding(ShardedModule):
 
     weight: nn.Parameter
 
-    def __init__(self, inventory: Embedding, shard: Shard) -> None:
+    def __init__(self, inventory: EmbeddingSpec, shard: Shard) -> None:
         super().__init__(shard)
         self.declare(*inventory.parameters)
 
@@ -80,7 +80,7 @@ class VocabParallelHead(ShardedModule):
 
     weight: nn.Parameter
 
-    def __init__(self, inventory: Head, shard: Shard, weight: nn.Parameter | None = None) -> None:
+    def __init__(self, inventory: HeadSpec, shard: Shard, weight: nn.Parameter | None = None) -> None:
         super().__init__(shard)
         self.vocab = inventory.vocab
         self.declare(*inventory.parameters)

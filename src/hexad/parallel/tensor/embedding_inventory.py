@@ -33,7 +33,7 @@ def loss_rows(tokens: int, hidden: int, columns: int, width: int) -> int:
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingSpec:
     """The token embedding, its vocabulary divided over the tensor axis.
 
     Attributes:
@@ -74,7 +74,7 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadSpec:
     """The output head and the loss, computed in slices of tokens, forward and backward at once.
 
     Attributes:

@@ -26,7 +26,7 @@ from hexad.comm import (
 from ..contributions import bias_gradient, deferred, weight_gradient
 from ..sharding import Shard
 from . import fp8
-from .linear_inventory import Linear
+from .linear_inventory import LinearSpec
 from .lora import AdaptedLinear, Adapters, Drop
 
 Fused = tuple[torch.Tensor, torch.Tensor | None]
@@ -219,7 +219,7 @@ class ColumnParallelLinear(AdaptedLinear):
     copied_weight: nn.Parameter
     copied_bias: nn.Parameter | None
 
-    def __init__(self, inventory: Linear, shard: Shard) -> None:
+    def __init__(self, inventory: LinearSpec, shard: Shard) -> None:
         super().__init__(inventory, shard)
         self.copied = bool(inventory.copied)
         if not inventory.bias:
@@ -249,7 +249,7 @@ class RowParallelLinear(AdaptedLinear):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
-    def __init__(self, inventory: Linear, shard: Shard) -> None:
+    def __init__(self, inventory: LinearSpec, shard: Shard) -> None:
         super().__init__(inventory, shard)
         self.unused = False
         if not inventory.bias:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..inventory import KV_AXES, Collective, Execution, Moment, Parameter, Product, Weight
-from .lora_inventory import Adapters, Lora
+from .lora_inventory import AdaptersSpec, LoraSpec
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearSpec:
     """Linear layers that share an input, fused into one product, divided over the tensor axis; where several
     ranks hold the same shards of some of them, these are fused into a second one.
 
@@ -42,7 +42,7 @@ class Linear:
     copied: frozenset[str] = frozenset()
     copies: int = 1
     frozen: frozenset[str] = frozenset()
-    lora: Lora | None = None
+    lora: LoraSpec | None = None
     adapted: frozenset[str] = frozenset()
 
     @property
@@ -85,7 +85,7 @@ class Linear:
         return replace(kind, name=name, shape=shape, frozen=name in self.frozen)
 
     @property
-    def adapters(self) -> Adapters | None:
+    def adapters(self) -> AdaptersSpec | None:
         """Its low-rank adapters."""
         if self.lora is None or not self.adapted & self.outputs.keys():
             return None
@@ -96,7 +96,7 @@ class Linear:
         }
         matrices = {name: kinds[name] for name in kinds if name in self.adapted}
         outputs = {name: self.outputs[name] for name in matrices}
-        return Adapters(self.name, self.lora, self.inputs, outputs, matrices, self.row)
+        return AdaptersSpec(self.name, self.lora, self.inputs, outputs, matrices, self.row)
 
     @property
     def _own_and_copied(self) -> tuple[Mapping[str, int], Mapping[str, int]]:

@@ -17,7 +17,7 @@ from hexad.topology.mesh import Axis
 
 from ..contributions import weight_gradient
 from ..sharding import Shard, ShardedModule
-from .linear_inventory import Linear
+from .linear_inventory import LinearSpec
 from .lora_inventory import b_name
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
@@ -119,7 +119,7 @@ class AdaptedLinear(ShardedModule):
 
     lora_a: nn.Parameter
 
-    def __init__(self, inventory: Linear, shard: Shard) -> None:
+    def __init__(self, inventory: LinearSpec, shard: Shard) -> None:
         super().__init__(shard)
         self.declare(*inventory.parameters)
         self._adapted = inventory.adapters
@@ -134,7 +134,7 @@ class AdaptedLinear(ShardedModule):
         return Adapters(self.lora_a, b, self._columns, self._adapted.kind.scale, drop)
 
 
-def _columns(inventory: Linear, shard: Shard) -> tuple[tuple[int, int], ...]:
+def _columns(inventory: LinearSpec, shard: Shard) -> tuple[tuple[int, int], ...]:
     """(first column, columns) of each adapted output on this rank."""
     found, start = [], 0
     for parameter in inventory.layers:

@@ -17,7 +17,7 @@ from ..inventory import Execution, Parameter, Product, Weight
 
 
 @dataclass(frozen=True)
-class Lora:
+class LoraSpec:
     """The kind of adapters that a model has.
 
     Attributes:
@@ -32,7 +32,7 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Adapters:
+class AdaptersSpec:
     """The adapters of one linear layer.
 
     Attributes:
@@ -45,7 +45,7 @@ class Adapters:
     """
 
     name: str
-    kind: Lora
+    kind: LoraSpec
     inputs: int
     outputs: Mapping[str, int]
     matrices: Mapping[str, Weight]

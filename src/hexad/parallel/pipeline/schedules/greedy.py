@@ -60,14 +60,14 @@ def greedy(
     Returns:
         None if ``follow`` does not fit into the memory.
     """
-    run = _Run(placement, microbatches, costs, memory, preference, follow)
+    run = _Search(placement, microbatches, costs, memory, preference, follow)
     run.carry_out()
     if sum(map(len, run.orders)) < 3 * len(placement) * microbatches:
         return None
     return Schedule("auto", microbatches, placement, tuple(map(tuple, run.orders)))
 
 
-class _Run:
+class _Search:
     """A step that is being simulated.
 
     Per stage, ``inputs["F"]`` and ``inputs["B"]`` list when the input of each microbatch arrives, as far as

@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-gpu check format docs clean
@@ -20,11 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## train a small model on real text, on this machine
 	$(BIN)/hexad demo
 
-test: setup  ## the default tests (about 10 minutes on two cores)
-	$(BIN)/python -m pytest
+test: setup  ## the default tests (at most 8 minutes on two cores)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-test-slow: setup  ## the long sweeps (hours)
-	$(BIN)/python -m pytest -m 'slow and not gpu'
+test-slow: setup  ## the long sweeps (an hour), or one of them: make test-slow SLICE=0/6
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu' $(SLICE:%=--slice %)
 
 test-gpu: setup  ## tests and speed on this machine's GPUs, in one report
 	$(BIN)/python benchmarks/gpu_report.py

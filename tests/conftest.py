@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests, and slices of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from collections.abc import Iterator
 import pytest
 
 from .pool import Pool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="K/N", help="run every N-th of the selected tests, from number K on")
+
+
+@pytest.hookimpl(trylast=True)  # after those that the markers leave out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    given = config.getoption("--slice")
+    if given is None:
+        return
+    number, count = map(int, given.split("/"))
+    if not 0 <= number < count:
+        raise pytest.UsageError(f"--slice: found {given}, expected K/N with K from 0 to N - 1")
+    config.hook.pytest_deselected(items=[item for place, item in enumerate(items) if place % count != number])
+    items[:] = items[number::count]
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """A pool of worker processes that form gloo worlds of any size, started once per test session.
 
-Importing torch costs seconds of CPU per process; on two cores, fresh interpreters per test would dominate.
+Importing torch costs seconds of CPU per process: it is imported once, by a server of which all workers are
+    forks.
 After each job the garbage collector sets aside what imports have left: to visit it would take 0.1 s per job.
 """
 
@@ -11,17 +12,34 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 MAX_RANKS = 8
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.nn", "hexad.engine.engine", "hexad.training.loop"]
+"""What the server imports; nothing in it starts threads."""
 TIMEOUT = 120.0
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def _worker(pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.freeze()  # what the server has imported
     import torch
     import torch.distributed as dist
 
@@ -55,7 +73,8 @@ class Pool:
     """Runs a function on N ranks at once and returns every rank's result."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="hexad-pool-")
         self._jobs = 0
@@ -85,7 +104,8 @@ class Pool:
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
-            process.start()
+            with _one_thread():  # of the server, if this starts it
+                process.start()
             self._workers.append((process, ours))
         for (_, pipe), job in zip(self._workers, jobs):
             pipe.send(job)

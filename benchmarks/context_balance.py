@@ -35,8 +35,7 @@ from hexad.model.configuration import load_config
 from hexad.parallel.context.balance import received, work_of
 from hexad.parallel.context.slice import divide
 from hexad.planning import planned_layout, resolve
-from hexad.show.context import Division
-from hexad.show.context_figure import context_figure
+from hexad.show.context import Division, context_figure
 from hexad.show.figure import save_figure
 
 BALANCES = ("none", "zigzag", "work")

@@ -31,7 +31,7 @@ from facts import facts
 
 from hexad.dataset.indexed import DTYPES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from hexad.dataset.load.loader import DataLoader
-from hexad.dataset.load.stream import Stream
+from hexad.dataset.load.samples import Stream
 
 _CHUNK = 1 << 22
 _UINT16 = 8

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from hexad.checkpoint.chunks import Chunk, to_write
 from hexad.checkpoint.index import Index
-from hexad.checkpoint.tensor_file import Part, TensorFile, write_shard
+from hexad.checkpoint.tensor_file import Chunk, Part, TensorFile, to_write, write_shard
 from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 

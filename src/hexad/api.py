@@ -10,7 +10,7 @@ from typing import Any
 
 from hexad.config import Config
 from hexad.engine.evaluation import Score, evaluate_weights
-from hexad.generation.sampling import Sampling
+from hexad.generation.generator import Sampling
 from hexad.generation.texts import Continuation, Wanted, generated
 from hexad.launching.environment import environment
 from hexad.launching.launch import launch

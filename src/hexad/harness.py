@@ -24,8 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from hexad.config import ConfigError
 from hexad.dataset.text.chat import load_chat_template
-from hexad.generation.generator import load_model
-from hexad.generation.sampling import Sampling
+from hexad.generation.generator import Sampling, load_model
 from hexad.generation.scoring import Likelihood, log_likelihoods
 from hexad.generation.texts import Wanted, write
 from hexad.launching.environment import environment

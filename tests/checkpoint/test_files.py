@@ -16,12 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hexad.checkpoint import chunks, tensor_file
-from hexad.checkpoint.chunks import Chunk, to_write
+from hexad.checkpoint import tensor_file
 from hexad.checkpoint.manifest import read_manifest, verify_files
 from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.reader import Checkpoint
-from hexad.checkpoint.tensor_file import TensorFileWriter
+from hexad.checkpoint.tensor_file import Chunk, TensorFileWriter, to_write
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 
@@ -36,7 +35,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_file, "BLOCK_BYTES", 48)
-        patch.setattr(chunks, "_PART_BYTES", 80)
+        patch.setattr(tensor_file, "_PART_BYTES", 80)
         yield
 
 

@@ -18,11 +18,10 @@ from safetensors import safe_open
 
 from hexad.checkpoint import checkpointer, manifest_writer, reader
 from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.index import Index, Need
 from hexad.checkpoint.manifest import FileRecord, Manifest, read_manifest, verify_files
 from hexad.checkpoint.manifest_writer import write_manifest
-from hexad.checkpoint.tensor_file import TensorFileWriter
+from hexad.checkpoint.tensor_file import Chunk, TensorFileWriter
 from hexad.config import AgreedError
 from hexad.model.configuration import load_config
 from hexad.parallel.rectangle import Rectangle

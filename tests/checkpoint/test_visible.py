@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hexad.checkpoint import loading
+from hexad.checkpoint import reader
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.manifest import read_manifest
 from hexad.cli.outcome import attempt
@@ -46,7 +46,7 @@ def _found(directory: str, how: str) -> tuple[Path | None, str]:
     """What a rank finds where the view of rank 1 lags behind, and the error."""
     mesh = Mesh.create(Layout(world=2), torch.device("cpu"))
     view = Path(directory) / str(mesh.rank)
-    loading._LONGEST_LAG = 30 * LAG if how == "late" else LAG
+    reader._LONGEST_LAG = 30 * LAG if how == "late" else LAG
     timer = threading.Timer(LAG, lambda: os.rename(view / "late", view / "run/checkpoints/step-00000002"))
     if mesh.rank == 1 and how == "late":
         timer.start()

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from hexad.config import HexadError
 from hexad.dataset.files import lock
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
-from hexad.dataset.load.blend import Blend
-from hexad.dataset.load.permutation import permute
-from hexad.dataset.load.samples import SampleSource
-from hexad.dataset.load.stream import Stream
+from hexad.dataset.load.order import Blend, permute
+from hexad.dataset.load.samples import SampleSource, Stream
 
 
 def numbered(directory: Path, lengths: list[int]) -> IndexedDataset:

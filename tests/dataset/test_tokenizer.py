@@ -209,6 +209,6 @@ def test_missing_packages_say_how_to_get_them(
 def test_no_torch() -> None:
     script = (
         "import sys, hexad.dataset.build.builder, hexad.cli.data, hexad.dataset.load.samples\n"
-        "import hexad.dataset.load.blend, hexad.dataset.build.corpus\nassert 'torch' not in sys.modules\n"
+        "import hexad.dataset.load.order, hexad.dataset.build.corpus\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

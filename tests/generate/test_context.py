@@ -14,8 +14,7 @@ import torch
 
 from hexad.config import Config
 from hexad.generation import generator
-from hexad.generation.generator import generate_all
-from hexad.generation.sampling import Sampling
+from hexad.generation.generator import Sampling, generate_all
 from hexad.generation.scoring import Likelihood, log_likelihoods
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer, build_stages, factored_mesh, make_shard

@@ -18,8 +18,7 @@ from hexad.config import ConfigError, HexadError
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.generation.cache import KeyValueCache, Lengths
-from hexad.generation.generator import generate, generate_all
-from hexad.generation.sampling import Sampling, choose
+from hexad.generation.generator import Sampling, choose, generate, generate_all
 from hexad.generation.scoring import log_likelihoods
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.parallel.context.attention import Merged
 from hexad.parallel.context.balance import Pieces, _by_dealing, _Change, by_work, levelled, received, work_of
-from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
+from hexad.parallel.context.exchange import heads_for_tokens, tokens_for_heads
 from hexad.parallel.context.kernels import (
     CpuFlash,
     CudaFlash,

@@ -11,7 +11,7 @@ import torch
 from hexad.model import attention as model_attention
 from hexad.model import transformer
 from hexad.model.attention_kernels import Spans
-from hexad.parallel.context import attention, heads
+from hexad.parallel.context import attention, exchange
 from hexad.parallel.context.attention import Merged
 from hexad.parallel.context.rounds import rounds
 from hexad.parallel.data import gradients
@@ -77,23 +77,23 @@ def _keep_gradients_apart(mesh: Mesh) -> Patches:
 
 
 def _first_copy_of_heads(mesh: Mesh) -> Patches:
-    original = heads._together
+    original = exchange._together
 
     def together(x: torch.Tensor, count: int) -> torch.Tensor:
         if count < x.shape[0]:
             return x.squeeze(2)[:: x.shape[0] // count].transpose(0, 1)
         return original(x, count)
 
-    return [mock.patch.object(heads, "_together", together)]
+    return [mock.patch.object(exchange, "_together", together)]
 
 
 def _other_heads(mesh: Mesh) -> Patches:
-    original = heads._by_rank
+    original = exchange._by_rank
 
     def by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
         return original(x.flip(1) if x.shape[1] >= size else x, size)
 
-    return [mock.patch.object(heads, "_by_rank", by_rank)]
+    return [mock.patch.object(exchange, "_by_rank", by_rank)]
 
 
 _GQA, _PACKED, _DROPPED = long(VARIANTS[0]), long(VARIANTS[1]), long(DROPPED[2])

@@ -16,10 +16,10 @@ from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import Transformer
 from hexad.optim.optimizer import BucketOptimizer
 from hexad.parallel.data import buckets, gradients, ordering
-from hexad.parallel.data.state_sharding import StateSharding
+from hexad.parallel.data.buckets import StateSharding
 from hexad.parallel.inventory import Parameter
 from hexad.parallel.pipeline import executor
-from hexad.parallel.tensor import embedding, linear, lora, loss
+from hexad.parallel.tensor import embedding, linear, loss
 from hexad.topology.mesh import Mesh
 
 from .context_mutations import CONTEXT_MUTATIONS
@@ -197,7 +197,7 @@ def _drop_boundary_gradient(mesh: Mesh) -> Patches:
 
 
 def _drop_adapter_gradient(mesh: Mesh) -> Patches:
-    return [mock.patch.object(lora.Adapters, "add_input_gradient_", lambda *_: None)]
+    return [mock.patch.object(linear.Adapters, "add_input_gradient_", lambda *_: None)]
 
 
 def _forget_product(mesh: Mesh) -> Patches:

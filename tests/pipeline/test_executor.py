@@ -18,9 +18,8 @@ from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer, build_stages
-from hexad.parallel.data.buckets import BufferPool, Formats, make_buckets
+from hexad.parallel.data.buckets import BufferPool, Formats, StateSharding, make_buckets
 from hexad.parallel.data.gradients import Deferred, Gradients
-from hexad.parallel.data.state_sharding import StateSharding
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import Schedule
 from hexad.parallel.pipeline.schedules import build_schedule

@@ -16,7 +16,7 @@ from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model import attention
 from hexad.model.configuration import build_config
-from hexad.parallel.context.heads import heads_for_tokens
+from hexad.parallel.context.exchange import heads_for_tokens
 from hexad.parallel.context.rounds import Round, rounds
 from hexad.parallel.context.slice import Slicing
 from hexad.planning import resolve

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hexad.config import ConfigError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
-from hexad.launching.deterministic import deterministic
+from hexad.launching.launch import deterministic
 from hexad.model.configuration import build_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh

@@ -19,7 +19,7 @@ import torch
 
 from hexad.comm import Pending, Trace
 from hexad.comm.collectives import _start
-from hexad.launching import flight_recorder
+from hexad.launching import watch
 from hexad.launching.local import LocalOutcome, _Agent
 from hexad.launching.watch import Watch
 from hexad.topology.mesh import Axis
@@ -119,7 +119,7 @@ def test_words_record_and_message_are_written_before_the_watchdog_aborts(
 
 def test_torch_s_own_dump_goes_to_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
-    flight_recorder.enable(tmp_path)
+    watch.enable_flight_recorder(tmp_path)
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight-recorder" / "rank_")
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"  # the user's
 

@@ -21,11 +21,11 @@ from hexad.model.pretrained import HUGGING_FACE, hugging_face_directory
 from hexad.parallel.sharding import fill_initial
 from hexad.topology.mesh import Axis
 
-from .chunks import Chunk
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .hugging_face.weights import opened_model
-from .loading import chosen, load
 from .manifest import Manifest, manifest_checksum
+from .reader import chosen, load
+from .tensor_file import Chunk
 
 
 @dataclass(frozen=True)

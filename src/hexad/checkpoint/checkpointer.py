@@ -22,14 +22,13 @@ from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
 
-from .chunks import Chunk, to_write
 from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .index import Index
 from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
-from .loading import chosen, load
 from .manifest import Manifest, check_size
 from .manifest_writer import is_large, separately, write_manifest
-from .tensor_file import Part, TensorFile, write_shard
+from .reader import chosen, load
+from .tensor_file import Chunk, Part, TensorFile, to_write, write_shard
 
 log = logging.getLogger("hexad")
 T = TypeVar("T")
@@ -124,7 +123,7 @@ class Checkpointer:
 
     def load(self, path: Path, chunks: Sequence[Chunk]) -> Manifest:
         """Fill ``chunks`` from a checkpoint of this configuration's model, as
-        :func:`hexad.checkpoint.loading.load` does.
+        :func:`hexad.checkpoint.reader.load` does.
 
         Raises:
             AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another model, of another

@@ -35,15 +35,11 @@ log = logging.getLogger("hexad")
 
 FOLDER = "tokenizer"
 """Of the copy, in a run directory and in a checkpoint."""
-
 _ORIGIN = ".origin"
 """Beside the run's copy: the paths it stands for."""
-
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """Files beside a tokenizer's that name its special tokens and render conversations."""
-
 _TEMPLATES = "additional_chat_templates/*.jinja"
-
 _REPLACED = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
 """Templates of a tokenizer that those of the training data take the place of."""
 

@@ -27,9 +27,7 @@ from hexad.parallel.rectangle import Rectangle
 
 FORMATS = (2, 3)
 """Those that are read; the last is written. In format 2 a file was written by one rank."""
-
 MANIFEST_FILE = "manifest.json"
-
 STEP_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 """Names of complete checkpoints in a run; one that is being replaced counts until its successor exists."""
 
@@ -348,7 +346,6 @@ def _guarded(body: bytes) -> bytes:
 
 
 _END = b"}\n"
-
 _PREFIX = len(_guarded(b"")) - len(_END)
 
 

@@ -1,4 +1,5 @@
-"""The tensor files of a checkpoint: safetensors, written sequentially, with checksums.
+"""A rank's part of a checkpoint as chunks, rectangles of global tensors, and the tensor files that hold them:
+safetensors, written sequentially, with checksums.
 
 The `safetensors <https://github.com/huggingface/safetensors>`_ package reads them; its writer needs all
 tensors in memory at once, and neither its reader nor its writer detects a flipped bit.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -19,9 +21,60 @@ import xxhash
 
 from hexad.parallel.rectangle import Rectangle
 
-from .chunks import Chunk
 from .index import Index
 from .manifest import FileRecord
+
+_PART_BYTES = 4 * 2**20
+"""Copies smaller than this are written by one of the ranks that hold them, larger ones by several."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a global tensor, with its values.
+
+    Attributes:
+        rectangle: which.
+        tensor: its values; saving reads them, loading overwrites them.
+        holder: (i, n): this is rank number i of n that hold the same rectangle; None where ranks that are not
+            among them write it.
+        rounded: loading may round values to the tensor's format; otherwise floats are only widened.
+    """
+
+    rectangle: Rectangle
+    tensor: torch.Tensor
+    holder: tuple[int, int] | None = (0, 1)
+    rounded: bool = False
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Whether values of this format may be loaded."""
+        floats = dtype.is_floating_point and self.tensor.dtype.is_floating_point
+        return (self.rounded and floats) or torch.promote_types(dtype, self.tensor.dtype) == self.tensor.dtype
+
+    @property
+    def name(self) -> str:
+        """Of the global tensor."""
+        return self.rectangle.name
+
+    def rows(self, begin: int, end: int) -> Chunk:
+        """Some of its rows."""
+        return replace(self, rectangle=self.rectangle.rows(begin, end), tensor=self.tensor[begin:end])
+
+
+def to_write(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The parts that this rank writes, so that all holders together write everything once and about the same
+    amount each: a large chunk is split by rows, a small one written by one holder. Needs no communication."""
+    for chunk in chunks:
+        if chunk.holder is None or not chunk.tensor.numel():
+            continue
+        mine, holders = chunk.holder
+        rows = chunk.tensor.shape[0]
+        parts = max(1, min(holders, rows, chunk.tensor.nbytes // _PART_BYTES))
+        # Holders of small chunks alternate by name and offset (not by Python's hash, which differs by rank).
+        first = zlib.crc32(f"{chunk.name}{chunk.rectangle.offset}".encode())
+        part = (mine - first) % holders
+        if part < parts:
+            yield chunk.rows(rows * part // parts, rows * (part + 1) // parts)
+
 
 BLOCK_BYTES = 2**20
 """Checksums cover blocks of complete rows of about this size: a reader reads complete blocks."""

@@ -58,7 +58,6 @@ _HEAD = (
     "Written by 'hexad config init'. A first choice of settings with what they mean; all others have "
     "defaults ('hexad config show FILE')."
 )
-
 _SHOWN = {
     "run": ("dir", "steps", "seed", "device"),
     "model": ("layers", "hidden", "heads", "kv_heads", "vocab"),
@@ -74,7 +73,6 @@ _SHOWN = {
     "validate": ("every", "batches"),
 }
 """What is written, besides settings that were given: what a first run is likely to change."""
-
 _LONGEST = 2048
 """Tokens per sample with a preset that was published for more."""
 

@@ -111,7 +111,7 @@ def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _wanted(request: dict[str, Any]) -> Wanted:
-    from hexad.generation.sampling import Sampling
+    from hexad.generation.generator import Sampling
     from hexad.generation.texts import Wanted
 
     sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])

@@ -51,7 +51,6 @@ T = TypeVar("T")
 
 # torch 2.13 renamed two collectives; 2.11 and 2.12 know the old names only.
 _all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 _reduce_scatter_tensor: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )

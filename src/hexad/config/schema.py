@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
-from .model import ModelSettings
-from .values import (
+from .model import (
     Count,
     Degree,
     Fraction,
     Integer,
+    ModelSettings,
     Name,
     NonNegativeFloat,
     Number,

@@ -70,7 +70,7 @@ class IndexedDataset:
 
     An index of up to :data:`SMALL` sequences and documents is checked completely at once. Of a larger one
     only sizes, beginning and end are: thousands of processes may open it, and the one that reads all of it
-    anyway (:mod:`.load.stream`) calls :meth:`verify`.
+    anyway (:mod:`.load.samples`) calls :meth:`verify`.
 
     Args:
         prefix: path without ``.bin`` / ``.idx``.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hexad.checkpoint.chunks import Chunk
+from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import agreed, broadcast, merged
 from hexad.config import Config, ConfigError, HexadError
 from hexad.parallel.inventory import Grid

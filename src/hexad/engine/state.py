@@ -13,19 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexad.checkpoint.chunks import Chunk
 from hexad.checkpoint.hugging_face.weights import WeightSource
+from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import agreed
 from hexad.config import Config
 from hexad.config.schema import PrecisionSettings
 from hexad.model.transformer import DTYPES
-from hexad.optim.adamw import AdamW
-from hexad.optim.optimizer import BucketOptimizer, Rule
-from hexad.parallel.data.buckets import Bucket, BufferPool, Formats, make_buckets
+from hexad.optim.optimizer import AdamW, BucketOptimizer, Rule
+from hexad.parallel.data.buckets import Bucket, BufferPool, Formats, StateSharding, make_buckets
 from hexad.parallel.data.gatherer import ParameterGatherer
 from hexad.parallel.data.gradients import Gradients
 from hexad.parallel.data.replicas import Replicas
-from hexad.parallel.data.state_sharding import StateSharding
 from hexad.planning import PipelinePlan
 from hexad.topology.mesh import Mesh
 

@@ -17,8 +17,7 @@ from hexad.planning import Resolved
 from hexad.planning.saved_model import Prompt, SavedModel, encoded, ending_ids
 from hexad.topology.mesh import Axis, Mesh
 
-from .generator import generate_all, load_model
-from .sampling import Sampling
+from .generator import Sampling, generate_all, load_model
 
 
 @dataclass(frozen=True)

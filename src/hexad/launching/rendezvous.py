@@ -23,11 +23,8 @@ from .environment import DEFAULT_PORT, Environment, first_host
 from .stop import STOP_SIGNALS
 
 _POLL = 0.05  # seconds
-
 _EVERY = 10.0  # seconds between messages
-
 _UNKNOWN_HOST = 60.0  # seconds in which the first rank's host may become known
-
 _ASKS, _JOINED, _COMPLETE = "hexad/asks", "hexad/joined", "hexad/complete"
 
 

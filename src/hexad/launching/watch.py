@@ -1,9 +1,12 @@
-"""Writes the stacks of all threads, and the collective a rank waits for, after too long without progress."""
+"""The watch of a rank: after too long without progress it writes the stacks of all threads, the collective
+that the rank waits for, and torch's flight recorder, which has the last collectives of each process group."""
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +14,53 @@ from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import TextIO
 
+import torch
+
 from hexad.comm.trace import Call, Trace
 
-from . import flight_recorder
 from .files import withdraw_error, write_error
+
+_FOLDER, _PREFIX = "flight-recorder", "rank_"
+_ENTRIES = 2000
+
+
+def enable_flight_recorder(run_dir: str | Path) -> None:
+    """Let NCCL's process groups record their collectives, and torch's watchdog write them into ``run_dir``.
+
+    To be called before the first group is made. Variables that the user has set are left as they are.
+    """
+    prefix = str(Path(run_dir).absolute() / _FOLDER / _PREFIX)
+    for name, value in (
+        ("TORCH_FR_BUFFER_SIZE", str(_ENTRIES)),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", str(_ENTRIES)),  # its name before torch 2.9
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_FR_DUMP_TEMP_FILE", prefix),
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", prefix),
+    ):
+        os.environ.setdefault(name, value)
+
+
+def prepare(run_dir: str | Path) -> None:
+    """Make the directory that the watchdog writes to: it does not."""
+    (Path(run_dir) / _FOLDER).mkdir(exist_ok=True)
+
+
+def write_flight_record(run_dir: str | Path, rank: int) -> None:
+    """Write what is recorded on this rank; nothing where nothing is. A failure is logged."""
+    module = torch._C._distributed_c10d
+    # NCCL's recorder, or that of gloo, which torch 2.13 has.
+    dump = getattr(module, "_dump_nccl_trace", None) or getattr(module, "_dump_fr_trace", None)
+    if dump is None:
+        return
+    path = Path(run_dir) / _FOLDER / f"{_PREFIX}{rank}"
+    try:
+        content = dump()
+        if pickle.loads(content).get("entries"):
+            prepare(run_dir)
+            path.write_bytes(content)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        log.warning("%s: the flight recorder cannot be written: %s", path, error)
+
 
 log = logging.getLogger("hexad.watch")
 
@@ -101,7 +147,7 @@ class Watch:
             # What is left if torch's watchdog now aborts the process.
             call = self._unfinished[0]
             write_error(f"CommError: {call.what} timed out: not completed within {self._timeout:.0f} s")
-        flight_recorder.write(self._run_dir, self._rank)
+        write_flight_record(self._run_dir, self._rank)
 
     def words(self) -> str:
         """Step, and the collectives this rank waits in, that a device has not completed, or the last one that

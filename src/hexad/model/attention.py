@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
-from hexad.parallel.context.heads import heads_for_tokens, tokens_for_heads
+from hexad.parallel.context.exchange import gathered_rows, heads_for_tokens, tokens_for_heads
 from hexad.parallel.context.kernels import choose as context_kernel
 from hexad.parallel.context.rounds import Tile, rounds
-from hexad.parallel.context.rows import gathered_rows
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from hexad.parallel.context.rounds import SCORES
 from hexad.parallel.context.slice import heads_of
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
-from hexad.parallel.tensor.linear_inventory import LinearSpec
-from hexad.parallel.tensor.lora_inventory import LoraSpec
+from hexad.parallel.tensor.linear_inventory import LinearSpec, LoraSpec
 
 from .norms_inventory import NormSpec
 

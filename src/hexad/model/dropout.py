@@ -22,7 +22,7 @@ import torch
 from hexad.parallel.inventory import DRAWN
 from hexad.parallel.pointwise import maybe_compiled
 from hexad.parallel.sharding import Shard
-from hexad.parallel.tensor.lora_inventory import LoraSpec
+from hexad.parallel.tensor.linear_inventory import LoraSpec
 
 _HALF = 1 << 31
 

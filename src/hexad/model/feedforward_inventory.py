@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
-from hexad.parallel.tensor.linear_inventory import LinearSpec
-from hexad.parallel.tensor.lora_inventory import LoraSpec
+from hexad.parallel.tensor.linear_inventory import LinearSpec, LoraSpec
 
 
 @dataclass(frozen=True)

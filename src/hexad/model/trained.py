@@ -10,7 +10,7 @@ from functools import cache
 
 from hexad.config import ConfigError, did_you_mean
 from hexad.config.model import ModelSettings
-from hexad.parallel.tensor.lora_inventory import LoraSpec
+from hexad.parallel.tensor.linear_inventory import LoraSpec
 
 from .families import Family, family
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hexad.config.model import ModelSettings
 from hexad.config.schema import ParallelSettings
-from hexad.parallel.context.rows import numbers_of
+from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.slice import Slice
 from hexad.parallel.inventory import KV_AXES
 from hexad.parallel.sharding import Shard, ShardedModule

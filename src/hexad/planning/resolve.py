@@ -13,8 +13,7 @@ from hexad.optim.schedule import decay_steps
 from hexad.topology.devices import cpu_has_bf16
 from hexad.topology.layout import Layout
 
-from .checks import check_config
-from .context import resolved_context
+from .checks import check_config, resolved_context
 from .stages import PipelinePlan, pipeline_plan
 
 

@@ -28,20 +28,14 @@ MOST_RANKS = 2**22
 """Of any world: pictures and groups of ranks list them."""
 
 DENSE_AXES = ("tensor", "context", "data", "pipeline")
-
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
-
 AXES = ("tensor", "context", "pipeline", "data", "expert", "expert_tensor", "expert_data")
-
 ORDER_NAMES = ("tensor", "context", "expert", "data", "pipeline")
-
 DEFAULT_ORDER = "-".join(ORDER_NAMES)
 
 # What a name in the order means on each grid; a grid skips the names it does not have.
 _DENSE_OF = {"tensor": "tensor", "context": "context", "data": "data", "pipeline": "pipeline"}
-
 _EXPERT_OF = {"tensor": "expert_tensor", "expert": "expert", "data": "expert_data", "pipeline": "pipeline"}
-
 _MEGATRON_NAMES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 
 
@@ -402,7 +396,6 @@ def _nearest_multiples(factor: int, value: int) -> str:
 
 FAN_OUT = 16
 """Ranks of a group. Those of a host are neighbours, so that the lowest level covers one or two hosts."""
-
 CHANNELS = ("main", "checkpoint", "signals", "counts", "pace")
 """Agreements that may be made at the same time. A channel's place here is the tag of its messages."""
 

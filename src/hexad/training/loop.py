@@ -23,9 +23,8 @@ from hexad.engine.engine import Engine
 from hexad.engine.evaluation import ValidationSets, total
 from hexad.engine.faults import StepResult
 from hexad.engine.modules import dtype_line
-from hexad.launching.deterministic import naming_operators
 from hexad.launching.environment import environment
-from hexad.launching.launch import Run, launch
+from hexad.launching.launch import Run, launch, naming_operators
 from hexad.launching.rendezvous import wait_idle
 from hexad.launching.stop import SAVE_FAILED, StopRequest
 from hexad.model.transformer import DTYPES

@@ -14,7 +14,7 @@ from pathlib import Path
 from hexad.comm import from_first, merged
 from hexad.config import ConfigError
 from hexad.config.schema import RunSettings
-from hexad.launching import flight_recorder
+from hexad.launching import watch
 from hexad.launching.files import lock_run
 from hexad.launching.launch import Run
 from hexad.launching.watch import Watch
@@ -43,7 +43,7 @@ def open_run_directory(settings: RunSettings, run: Run, stack: ExitStack) -> Non
         try:
             path.mkdir(parents=True, exist_ok=True)
             if run.mesh.device.type == "cuda":
-                flight_recorder.prepare(path)
+                watch.prepare(path)
             if first:
                 lock_run(path, patience, stack)
                 token.touch()

@@ -17,8 +17,7 @@ import yaml
 from hexad.checkpoint.manifest import verify_files
 from hexad.checkpoint.reader import Checkpoint
 from hexad.compat.facade.imported import ImportResult
-from hexad.compat.megatron.import_checkpoint import import_checkpoint
-from hexad.compat.megatron.torch_dist import TorchDistCheckpoint
+from hexad.compat.megatron.import_checkpoint import TorchDistCheckpoint, import_checkpoint
 from hexad.config import HexadError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config

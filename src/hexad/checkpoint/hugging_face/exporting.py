@@ -222,7 +222,6 @@ def _narrows(stored: str, dtype: torch.dtype) -> bool:
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-
 _PREFIX = "base_model.model."
 
 

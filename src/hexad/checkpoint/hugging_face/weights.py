@@ -23,8 +23,7 @@ from hexad.config import HexadError
 from hexad.config.model import ModelSettings
 from hexad.parallel.rectangle import Rectangle
 
-from ..chunks import Chunk
-from ..tensor_file import SAFETENSORS, dtype_name
+from ..tensor_file import SAFETENSORS, Chunk, dtype_name
 from .names import HEAD, PublishedTensor, located, published_tensors
 
 SLICE_BYTES = 64 * 2**20

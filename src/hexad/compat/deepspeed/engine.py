@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hexad.checkpoint.loading import chosen
+from hexad.checkpoint.reader import chosen
 from hexad.comm import agreed, first_difference, from_first, identical
 from hexad.config import AgreedError, HexadError, did_you_mean
 from hexad.engine.engine import Engine

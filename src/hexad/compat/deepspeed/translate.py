@@ -16,11 +16,8 @@ from .keys import Keys, Offload, Section
 from .sections import checked, given
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
 Rate = Annotated[Finite, Field(ge=0)]
-
 Beta = Annotated[Finite, Field(ge=0, lt=1)]
-
 Steps = Annotated[int, Field(ge=1)]
 
 

@@ -20,15 +20,22 @@ import torch
 from hexad.checkpoint.manifest import MANIFEST_FILE
 from hexad.config import HexadError
 
-from .saved_state import MOMENTS, Flat, SavedState, SavedTensor, adam_step, entry, load_file, progress, shapes
-from .unsharded import read_unsharded
+from .saved_state import (
+    MOMENTS,
+    Flat,
+    SavedState,
+    SavedTensor,
+    adam_step,
+    entry,
+    load_file,
+    progress,
+    read_unsharded,
+    shapes,
+)
 
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
 _MODEL = re.compile(r"(zero)_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-
 _COMPLETE_MODEL = re.compile(r"()mp_rank_(\d+)()(?:_\d+)?_model_states\.pt")
-
 _PARALLEL = re.compile(r"layer_.*model_states\.pt|expp_rank_.*_optim_states\.pt")
 
 _MIXED = "files of several checkpoints are mixed"

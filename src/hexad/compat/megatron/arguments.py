@@ -187,7 +187,6 @@ _REQUIRED = (
     "--max-position-embeddings",
     "--micro-batch-size",
 )
-
 _POSITIVE = (
     *_REQUIRED,
     "--global-batch-size",

@@ -11,10 +11,8 @@ from typing import Any
 from hexad.config import ConfigError
 
 _DOCUMENTS = 1000
-
 _NUMBERS = 256
 """Ids that any tokenizer has."""
-
 _PATIENCE = 600.0
 """Seconds to wait for another process that writes the same file."""
 

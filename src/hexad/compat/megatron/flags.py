@@ -82,17 +82,13 @@ def refused(name: str, note: str, kind: type = bool, default: Any = None, **rest
 
 
 _FUSED = "Hexad chooses its own kernels"
-
 _EXPERT = "experts are not supported yet"
-
 _EXPERTS = ("--num-experts",)
-
 _ROPE = (
     "--position-embedding-type rope",
     "--position-embedding-type rotary",
     "--use-rotary-position-embeddings",
 )
-
 _PIPELINE = ("--pipeline-model-parallel-size",)
 
 MODEL = (
@@ -324,15 +320,10 @@ RECOMPUTE = (
 )
 
 _RAMP = "batches have one size"
-
 _KERNELS = "Hexad has its own"
-
 _WSD = ("--lr-decay-style WSD",)
-
 _FP16 = ("--fp16",)
-
 _LOAD = ("--load",)
-
 _PROFILE = ("--profile",)
 
 TRAINING = (

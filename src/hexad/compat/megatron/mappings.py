@@ -22,7 +22,6 @@ from . import parallel_state
 from .parallel_state import axis_of
 
 Group = dist.ProcessGroup | None
-
 Operation = Callable[[torch.Tensor, Axis], torch.Tensor]
 
 

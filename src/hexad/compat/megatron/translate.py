@@ -126,7 +126,6 @@ _KINDS = {
     "WSD": "wsd",
 }
 """``--lr-decay-style`` -> ``lr_schedule.kind``."""
-
 SHIFT = "learning rate: that of step n is Megatron-LM's of iteration n + 1, whose first update has the rate 0"
 
 

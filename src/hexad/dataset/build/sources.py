@@ -1,4 +1,4 @@
-"""Raw data on disk, divided into pieces that any process can read independently."""
+"""Raw data on disk, compressed or not, divided into pieces that any process can read independently."""
 
 from __future__ import annotations
 
@@ -10,10 +10,105 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any, Literal, NamedTuple
-
 from hexad.config.errors import HexadError
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
 
-from .compressed import ARCHIVES, compression, inner_suffix, opened
+ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
+"""Files that hold files."""
+_WINDOW = 1 << 31  # the largest that zstd --long makes
+_BLOCK = 1 << 17
+
+def compression(path: Path) -> str | None:
+    """The ending of a compressed file, None for others."""
+    return path.suffix.lower() if path.suffix.lower() in ENDINGS else None
+
+def inner_suffix(path: Path) -> str:
+    """The ending of what a file holds: ``.jsonl`` of ``a.jsonl`` and of ``a.jsonl.gz``."""
+    return (Path(path.stem) if compression(path) else path).suffix.lower()
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """(stream of the decompressed content, the file itself, whose position tells how far it has been read).
+
+    Raises:
+        HexadError: inside the block too: the file is damaged or truncated, or a package is missing.
+        OSError: it cannot be opened or read.
+    """
+    kind = compression(path)
+    with path.open("rb") as raw:
+        try:
+            stream = _decompressing(raw, kind, path)
+            with stream:
+                yield cast(BinaryIO, stream), raw
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise _damaged(path, error) from None
+        except OSError as error:
+            if error.errno is None:  # bz2's
+                raise _damaged(path, error) from None
+            raise
+        except Exception as error:
+            if type(error).__name__ == "ZstdError":
+                raise _damaged(path, error) from None
+            raise
+
+def _damaged(path: Path, error: Exception) -> HexadError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return HexadError(f"{path}: damaged or not a {path.suffix} file: {reason}; copy or compress it again")
+
+def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> IO[bytes]:
+    if kind == ".gz":
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    if kind == ".bz2":
+        return bz2.BZ2File(raw)
+    if kind == ".xz":
+        return lzma.LZMAFile(raw)
+    if kind == ".zst":
+        return _zstandard(raw, path)
+    return raw
+
+def _zstandard(raw: BinaryIO, path: Path) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise HexadError(f"{path}: reading .zst needs a package: pip install 'hexad[zstd]'") from None
+    return io.BufferedReader(_Frames(raw, zstandard))
+
+class _Frames(io.RawIOBase):
+    """The content of Zstandard frames; to ``zstandard``'s own reader a truncated file is a shorter one."""
+
+    def __init__(self, raw: BinaryIO, zstandard: Any) -> None:
+        self._raw, self._package = raw, zstandard
+        self._decompressor: Any = None  # of the frame that has begun
+        self._compressed = self._content = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            self._compressed = self._compressed or self._raw.read(_BLOCK)
+            if not self._compressed:
+                if self._decompressor is not None:
+                    raise EOFError("truncated: it ends inside a frame")
+                return 0
+            if self._decompressor is None:
+                self._decompressor = self._package.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
+            self._content = self._decompressor.decompress(self._compressed)
+            self._compressed = b""
+            if self._decompressor.eof:
+                self._compressed, self._decompressor = self._decompressor.unused_data, None
+        count = min(len(buffer), len(self._content))
+        buffer[:count], self._content = self._content[:count], self._content[count:]
+        return count
 
 _JSONL_PIECE = 4 << 20
 """Bytes of a .jsonl file that one process reads at a time."""
@@ -27,7 +122,6 @@ _HEAD = 8192
 Kind = Literal["text", "jsonl", "json", "parquet"]
 Skipped = Literal["empty", "binary", "not UTF-8"]
 
-
 class Found(NamedTuple):
     """A file to read.
 
@@ -39,7 +133,6 @@ class Found(NamedTuple):
 
     path: Path
     named: bool
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -62,7 +155,6 @@ class Piece:
     named: bool = True
     lines: bytes | None = None
 
-
 @dataclass(frozen=True)
 class Place:
     """Where a record stands: its line is counted only for a message."""
@@ -82,13 +174,11 @@ class Place:
             return f"{self.path}:{_line_number(self.path, self.offset)}"
         return str(self.path) if self.line is None else f"{self.path}:{self.line}"
 
-
 class Record(NamedTuple):
     """What a file holds: the text of a text file, or an object of a .jsonl, .json or .parquet."""
 
     content: str | dict[str, Any]
     place: Place
-
 
 class NotText(Exception):
     """A file of a directory that is left out, and why."""
@@ -96,7 +186,6 @@ class NotText(Exception):
     def __init__(self, kind: Skipped) -> None:
         super().__init__(kind)
         self.kind: Skipped = kind
-
 
 def find_files(
     inputs: Sequence[str | Path], include: Sequence[str] = (), exclude: Sequence[str] = ()
@@ -137,7 +226,6 @@ def find_files(
         raise HexadError(f"{', '.join(map(str, inputs))}: {what}")
     return files, left_out
 
-
 def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
     return any(
         fnmatchcase(path.as_posix(), pattern)
@@ -146,12 +234,10 @@ def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
         for pattern in patterns
     )
 
-
 def _walk(directory: Path) -> Iterator[Path]:
     for parent, directories, names in os.walk(directory):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
-
 
 def cut(files: Iterable[Found]) -> list[Piece]:
     """Divide files into pieces, in order. A compressed .jsonl is one: :func:`streamed` divides it.
@@ -184,7 +270,6 @@ def cut(files: Iterable[Found]) -> list[Piece]:
             pieces.append(Piece(path, "text", 0, size, size, named))
     return pieces
 
-
 def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The pieces, with compressed .jsonl files divided: they can be read only from their beginning, so that
     one process decompresses what the others tokenize.
@@ -205,7 +290,6 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
                 yield Piece(piece.path, "jsonl", line, line, position - done, piece.named, block)
                 line, done = line + block.count(b"\n"), position
 
-
 class _reporting:
     """Turns what the operating system reports about a file into a user's error."""
 
@@ -218,7 +302,6 @@ class _reporting:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise HexadError(f"{self.path}: cannot be read: {error.strerror or error}") from None
-
 
 def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
     """The records of a piece, in order.
@@ -241,7 +324,6 @@ def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]
         else:
             yield Record(_read_text(piece), Place(piece.path))
 
-
 def _read_text(piece: Piece) -> str:
     with opened(piece.path) as (stream, _):
         raw = stream.read(_HEAD)
@@ -258,7 +340,6 @@ def _read_text(piece: Piece) -> str:
         line = raw.count(b"\n", 0, error.start) + 1
         found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
     raise HexadError(f"{piece.path}:{line}: {found}; convert the file or leave it out")
-
 
 def _read_jsonl(piece: Piece) -> Iterator[Record]:
     if piece.lines is not None:
@@ -277,7 +358,6 @@ def _read_jsonl(piece: Piece) -> Iterator[Record]:
             if line.strip():
                 place = Place(piece.path, offset=offset)
                 yield Record(_object(line, place), place)
-
 
 def _read_array(piece: Piece) -> Iterator[Record]:
     """The objects of a .json file: an array of them."""
@@ -298,24 +378,20 @@ def _read_array(piece: Piece) -> Iterator[Record]:
         place = Place(piece.path, record=number)
         yield Record(_as_object(each, place), place)
 
-
 def _as_lines(path: Path) -> str:
     """The command that writes a record per line; empty for a compressed file."""
     if compression(path):
         return ""
     return f": jq -c '.[]' {shlex.quote(str(path))} > {shlex.quote(str(path.with_suffix('.jsonl')))}"
 
-
 def _object(line: bytes, place: Place) -> dict[str, Any]:
     """The JSON object of a line."""
     return _as_object(_json(line, place), place)
-
 
 def _as_object(found: Any, place: Place) -> dict[str, Any]:
     if isinstance(found, dict):
         return found
     raise HexadError(f"{place}: a JSON {type(found).__name__}, expected an object")
-
 
 def _json(content: bytes, place: Place, hint: str = "") -> Any:
     try:
@@ -326,7 +402,6 @@ def _json(content: bytes, place: Place, hint: str = "") -> Any:
         problem = f"not valid JSON: {error}{hint}"
     raise HexadError(f"{place}: {problem}")
 
-
 def _line_number(path: Path, offset: int) -> int:
     """Number of the line that begins at a byte offset; counted only for an error message."""
     lines = 1
@@ -335,7 +410,6 @@ def _line_number(path: Path, offset: int) -> int:
             lines += block.count(b"\n")
             offset -= len(block)
     return lines
-
 
 def _parquet(path: Path) -> Any:
     try:
@@ -347,7 +421,6 @@ def _parquet(path: Path) -> Any:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
         raise HexadError(f"{path}: not a readable .parquet file: {' '.join(str(error).split())}") from None
-
 
 def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Record]:
     file = _parquet(piece.path)

@@ -25,8 +25,8 @@ from hexad.parallel.context.slice import Slicing
 from ..indexed import IndexedDataset
 from ..sidecar import open_built
 from ..text.tokenizer import Tokenizer, bos_ids
-from .blend import Blend
 from .microbatch import IGNORED, Microbatch
+from .order import Blend
 from .samples import Samples, SampleSource, Source, part_of
 from .whole_samples import Packing, TooLong, WholeSamples, whole_documents
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from hexad.parallel.context.rows import numbers_of
+from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.slice import Slice, Slicing
 from hexad.parallel.tensor.loss import IGNORED
 

@@ -26,9 +26,8 @@ from hexad.config.errors import HexadError
 
 from ..files import write_whole
 from ..indexed import SMALL, IndexedDataset
-from .permutation import permute
-from .samples import Samples, SampleSource, Source, ranges
-from .stream import document_order, index_places, stored
+from .order import permute
+from .samples import Samples, SampleSource, Source, document_order, index_places, ranges, stored
 
 
 class Placement(NamedTuple):
@@ -144,14 +143,11 @@ class PackingFacts:
 
 
 Packing = Literal["auto", "cut", "whole"]
-
 TooLong = Literal["refuse", "truncate", "skip"]
 
 PADDING = 0
 """Token id of what fills a sample; it is no target, and no document attends to it."""
-
 _CHUNK = 1 << 22
-
 _FORMAT = "hexad-whole-1"
 """Change it when the packing or the orders drawn from a seed change."""
 

@@ -232,7 +232,6 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
 _LLAMA3_NAMED = {
     0: "<|begin_of_text|>",
     1: "<|end_of_text|>",
@@ -240,7 +239,6 @@ _LLAMA3_NAMED = {
     7: "<|end_header_id|>",
     9: "<|eot_id|>",
 }
-
 _LLAMA3_SPECIALS = 256
 
 

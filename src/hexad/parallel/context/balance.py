@@ -126,22 +126,16 @@ class _Change:
 
 TOLERANCE = 0.04
 """By how much the work of a rank may differ from the mean before tokens are divided more finely."""
-
 _MOST_PIECES = 1 << 14
 """Pieces of a microbatch."""
-
 _ALIKE = (np.inf, 1.0, 0.5, 0.25, 0.1, 0.0)
 """Pieces whose work differs by less than this, of the mean, may be swapped."""
-
 _SWAPPED = (2.0, 1.0)
 """The same, of divisions that are too uneven without swaps."""
-
 _SWAPPED_PIECES = 8
 """Pieces of a rank that may be swapped."""
-
 _MOST_SWAPS = 128
 """They take some 50 us each."""
-
 _FEWER = 0.9
 """Swaps trade even work for messages: they must leave less than this part of the tokens to receive."""
 

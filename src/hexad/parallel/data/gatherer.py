@@ -18,9 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hexad.comm import Pending, all_gather_async
 
-from .buckets import Bucket, BufferPool
+from .buckets import Bucket, BufferPool, Shardings
 from .ordering import Gathering
-from .state_sharding import Shardings
 
 
 class ParameterGatherer:

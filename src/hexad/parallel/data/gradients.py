@@ -17,9 +17,8 @@ from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, 
 from hexad.topology.mesh import Axis
 
 from ..contributions import Contribution, Dense, WeightGradient, attach
-from .buckets import Bucket, BufferPool
+from .buckets import Bucket, BufferPool, Shardings
 from .ordering import Rounds
-from .state_sharding import Shardings
 
 Deferred = deque[tuple[torch.Tensor, WeightGradient]]
 """Parameters, and products that are missing from their gradients."""

@@ -12,8 +12,7 @@ from hexad.config import AgreedError
 from hexad.topology.mesh import Axis
 
 from ..rectangle import Rectangle
-from .buckets import Bucket
-from .state_sharding import Shardings
+from .buckets import Bucket, Shardings
 
 _BLOCK = 1 << 20
 """Elements hashed at a time."""

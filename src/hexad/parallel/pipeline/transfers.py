@@ -74,7 +74,6 @@ def _with_answers(own: list[Transfer]) -> list[Transfer]:
 
 
 T = TypeVar("T")
-
 Received = TypeVar("Received", covariant=True)
 
 

@@ -27,7 +27,6 @@ from .embedding_inventory import loss_rows
 
 IGNORED = -100
 """Label of a position that has no target (the convention of torch and Hugging Face)."""
-
 _CACHED_ELEMENTS = 1 << 20  # on a CPU, rows are worked on in slices of about this many logits
 
 

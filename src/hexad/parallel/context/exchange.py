@@ -1,16 +1,20 @@
-"""Exchange of heads for tokens (Ulysses: Jacobs et al., arXiv 2309.14509): outside attention a rank has all
+"""Exchanges between context ranks outside of rings: heads for tokens, and rows of tensors that ranks hold by
+token.
+
+Heads for tokens (Ulysses: Jacobs et al., arXiv 2309.14509): outside attention a rank has all
 heads of its tokens, inside it has some heads of all tokens of its group."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from hexad.comm import all_to_all
+from hexad.comm import all_gather, all_reduce, all_to_all
 from hexad.topology.mesh import Axis
 
-from .slice import heads_of
+from .slice import Slice, heads_of
 
 
 def heads_for_tokens(
@@ -90,3 +94,46 @@ def _together(x: torch.Tensor, heads: int) -> torch.Tensor:
     if heads < x.shape[0]:
         return x.squeeze(2).unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
     return x.transpose(0, 1).flatten(1, 2)
+
+
+def numbers_of(slice_: Slice, rank: int) -> torch.Tensor:
+    """int64 ``[tokens of a rank]``: their places in the flattened microbatch, ascending."""
+    return torch.cat([torch.arange(*run) for run in slice_.runs[rank]])
+
+
+def gathered_rows(x: torch.Tensor, slice_: Slice, axis: Axis) -> torch.Tensor:
+    """The rows of all tokens, in the order of the tokens, on every rank.
+
+    Args:
+        x: ``[this rank's tokens, ...]``.
+        slice_: which rank holds which tokens, or which group of ranks whose tokens follow each other.
+        axis: the context axis.
+    """
+    rows = all_gather(x.contiguous(), axis)
+    return rows if slice_.whole else rows[_places(slice_, x.device)]
+
+
+def selected_rows(
+    x: torch.Tensor, wanted: torch.Tensor, numbers: torch.Tensor | None, axis: Axis
+) -> torch.Tensor:
+    """The rows of some tokens, on every rank; bitwise the same on all.
+
+    Args:
+        x: ``[this rank's tokens, ...]``.
+        wanted: int64, numbers of tokens.
+        numbers: int64 ``[this rank's tokens]``, ascending; None where every rank has all.
+        axis: the context axis.
+    """
+    if numbers is None:
+        return x[wanted]
+    place = torch.searchsorted(numbers, wanted).clamp(max=len(numbers) - 1)
+    held = numbers[place] == wanted
+    found = x[place].masked_fill(~held.view(-1, *[1] * (x.dim() - 1)), 0.0)
+    return all_reduce(found, axis)  # one rank holds each, the others add zeros
+
+
+@lru_cache(maxsize=4)
+def _places(slice_: Slice, device: torch.device) -> torch.Tensor:
+    """int64 ``[tokens]``: for each token its row where the ranks' rows follow each other."""
+    numbers = torch.cat([numbers_of(slice_, rank) for rank in range(slice_.ranks)])
+    return numbers.argsort().to(device)

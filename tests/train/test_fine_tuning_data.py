@@ -80,7 +80,7 @@ def test_loss_and_gradient_equal_those_of_transformers(tmp_path: Path) -> None:
 
 
 def _packing(prefix: Path, sequence: int) -> dict[str, Any]:
-    from hexad.cli.data import inspect
+    from hexad.dataset.build.builder import inspect
 
     return dict(inspect(prefix, sequence=sequence)["packing"])
 

@@ -3,7 +3,9 @@ run.yaml key=value``, where PARENT is the process id of the command."""
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
 import signal
 import sys
 
@@ -17,7 +19,7 @@ if __name__ == "__main__":
 
 from hexad.launching.files import write_error
 
-from .outcome import attempt, end_if_deserted
+from .outcome import attempt
 
 
 def main() -> None:
@@ -42,8 +44,11 @@ def main() -> None:
     if status:
         write_error(message)
     sys.stdout.flush()
-    end_if_deserted(status)
-    sys.exit(status)
+    sys.stderr.flush()
+    if status != 1:  # after a failure among several ranks, what they call may wait for lost peers
+        atexit._run_exitfuncs()
+    # Python's own end would stop background threads wherever they are, which in C++ is an abort.
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from facts import facts
-from tests.train.command import Process, RunFile, call, write_run
-from tests.train.kills import Kill, kill_at_random
+from tests.training.command import Process, RunFile, call, write_run
+from tests.training.kills import Kill, kill_at_random
 
 MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn_hidden": 256}
 

@@ -14,7 +14,7 @@ from hexad.planning import resolve
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
-from ..train.command import RunFile, call
+from ..training.command import RunFile, call
 
 SAVED = Path(__file__).parent / "format2"
 LOSSES = [5.362857499374244, 5.236710897848803]

@@ -22,7 +22,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
-from ..train.command import call, write_run
+from ..training.command import call, write_run
 from . import hugging_face as theirs
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

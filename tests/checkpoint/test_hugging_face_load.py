@@ -23,8 +23,8 @@ from hexad.model.pretrained import FREE, hugging_face_directory
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
-from ..train.command import RunFile, call, free_port, write_run
-from ..train.command import _rank as train_rank
+from ..training.command import RunFile, call, free_port, write_run
+from ..training.command import _rank as train_rank
 from . import hugging_face as theirs
 from .test_hugging_face import convert, small_run
 

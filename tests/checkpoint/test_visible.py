@@ -23,9 +23,9 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
-from ..train.command import RunFile, free_port, rank_variables, write_run
-from ..train.conftest import data as data
-from ..train.test_guard import NAN, spoilt
+from ..training.command import RunFile, free_port, rank_variables, write_run
+from ..training.conftest import data as data
+from ..training.test_guard import NAN, spoilt
 from .test_directory import CheckpointDirectory, save
 
 LAG = 0.7  # seconds

@@ -17,7 +17,7 @@ from hexad.planning.costs import parameter_count
 from hexad.topology.devices import gpu_visible
 
 from ..dataset.chats import TEXT, chat_tokenizer
-from ..train.command import call
+from ..training.command import call
 
 WRONG = [
     ("run: {dir: ''}", "run.dir: found '', expected a name, not an empty text"),

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from hexad.dataset.text.tokenizer import load_tokenizer
 
 from ..dataset.chats import CHATML, CONVERSATIONS, TEXT, write_lines
-from ..train.command import Result, call
+from ..training.command import Result, call
 from .test_startup import modules_of
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ..train.command import call
+from ..training.command import call
 
 ROOT = Path(__file__).parents[2]
 TEXT = (

@@ -18,7 +18,7 @@ from hexad.dataset.build.builder import build
 from hexad.dataset.indexed import IndexedDataset
 from hexad.dataset.text.tokenizer import load_tokenizer
 
-from ..train.command import call
+from ..training.command import call
 
 
 def _zstd(content: bytes) -> bytes:

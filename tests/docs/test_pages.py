@@ -14,7 +14,7 @@ from docs import generate
 import hexad
 from hexad.config import Config, setting_names
 
-from ..train.command import call, write_run
+from ..training.command import call, write_run
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"<!-- tested -->\s*\n```(bash|python)\n(.*?)\n```", re.DOTALL)

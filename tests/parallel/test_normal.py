@@ -195,7 +195,7 @@ def test_nothing_is_drawn_where_a_checkpoint_is_loaded(
 
     from hexad.dataset.indexed import IndexedWriter
 
-    from ..train.command import write_run
+    from ..training.command import write_run
 
     with IndexedWriter(tmp_path / "data", np.uint16) as writer:
         writer.add_document(np.arange(900) % 250)

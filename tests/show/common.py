@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ..train.command import call
+from ..training.command import call
 
 SVG = "{http://www.w3.org/2000/svg}"
 

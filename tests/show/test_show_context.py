@@ -18,7 +18,7 @@ from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.model.configuration import load_config
 from hexad.planning import planned_layout, resolve
 
-from ..train.command import call
+from ..training.command import call
 from .common import document_of, error_of, labels_of, png_size, text_of
 
 YAML = """

@@ -18,7 +18,7 @@ from hexad.show.trace import summarise
 from hexad.training.profile import StepProfile
 
 from ..pool import Pool
-from ..train.command import call, write_run
+from ..training.command import call, write_run
 
 
 def event(name: str, cat: str, ts: float, dur: float, tid: int = 1, correlation: int = 0) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from ..checkpoint import hugging_face
-from ..train.command import SETTINGS, Result, call
+from ..training.command import SETTINGS, Result, call
 from .cases import Case
 
 TEXTS = {

@@ -21,7 +21,7 @@ from hexad.config import ConfigError, HexadError
 from hexad.model.configuration import load_config
 
 from ...pool import Pool
-from ...train.command import call
+from ...training.command import call
 from .program import Mlp, batch_of
 from .published import PUBLISHED, REFUSED
 

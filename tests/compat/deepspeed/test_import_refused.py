@@ -18,7 +18,7 @@ from hexad.compat.deepspeed.saved_state import load_file
 from hexad.compat.facade.inert import Inert
 from hexad.config import HexadError
 
-from ...train.command import call
+from ...training.command import call
 from .saved_checkpoints import STEPS, saved
 from .test_import import imported
 

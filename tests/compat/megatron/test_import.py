@@ -26,7 +26,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ...pool import Pool
-from ...train.command import call
+from ...training.command import call
 from ..resumed import resumed
 from .saved_checkpoints import AFTER, BETAS, DECAY, EPS, LR, MODELS, SEQUENCE, STEPS, VOCAB, batch, saved
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ...train.command import call
+from ...training.command import call
 from . import lines
 from .test_translate import SMALL, without
 

@@ -47,6 +47,6 @@ def install() -> None:
     Raises:
         HexadError: the deepspeed package has been imported.
     """
-    from .installed import install as install_face
+    from .installed import install as install_package
 
-    install_face(sys.modules[__name__])
+    install_package(sys.modules[__name__])

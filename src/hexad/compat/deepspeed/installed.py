@@ -63,30 +63,30 @@ class _Finder(DistributionFinder):
         return [_Found()] if context.name in (None, "deepspeed") else []
 
 
-def install(face: ModuleType) -> None:
+def install(package: ModuleType) -> None:
     """See :func:`hexad.compat.deepspeed.install`.
 
     Raises:
         HexadError: the deepspeed package has been imported.
     """
-    if sys.modules.get("deepspeed", face) is not face:
+    if sys.modules.get("deepspeed", package) is not package:
         raise HexadError("install: the deepspeed package has been imported already; call install() before")
     try:
         metadata("deepspeed")
     except PackageNotFoundError:
         sys.meta_path.append(_Finder())
-    sys.modules["deepspeed"] = face
+    sys.modules["deepspeed"] = package
     for name, module in _WHERE.items():
-        parent, path = face, "deepspeed"
+        parent, path = package, "deepspeed"
         *packages, last = name.split(".")
         for part in packages:
             path = f"{path}.{part}"
             parent = _package(path, part, parent)
-        found = import_module(f"{face.__name__}.{module}")
+        found = import_module(f"{package.__name__}.{module}")
         if isinstance(sys.modules.get(f"{path}.{last}"), ModuleType):
             continue
         sys.modules[f"{path}.{last}"] = found
-        if parent is not face:
+        if parent is not package:
             setattr(parent, last, found)
 
 

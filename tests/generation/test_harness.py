@@ -24,7 +24,7 @@ from ..checkpoint import hugging_face as theirs
 from ..checkpoint.test_hugging_face import convert, small_run
 from ..dataset.chats import CHATML
 from ..pool import Pool
-from ..train.command import free_port, rank_variables
+from ..training.command import free_port, rank_variables
 
 INSTALLED = find_spec("lm_eval") is not None
 

@@ -1,6 +1,6 @@
 """Runs the command once per crash point, each time in a fork that kills itself there: one import of torch.
 
-``python -m tests.train.crash DIRECTORY``: DIRECTORY has one run.yaml per crash point, in POINT/run.yaml.
+``python -m tests.training.crash DIRECTORY``: DIRECTORY has one run.yaml per crash point, in POINT/run.yaml.
 """
 
 from __future__ import annotations

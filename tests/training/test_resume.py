@@ -32,7 +32,7 @@ def crashed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for point in POINTS:
         checkpoint = {"asynchronous": request.param, "keep": 1}
         write_run(directory / point, data, checkpoint=checkpoint)
-    command = [sys.executable, "-m", "tests.train.crash", str(directory)]
+    command = [sys.executable, "-m", "tests.training.crash", str(directory)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stdout + result.stderr
     return directory

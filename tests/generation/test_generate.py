@@ -26,7 +26,7 @@ from hexad.parallel.sharding import declared_parameters, initialise
 
 from ..layers import shard_of, whole_model
 from ..pool import Pool
-from ..train.command import Process, RunFile, call, free_port, write_run
+from ..training.command import Process, RunFile, call, free_port, write_run
 
 FAMILIES = ("llama", "gpt2", "qwen2", "qwen3")
 

@@ -69,7 +69,8 @@ class BucketOptimizer:
 
     Attributes:
         clip: as given; may be changed between steps.
-        clip_epsilon: added to the norm that ``clip`` is divided by; 0 unless an interface of another system sets
+        clip_epsilon: added to the norm that ``clip`` is divided by; 0 unless an interface of another system
+            sets
             it (PyTorch's ``clip_grad_norm_``, DeepSpeed and Megatron-LM add 1e-6).
     """
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from .pool import Pool
+
+# Inductor's cache does not know for which vector units its code is: kernels generated for one width and
+# compiled for another compute wrong numbers in silence. Another capability gets another cache.
+_CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY", "default")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
+    Path(tempfile.gettempdir(), f"hexad-inductor-{os.getuid()}-{_CAPABILITY}")
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

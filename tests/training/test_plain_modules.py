@@ -30,7 +30,7 @@ def mesh_of(**degrees: int) -> Mesh:
     return Mesh.create(Layout(world=dist.get_world_size() if dist.is_initialized() else 1, **degrees), CPU)
 
 
-def boundary(_: Any) -> torch.Tensor:
+def boundary(_: Any, stage: int) -> torch.Tensor:
     return torch.empty(ROWS // 2, WIDTH, dtype=FLOAT)
 
 
@@ -409,7 +409,7 @@ def routed(zero: int) -> float:
     if mesh.pipeline.rank:
         stage = Routed(Shard(axes, dtype=FLOAT), mesh.axes["expert"], rows * mesh.data.rank)
 
-    def make(_: Any) -> torch.Tensor:
+    def make(_: Any, stage: int) -> torch.Tensor:
         return torch.empty(rows, WIDTH, dtype=FLOAT)
 
     engine = Engine(stage, mesh, config_of(zero), compute=loss_of, boundary=make)

@@ -23,7 +23,7 @@ from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, tra
 from hexad.topology.mesh import Mesh
 
 from .faults import Fault, FaultGuard, StepResult
-from .language import Counts, LanguageModel, Task, compute, training_shard
+from .language import Counts, LanguageModel, Task, compute
 from .modules import Ties, checked, with_common_dtype
 from .state import Heap, State
 
@@ -31,6 +31,8 @@ Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Te
 """What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
 first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
 scalar."""
+Boundary = Callable[[Any, int], torch.Tensor]
+"""Makes an empty tensor like what a stage, given by its number, computes of a microbatch."""
 
 
 def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: float | None) -> torch.Tensor:
@@ -42,10 +44,10 @@ def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: flo
 class Engine(State):
     """Modules with their gradients and optimizer on this rank.
 
-    ``Engine(config, mesh)`` builds the language model that a configuration describes (:meth:`from_config`),
+    ``Engine(config, mesh)`` builds the language model that a configuration describes,
     for which :meth:`train_step` is a whole step. Other modules come as ``Engine(stages, mesh, config)``:
     declared ones (:class:`~hexad.parallel.sharding.ShardedModule`) or plain modules, whose parameters count
-    as replicated, see :mod:`hexad.engine.modules`. A loop of one's own calls the parts of a step:
+    as replicated, see :mod:`hexad.engine.modules`. A custom loop calls the parts of a step:
     :meth:`begin`, :meth:`accumulate` (or its own backward passes), :meth:`reduce`, :meth:`update`.
 
     Args:
@@ -54,13 +56,11 @@ class Engine(State):
         config: settings of everything but the model, where ``stages`` are modules.
         plan: of the pipeline; by default one stage per rank, ``parallel.schedule`` as configured.
         compute: what a stage computes of a microbatch; by default ``stage(microbatch)``, a loss.
-        boundary: makes an empty tensor of what crosses a microbatch's stage boundaries; needed where the
-            pipeline has several ranks.
+        boundary: given a microbatch and the number of a stage, makes an empty tensor like the stage's result;
+            needed where the pipeline has several ranks.
         training: False for evaluation only: there are no gradients, no optimizer state and no master values.
         optimizer: of ``torch.optim``, whose groups list the parameters that are trained, and keep their
             settings; AdamW with ``config.optimizer`` by default.
-        boundaries: in place of ``boundary``, where stages have different results: makes an empty tensor like
-            that of a microbatch's stage, given its number.
         ties: plain parameters that several stages have alike, see :data:`hexad.engine.modules.Ties`.
         initialise: draw the initial values of declared parameters; False where :meth:`restored` or
             :meth:`load_weights` follows, or :meth:`hexad.training.saves.Saves.begin`.
@@ -86,11 +86,10 @@ class Engine(State):
         *,
         plan: PipelinePlan | None = None,
         compute: Compute = _call,
-        boundary: Callable[[Any], torch.Tensor] | None = None,
+        boundary: Boundary | None = None,
         initialise: bool = True,
         training: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
-        boundaries: Callable[[Any, int], torch.Tensor] | None = None,
         ties: Ties | None = None,
     ) -> None:
         self.mesh, self.training = mesh, training
@@ -100,13 +99,11 @@ class Engine(State):
         if isinstance(stages, Resolved):
             self._build(stages)
         else:
-            self.config = config = checked(config, mesh, boundary is not None or boundaries is not None)
+            self.config = config = checked(config, mesh, boundary is not None)
             self.plan = plan or plan_of_modules(config, mesh.layout)
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
-            self._compute, self._boundary = compute, boundaries
-            if boundary is not None:
-                self._boundary = lambda microbatch, _: boundary(microbatch)
+            self._compute, self._boundary = compute, boundary
         super().__init__(
             self.stages,
             self.plan,
@@ -128,21 +125,15 @@ class Engine(State):
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
 
-    @classmethod
-    def from_config(cls, config: Config | Resolved, mesh: Mesh) -> Engine:
-        """The engine of the language model that a configuration describes."""
-        return cls(config, mesh)
-
     def _build(self, resolved: Resolved) -> None:
         """The language model's stages."""
         self.config, self.plan = resolved.config, resolved.plan
         self.mesh = factored_mesh(self.config.model, self.config.parallel, self.mesh)
         self.language = LanguageModel(self.config, self.mesh)
-        between = self.language.boundary
-        self._compute, self._boundary = compute, lambda task, _: between(task)
+        self._compute, self._boundary = compute, self.language.boundary
         stages = build_stages(
             self.config.model,
-            training_shard(self.config, self.mesh),
+            self.language.shard,
             self.plan.layers,
             self.plan.schedule.placement,
             self.mesh.pipeline.rank,

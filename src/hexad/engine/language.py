@@ -118,10 +118,14 @@ class LanguageModel:
     Args:
         config: resolved.
         mesh: of the run.
+
+    Attributes:
+        shard: which shard of every layer this rank holds, and how.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
+        self.shard = training_shard(config, mesh)
         self.axis = mesh.gradient_axis()  # ranks that have other tokens
         self._counting = mesh.background("counts")
         self.vocab = int(config.model.vocab)
@@ -163,9 +167,9 @@ class LanguageModel:
                 f"Microbatch.tokens: found shape {shape}, expected (1, {wanted.share}) of a part"
             )
 
-    def boundary(self, task: Task) -> torch.Tensor:
-        """An empty tensor for the hidden states between two stages."""
-        shard = training_shard(self.config, self.mesh)
+    def boundary(self, task: Task, stage: int) -> torch.Tensor:
+        """An empty tensor for the hidden states that any stage but the last computes of a microbatch."""
+        shard = self.shard
         rows = task.microbatch.tokens.numel() // (shard.tensor.size if shard.sequence else 1)
         return torch.empty((rows, self.config.model.hidden), dtype=shard.dtype, device=shard.device)
 

@@ -93,7 +93,7 @@ class MegatronEngine(DeepSpeedEngine):
             settings,
             plan=resolved.plan,
             optimizer=optimizer,
-            boundary=lambda _: torch.empty(rows, hidden),
+            boundary=lambda *_: torch.empty(rows, hidden),
             initialise=False,
         )
 

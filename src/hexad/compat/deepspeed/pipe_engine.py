@@ -188,7 +188,7 @@ class PipelineEngine(DeepSpeedEngine):
             settings.model_copy(update={"parallel": parallel}),
             plan=module.plan,
             compute=partial(_compute, module),
-            boundaries=lambda batch, stage: batch.forms[stage].empty(self.device),
+            boundary=lambda batch, stage: batch.forms[stage].empty(self.device),
             optimizer=optimizer,
             ties=module.ties(),
             initialise=False,

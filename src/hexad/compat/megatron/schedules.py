@@ -69,7 +69,7 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
     )
 
 
-def _boundary(config: Config, mesh: Mesh, _: Any) -> torch.Tensor:
+def _boundary(config: Config, mesh: Mesh, _: Any, stage: int) -> torch.Tensor:
     """An empty tensor for what crosses a stage boundary."""
     tokens = config.batch.micro * config.data.sequence
     rows = tokens // (mesh.tensor.size if config.parallel.sequence_parallel else 1)

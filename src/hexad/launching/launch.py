@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -275,6 +276,13 @@ def _leave(device: torch.device, *, orderly: bool) -> None:
         abort()
     else:
         dist.destroy_process_group()
+    let_threads_finish()
+
+
+def let_threads_finish() -> None:
+    """Let gloo's threads release the tensors of their last collectives, which they do a moment after the result
+    is there. They need Python for it: where it has ended by then, the process aborts ("terminate called")."""
+    time.sleep(0.05)
 
 
 def host_threads(environment: Mapping[str, str], local_world: int, offload: bool) -> int | None:

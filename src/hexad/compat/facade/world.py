@@ -6,6 +6,7 @@ call a function that does so. Process groups are created once per layout.
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch.distributed as dist
 from hexad.comm import Trace
 from hexad.config import HexadError
 from hexad.launching.environment import environment
-from hexad.launching.launch import pick_device
+from hexad.launching.launch import let_threads_finish, pick_device
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
 _meshes: dict[Layout, tuple[dist.ProcessGroup | None, Mesh]] = {}
 """Layout -> the default process group that its mesh was created from, and the mesh."""
+atexit.register(let_threads_finish)  # scripts end as they like
 
 
 def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.device:

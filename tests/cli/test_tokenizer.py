@@ -123,4 +123,4 @@ def test_show(tmp_path: Path, corpus: Path) -> None:
 
 def test_no_torch(tmp_path: Path, corpus: Path) -> None:
     arguments = ["--input", str(corpus / "a.txt"), "--vocab", "300", "--output", str(tmp_path / "tok")]
-    assert modules_of(["tokenizer", "train", *arguments]) == (0, [])
+    assert modules_of([["tokenizer", "train", *arguments]], tmp_path) == [(0, [])]

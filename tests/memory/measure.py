@@ -40,7 +40,7 @@ def config_of(**groups: dict[str, Any]) -> Config:
         "run": {"steps": 10, "device": "cpu"},
         "model": model,
         "data": {"sequence": 128},
-        "batch": {"micro": 2, "global": 16},
+        "batch": {"micro": 2, "global": 8},
         "precision": {"dtype": "fp32"},
         "parallel": {"bucket_mb": 0.5},
     }

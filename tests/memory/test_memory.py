@@ -213,7 +213,12 @@ def test_the_peak_is_predicted(world: int, groups: Groups, pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_rank_with_most_scores_is_predicted(ranks: int, pool: Pool) -> None:
     """Of dropped attention in a ring: the last rank has both blocks of zigzag in one run."""
-    config = config_of(model={"attention_dropout": 0.1}, parallel={"context": ranks}, data={"sequence": 512})
+    config = config_of(
+        model={"attention_dropout": 0.1},
+        parallel={"context": ranks},
+        data={"sequence": 512},
+        batch={"micro": 2, "global": 2},
+    )
     found = pool.run(ranks, measure, config, ranks)
     most = max(each.peak for each in found)
     assert most == found[-1].peak

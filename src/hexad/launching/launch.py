@@ -280,8 +280,8 @@ def _leave(device: torch.device, *, orderly: bool) -> None:
 
 
 def let_threads_finish() -> None:
-    """Let gloo's threads release the tensors of their last collectives, which they do a moment after the result
-    is there. They need Python for it: where it has ended by then, the process aborts ("terminate called")."""
+    """Let gloo's threads release the tensors of their last collectives, a moment after the results are there.
+    They need Python for it: where it has ended by then, the process aborts ("terminate called")."""
     time.sleep(0.05)
 
 

@@ -1,7 +1,6 @@
 """A pool of worker processes that form gloo worlds of any size, started once per test session.
 
-Importing torch costs seconds of CPU per process: it is imported once, by a server of which all workers are
-    forks.
+Importing torch costs seconds of CPU per process: a server imports it once, and all workers are its forks.
 After each job the garbage collector sets aside what imports have left: to visit it would take 0.1 s per job.
 """
 

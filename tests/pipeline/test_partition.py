@@ -134,6 +134,15 @@ def test_costs_are_times(bad: float) -> None:
         partition("cost", 2, 2, LayerCosts(0.0, (1.0, bad), 0.0))
 
 
+def test_many_layers_and_stages_are_divided() -> None:
+    """Far more divisions than could be tried one by one; no stage can take less than the longest layer."""
+    costs = LayerCosts(0.2, tuple(1.0 + 0.37 * (layer % 7) for layer in range(128)), 9.3)
+    parts = partition("cost", 128, 64, costs)
+    assert [layer for part in parts for layer in part] == list(range(128))
+    longest = max(times(sizes_of("cost", 128, 64, costs), costs))
+    assert longest == Fraction(costs.head)  # the head has a stage to itself
+
+
 def test_the_division_needs_no_torch() -> None:
     code = "import sys, hexad.parallel.pipeline.partition; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

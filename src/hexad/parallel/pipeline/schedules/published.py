@@ -3,8 +3,8 @@
 - GPipe: all forwards, then all backwards.
 - 1F1B and interleaved: forwards and backwards alternate, with one stage per rank or several.
 - ZB-H1 and ZB-H2: weight gradients fill a rank's waiting time (Qi et al., arXiv 2401.10241).
-- ZB-V and DualPipe-V: two stages per rank in a V-shaped placement. The first rank then also has the last stage:
-  backwards start where forwards start, and every rank needs the same memory. ``down`` is a rank's stage in the
+- ZB-V and DualPipe-V: two stages per rank in a V-shaped placement. The first rank also has the last stage:
+  backwards start where forwards start, and every rank needs the same memory. ``down`` is its stage in the
   first half of the V and ``back`` the one in the second.
 """
 

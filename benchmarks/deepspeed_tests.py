@@ -252,7 +252,7 @@ def adapt() -> None:
 
 
 def _of_face(value: Any) -> bool:
-    return str(getattr(value, "__module__", "")).startswith("hexad.compat.deepspeed")
+    return str(getattr(value, "__module__", "")).startswith(("hexad.compat.deepspeed", "hexad.compat.facade"))
 
 
 class OneProcessEach:

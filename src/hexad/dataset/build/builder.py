@@ -1,4 +1,4 @@
-"""From raw data to an indexed dataset, in many processes, with the same bytes for any number of them; and a summary of one."""
+"""From raw data to an indexed dataset in many processes, with the same bytes for any number; its summary."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
-from ..text.chat import load_chat_template
 from ..indexed import IndexedDataset, IndexedWriter, dtype_for
-from .records import Document, Reading
 from ..load.whole_samples import packing_facts
 from ..sidecar import check_mask, describe, read_sidecar, sidecar_path, write_sidecar
-from .sources import NotText, Piece, cut, find_files, read, streamed
+from ..text.chat import load_chat_template
 from ..text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from .records import Document, Reading
+from .sources import NotText, Piece, cut, find_files, read, streamed
 
 _TASK_BYTES = 1 << 20
 """Least text of a task, if there is enough: sending a task costs as much as a small file."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .builder import BuildSummary, build
 from ..indexed import IndexedDataset
 from ..text.tokenizer_training import train_bpe
+from .builder import BuildSummary, build
 
 _SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}

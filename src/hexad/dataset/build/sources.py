@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple
-from hexad.config.errors import HexadError
 import bz2
 import gzip
 import io
+import json
 import lzma
+import os
+import shlex
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+from typing import IO, Any, BinaryIO, Literal, NamedTuple, cast
+
+from hexad.config.errors import HexadError
 
 ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
@@ -27,13 +25,16 @@ ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
 _WINDOW = 1 << 31  # the largest that zstd --long makes
 _BLOCK = 1 << 17
 
+
 def compression(path: Path) -> str | None:
     """The ending of a compressed file, None for others."""
     return path.suffix.lower() if path.suffix.lower() in ENDINGS else None
 
+
 def inner_suffix(path: Path) -> str:
     """The ending of what a file holds: ``.jsonl`` of ``a.jsonl`` and of ``a.jsonl.gz``."""
     return (Path(path.stem) if compression(path) else path).suffix.lower()
+
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
@@ -60,9 +61,11 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 raise _damaged(path, error) from None
             raise
 
+
 def _damaged(path: Path, error: Exception) -> HexadError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return HexadError(f"{path}: damaged or not a {path.suffix} file: {reason}; copy or compress it again")
+
 
 def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> IO[bytes]:
     if kind == ".gz":
@@ -75,12 +78,14 @@ def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> IO[bytes]:
         return _zstandard(raw, path)
     return raw
 
+
 def _zstandard(raw: BinaryIO, path: Path) -> IO[bytes]:
     try:
         import zstandard
     except ImportError:
         raise HexadError(f"{path}: reading .zst needs a package: pip install 'hexad[zstd]'") from None
     return io.BufferedReader(_Frames(raw, zstandard))
+
 
 class _Frames(io.RawIOBase):
     """The content of Zstandard frames; to ``zstandard``'s own reader a truncated file is a shorter one."""
@@ -110,6 +115,7 @@ class _Frames(io.RawIOBase):
         buffer[:count], self._content = self._content[:count], self._content[count:]
         return count
 
+
 _JSONL_PIECE = 4 << 20
 """Bytes of a .jsonl file that one process reads at a time."""
 _LINES = (".jsonl", ".ndjson")
@@ -122,6 +128,7 @@ _HEAD = 8192
 Kind = Literal["text", "jsonl", "json", "parquet"]
 Skipped = Literal["empty", "binary", "not UTF-8"]
 
+
 class Found(NamedTuple):
     """A file to read.
 
@@ -133,6 +140,7 @@ class Found(NamedTuple):
 
     path: Path
     named: bool
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -155,6 +163,7 @@ class Piece:
     named: bool = True
     lines: bytes | None = None
 
+
 @dataclass(frozen=True)
 class Place:
     """Where a record stands: its line is counted only for a message."""
@@ -174,11 +183,13 @@ class Place:
             return f"{self.path}:{_line_number(self.path, self.offset)}"
         return str(self.path) if self.line is None else f"{self.path}:{self.line}"
 
+
 class Record(NamedTuple):
     """What a file holds: the text of a text file, or an object of a .jsonl, .json or .parquet."""
 
     content: str | dict[str, Any]
     place: Place
+
 
 class NotText(Exception):
     """A file of a directory that is left out, and why."""
@@ -186,6 +197,7 @@ class NotText(Exception):
     def __init__(self, kind: Skipped) -> None:
         super().__init__(kind)
         self.kind: Skipped = kind
+
 
 def find_files(
     inputs: Sequence[str | Path], include: Sequence[str] = (), exclude: Sequence[str] = ()
@@ -226,6 +238,7 @@ def find_files(
         raise HexadError(f"{', '.join(map(str, inputs))}: {what}")
     return files, left_out
 
+
 def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
     return any(
         fnmatchcase(path.as_posix(), pattern)
@@ -234,10 +247,12 @@ def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
         for pattern in patterns
     )
 
+
 def _walk(directory: Path) -> Iterator[Path]:
     for parent, directories, names in os.walk(directory):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+
 
 def cut(files: Iterable[Found]) -> list[Piece]:
     """Divide files into pieces, in order. A compressed .jsonl is one: :func:`streamed` divides it.
@@ -270,6 +285,7 @@ def cut(files: Iterable[Found]) -> list[Piece]:
             pieces.append(Piece(path, "text", 0, size, size, named))
     return pieces
 
+
 def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The pieces, with compressed .jsonl files divided: they can be read only from their beginning, so that
     one process decompresses what the others tokenize.
@@ -290,6 +306,7 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
                 yield Piece(piece.path, "jsonl", line, line, position - done, piece.named, block)
                 line, done = line + block.count(b"\n"), position
 
+
 class _reporting:
     """Turns what the operating system reports about a file into a user's error."""
 
@@ -302,6 +319,7 @@ class _reporting:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):
             raise HexadError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+
 
 def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
     """The records of a piece, in order.
@@ -324,6 +342,7 @@ def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]
         else:
             yield Record(_read_text(piece), Place(piece.path))
 
+
 def _read_text(piece: Piece) -> str:
     with opened(piece.path) as (stream, _):
         raw = stream.read(_HEAD)
@@ -340,6 +359,7 @@ def _read_text(piece: Piece) -> str:
         line = raw.count(b"\n", 0, error.start) + 1
         found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
     raise HexadError(f"{piece.path}:{line}: {found}; convert the file or leave it out")
+
 
 def _read_jsonl(piece: Piece) -> Iterator[Record]:
     if piece.lines is not None:
@@ -358,6 +378,7 @@ def _read_jsonl(piece: Piece) -> Iterator[Record]:
             if line.strip():
                 place = Place(piece.path, offset=offset)
                 yield Record(_object(line, place), place)
+
 
 def _read_array(piece: Piece) -> Iterator[Record]:
     """The objects of a .json file: an array of them."""
@@ -378,20 +399,24 @@ def _read_array(piece: Piece) -> Iterator[Record]:
         place = Place(piece.path, record=number)
         yield Record(_as_object(each, place), place)
 
+
 def _as_lines(path: Path) -> str:
     """The command that writes a record per line; empty for a compressed file."""
     if compression(path):
         return ""
     return f": jq -c '.[]' {shlex.quote(str(path))} > {shlex.quote(str(path.with_suffix('.jsonl')))}"
 
+
 def _object(line: bytes, place: Place) -> dict[str, Any]:
     """The JSON object of a line."""
     return _as_object(_json(line, place), place)
+
 
 def _as_object(found: Any, place: Place) -> dict[str, Any]:
     if isinstance(found, dict):
         return found
     raise HexadError(f"{place}: a JSON {type(found).__name__}, expected an object")
+
 
 def _json(content: bytes, place: Place, hint: str = "") -> Any:
     try:
@@ -402,6 +427,7 @@ def _json(content: bytes, place: Place, hint: str = "") -> Any:
         problem = f"not valid JSON: {error}{hint}"
     raise HexadError(f"{place}: {problem}")
 
+
 def _line_number(path: Path, offset: int) -> int:
     """Number of the line that begins at a byte offset; counted only for an error message."""
     lines = 1
@@ -410,6 +436,7 @@ def _line_number(path: Path, offset: int) -> int:
             lines += block.count(b"\n")
             offset -= len(block)
     return lines
+
 
 def _parquet(path: Path) -> Any:
     try:
@@ -421,6 +448,7 @@ def _parquet(path: Path) -> Any:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
         raise HexadError(f"{path}: not a readable .parquet file: {' '.join(str(error).split())}") from None
+
 
 def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Record]:
     file = _parquet(piece.path)

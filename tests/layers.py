@@ -12,7 +12,6 @@ from torch import nn
 from hexad.comm import all_gather
 from hexad.config.model import ModelSettings
 from hexad.model.attention import DroppedTiles
-from hexad.model.attention_kernels import Spans
 from hexad.model.dropout import Dropper
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
@@ -20,6 +19,7 @@ from hexad.model.transformer import Transformer
 from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
 from hexad.parallel.context.kernels import Plain
 from hexad.parallel.context.rounds import rounds
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.contributions import Contribution, WeightGradient, attach
 from hexad.parallel.sharding import Shard, declared_parameters
 from hexad.topology.mesh import Axis
@@ -107,4 +107,4 @@ class Sums:
                 inputs = product.inputs
                 if product.gather is not None:
                     inputs = all_gather(inputs, product.gather)
-                self.contribute(parameter, WeightGradient(product.output_gradient, inputs))
+                self.contribute(parameter, product._replace(inputs=inputs, gather=None))

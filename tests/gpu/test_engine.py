@@ -12,6 +12,7 @@ from hexad import Engine, Layout, Mesh, Microbatch, load_config
 from hexad.model import attention_kernels
 from hexad.parallel.context import kernels
 from hexad.parallel.context.attention import Merged
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.contributions import WeightGradient, widening_products
 from hexad.parallel.tensor import fp8
 from hexad.topology.cluster import has_fp8
@@ -144,7 +145,7 @@ def test_the_varlen_kernel_computes_what_separate_calls_do() -> None:
         torch.randn((160, heads, 64), generator=generator).to(gpu, torch.bfloat16).requires_grad_()
         for heads in (4, 2, 2)
     )
-    spans = attention_kernels.Spans(160, 2, (0, 3, 80, 150, 160))
+    spans = Spans(160, 2, (0, 3, 80, 150, 160))
     plain = attention_kernels.AttentionKernel(kernel.scale, kernel.window)
     outputs = [each(q, k, v, spans) for each in (kernel, plain)]
     gradients = [torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in outputs]

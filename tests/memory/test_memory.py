@@ -101,7 +101,7 @@ def test_repeated_keys_and_values_are_counted(
 
     monkeypatch.setattr(AttentionKernel, "dense", repeated)
     found = _layer(recompute, False, torch.float32, **settings)
-    attention = ModelInventory(config_of(model=settings).model).block(1).attention
+    attention = ModelInventory(config_of(model=settings).model).attention
     run = Execution(2, 128)
     there, here = (attention.kept(replace(run, cpu=cpu), recompute == "selective") for cpu in (False, True))
     assert found - plain == there - here > 0

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from hexad.config.model import ModelSettings
 from hexad.model import attention_kernels
-from hexad.model.attention_kernels import AttentionKernel, Spans, choose
+from hexad.model.attention_kernels import AttentionKernel, choose
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys
-from hexad.model.positions import span_positions
+from hexad.parallel.context.spans import Spans
 
 from ..layers import dropped_attention
 
@@ -32,7 +32,7 @@ def _inputs() -> list[torch.Tensor]:
 
 
 def _wanted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, window: int) -> torch.Tensor:
-    place = span_positions(spans, CPU)
+    place = spans.positions(CPU)
     span = (torch.arange(TOKENS) - place)[:, None]
     back = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     seen = (span == span.T) & (back >= 0) & (back < window)
@@ -256,11 +256,9 @@ def test_no_kernel_of_plain_products_for_grouped_heads(
 def test_positions_of_documents_do_not_wait_for_the_device() -> None:
     """On ``meta`` tensors an operator that needed a value would raise."""
     spans = Spans(TOKENS, 2, (0, 1, 9, 17, 30, 34))
-    assert span_positions(spans, CPU).tolist() == [
-        place for length in (1, 8, 8, 13, 4) for place in range(length)
-    ]
-    spans = Spans(TOKENS, 2, (0, 34), torch.empty(2, dtype=torch.int32, device="meta"))
-    assert span_positions(spans, torch.device("meta")).shape == (TOKENS,)
+    assert spans.positions(CPU).tolist() == [place for length in (1, 8, 8, 13, 4) for place in range(length)]
+    spans = Spans(TOKENS, 2, (0, 34))
+    assert spans.positions(torch.device("meta")).shape == (TOKENS,)
 
 
 def test_the_window_is_a_setting() -> None:

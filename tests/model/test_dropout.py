@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from hexad.checkpoint.hugging_face.names import published_tensors
-from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey, Dropper, Site, row_keys
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
 from hexad.model.dropout import DropoutKey
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import Transformer
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh

@@ -15,8 +15,8 @@ from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
-from hexad.model.attention_kernels import Spans
 from hexad.model.configuration import build_config
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh

@@ -10,10 +10,10 @@ import torch
 
 from hexad.model import attention as model_attention
 from hexad.model import transformer
-from hexad.model.attention_kernels import Spans
 from hexad.parallel.context import attention, exchange
 from hexad.parallel.context.attention import Merged
 from hexad.parallel.context.rounds import rounds
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.data import gradients
 from hexad.topology.mesh import Mesh
 
@@ -40,13 +40,13 @@ def _merge_without_rescaling(mesh: Mesh) -> Patches:
 
 
 def _positions_from_the_first(mesh: Mesh) -> Patches:
-    original = transformer.span_positions
+    original = Spans.positions
 
     def positions(spans: Spans, device: torch.device) -> torch.Tensor:
-        found = original(spans, device)
-        return found if spans.numbers is None else torch.arange(len(found), device=device)
+        places = original(spans, device)
+        return places if spans.numbers is None else torch.arange(len(places), device=device)
 
-    return [mock.patch.object(transformer, "span_positions", positions)]
+    return [mock.patch.object(Spans, "positions", positions)]
 
 
 def _keys_of_dropout_from_the_first(mesh: Mesh) -> Patches:
@@ -55,7 +55,7 @@ def _keys_of_dropout_from_the_first(mesh: Mesh) -> Patches:
     def keys(self: Any, spans: Spans, ring: Any, key: Any) -> Any:
         if spans.numbers is not None:
             numbers = torch.arange(len(spans.numbers))
-            spans = Spans(spans.tokens, spans.sequences, spans.bounds, None, spans.slice, numbers)
+            spans = Spans(spans.tokens, spans.sequences, spans.bounds, spans.slice, numbers)
         return original(self, spans, ring, key)
 
     return [mock.patch.object(transformer.Transformer, "_keys", keys)]

@@ -35,6 +35,7 @@ class Variant:
         documents: ``join`` or ``isolate``.
         masked: share of targets that are ignored, unevenly over the samples.
         micro: sequences per microbatch.
+        experts: feed-forward layers are those of :mod:`tests.parity.mixture`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Variant:
     documents: str = "join"
     masked: float = 0.0
     micro: int = 1
+    experts: bool = False
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -107,6 +109,7 @@ class Case:
     method: str = "ring"
     group_size: int | str = "auto"
     balance: str = "auto"
+    expert: int = 1
 
     @property
     def world(self) -> int:
@@ -119,6 +122,7 @@ class Case:
     @property
     def layout(self) -> str:
         around = f"data {self.data} x {self.tensor_axis}"
+        around += f" x expert {self.expert}" if self.expert > 1 else ""
         return around if self.context == 1 else f"{around} x {self.context_axis}"
 
     @property
@@ -171,6 +175,7 @@ class Case:
                 "tensor": self.tensor,
                 "sequence": self.sequence,
                 "data": self.data,
+                "expert": self.expert,
                 "context": self.context,
                 "context_method": self.method,
                 "context_ulysses": self.group_size,
@@ -202,6 +207,26 @@ DROPPED = tuple(
     )
     for index in (2, 1, 0, 3)
 )
+
+
+EXPERTS = Variant(
+    "mixture, masks", {**_SMALL, "ffn_hidden": 12, "layers": 4, "vocab": 71}, masked=0.3, experts=True
+)
+EXPERTS_DROPPED = replace(EXPERTS, name="mixture, dropout", model={**EXPERTS.model, "dropout": 0.1}, micro=2)
+EXPERT_GRID = (
+    Case(EXPERTS, data=2),
+    Case(EXPERTS_DROPPED, data=2, expert=2, zero=1),
+    Case(EXPERTS, data=4, expert=2, zero=2, replicas=2, recompute="full"),
+    Case(EXPERTS_DROPPED, data=4, expert=4, zero=3, recompute="selective"),
+    Case(EXPERTS, tensor=2, expert=2),
+    Case(EXPERTS_DROPPED, data=2, tensor=2, expert=2, zero=3),
+    Case(EXPERTS, context=2, data=2, expert=2, zero=1),
+    Case(EXPERTS, data=2, expert=2, pipeline=2, recompute="full"),
+    Case(EXPERTS_DROPPED, data=2, expert=2, pipeline=2, schedule="interleaved", virtual=2, zero=2),
+    Case(EXPERTS, data=2, expert=2, pipeline=2, schedule="zb_h1", zero=3),
+    Case(EXPERTS, data=2, tensor=2, expert=2, pipeline=2, schedule="zb_v", virtual=2),
+)
+"""A branch of the tests' own on the expert grid, with an auxiliary loss and grouped products."""
 
 
 def state_cases() -> tuple[Case, ...]:
@@ -497,7 +522,7 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
     from hexad.engine.engine import Engine
     from hexad.topology.mesh import Mesh
 
-    from . import mutations
+    from . import mixture, mutations
 
     config = case.config()
     if config.run.compile != "none":
@@ -506,12 +531,16 @@ def run_rank(case: Case, mutation: str | None = None) -> tuple[Any, ...]:
         torch.compiler.reset()
     layout = Layout.from_settings(config.parallel, case.world)
     mesh = Mesh.create(layout, torch.device("cpu"))
-    with mutations.applied(mutation, mesh) if mutation else nullcontext():
+    with (
+        mixture.in_place_of_feed_forward() if case.variant.experts else nullcontext(),
+        mutations.applied(mutation, mesh) if mutation else nullcontext(),
+    ):
         engine = Engine(config, mesh)
         results = [engine.train_step(microbatches(case, step, mesh.data.rank)) for step in range(case.steps)]
         gradients = [piece for bucket in engine.trained for piece in _pieces(bucket, bucket.gradient)]
         weights = [piece for bucket in engine.buckets for piece in _pieces(bucket, bucket.master)]
-    return [r.loss for r in results], [r.grad_norm for r in results], gradients, weights
+    losses = [loss for result in results for loss in (result.loss, *result.auxiliary.values())]
+    return losses, [result.grad_norm for result in results], gradients, weights
 
 
 def _pieces(

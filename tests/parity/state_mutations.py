@@ -55,12 +55,12 @@ def _norm_of_share(mesh: Mesh) -> Patches:
 
 def _drawn_by(**wrong: Any) -> Any:
     def patches(mesh: Mesh) -> Patches:
-        original = language.LanguageModel.key
+        original = language.LanguageModel._key
 
         def key(self: Any, *arguments: Any) -> DropoutKey:
             return replace(original(self, *arguments), **wrong)
 
-        return [mock.patch.object(language.LanguageModel, "key", key)]
+        return [mock.patch.object(language.LanguageModel, "_key", key)]
 
     return patches
 

@@ -23,7 +23,7 @@ from hexad.planning import PipelinePlan, Resolved, plan_of_modules, resolve, tra
 from hexad.topology.mesh import Mesh
 
 from .faults import Fault, FaultGuard, StepResult
-from .language import Counts, LanguageModel, Task, compute
+from .language import LanguageModel, compute
 from .modules import Ties, checked, with_common_dtype
 from .state import Heap, State
 
@@ -229,7 +229,7 @@ class Engine(State):
         return self._update(lr, veto, divisor)[0]
 
     def _update(
-        self, lr: float | None, veto: Pending | None, divisor: float, *further: torch.Tensor
+        self, lr: float | None, veto: Pending | None, divisor: float, further: torch.Tensor | None = None
     ) -> tuple[float, bool, list[float]]:
         """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
         scale = self.scaler.scale * divisor
@@ -257,47 +257,47 @@ class Engine(State):
         language = self._language()
         if self.mesh.trace is not None:
             self.mesh.trace.step = self.step + 1
-        tasks, (targets, pairs, *_) = self._tasks(language, microbatches)
-        divisor = language.divisor(targets)
-        total = self.accumulate(tasks, 1.0 / divisor, record)
+        work = language.prepare(microbatches, self.step)
+        self.begin(len(work.tasks))
+        total = self.accumulate(work.tasks, 1.0 / work.divisor, record)
         if self.after_passes is not None:
             self.after_passes()
-        total = total if total is not None else torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        loss = all_reduce_async(total, language.axis)
+        losses = language.summing(total, work.auxiliary)
         self.reduce()
-        loss = all_reduce_async(loss.wait(), self.mesh.pipeline)
+        losses = all_reduce_async(losses.wait(), self.mesh.pipeline)
         schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
         lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
-        limit = self.guard.limit
-        veto = None if limit is None else self._veto(loss, limit * targets)
-        loss_scale = self.scaler.scale
-        norm, updated, (loss_sum,) = self._update(lr, veto, targets / divisor, loss.wait())
-        self.samples += sum(task.microbatch.sequences for task in tasks) * self.mesh.data.size
-        mean, finite = loss_sum / targets, math.isfinite(norm)
-        fault: Fault | None = "spike" if finite and not updated else None
-        if not finite and self.scaler.exhausted:
-            fault = "not_finite"
-        self.guard.record(self.step, mean, updated, fault)
-        return StepResult(self.step, mean, norm, lr, targets, pairs, not updated, loss_scale, fault, limit)
+        limit, loss_scale = self.guard.limit, self.scaler.scale
+        veto = None if limit is None else self._veto(losses, limit * work.targets)
+        norm, updated, sums = self._update(lr, veto, work.targets / work.divisor, losses.wait())
+        self.samples += work.sequences * self.mesh.data.size
+        loss, auxiliary = sums[0] / work.targets, language.means(sums[1:], len(work.tasks))
+        fault = self._fault(norm, updated)
+        self.guard.record(self.step, loss, updated, fault)
+        return StepResult(
+            self.step,
+            loss,
+            norm,
+            lr,
+            work.targets,
+            work.pairs,
+            not updated,
+            loss_scale,
+            fault,
+            limit,
+            auxiliary,
+        )
 
-    def _tasks(
-        self, language: LanguageModel, microbatches: Sequence[Microbatch]
-    ) -> tuple[list[Task], Counts]:
-        """Begin a step: its microbatches on the device, and what all ranks have of them."""
-        parts, counting = language.count(microbatches)
-        placed = [part.to(self.mesh.device) for part in parts]
-        # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
-        counts = language.counted(counting)
-        if counts.targets == 0:
-            raise HexadError("no position of the global batch has a target: all labels are -100")
-        self.begin(len(placed))
-        tasks = [Task(each, language.key(self.step, index, each)) for index, each in enumerate(placed)]
-        return tasks, counts
+    def _fault(self, norm: float, updated: bool) -> Fault | None:
+        """What is wrong with a step, given its gradient norm."""
+        if math.isfinite(norm):
+            return None if updated else "spike"
+        return "not_finite" if self.scaler.exhausted else None
 
-    def _veto(self, loss: Pending, limit: float) -> Pending:
-        """Start asking whether any rank finds the sum of the losses above a limit: over one axis after the
-        other, which needs no process group of all ranks."""
-        mesh, found = self.mesh, Pending((loss.wait() > limit).to(torch.int32))
+    def _veto(self, losses: Pending, limit: float) -> Pending:
+        """Start asking whether any rank finds the sum of the token losses above a limit: over one axis after
+        the other, which needs no process group of all ranks."""
+        mesh, found = self.mesh, Pending((losses.wait()[0] > limit).to(torch.int32))
         for axis in (mesh.tensor, mesh.pipeline, mesh.gradient_axis()):
             found = all_reduce_async(found.wait(), axis, "max")
         return found
@@ -310,10 +310,8 @@ class Engine(State):
                 rank; in ZeRO 3, which gathers weights for each microbatch, different numbers of them.
         """
         language = self._language()
-        parts, counting = language.count(microbatches)
-        language.counted(counting, equal=self.config.parallel.zero == 3)
-        total = self.total_loss([Task(part.to(self.mesh.device)) for part in parts])
-        targets = sum(part.targets() for part in parts)
+        tasks, targets = language.prepare_evaluation(microbatches)
+        total = self.total_loss(tasks)
         result = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         if total is not None:
             result += torch.stack([total, torch.full_like(total, targets)])

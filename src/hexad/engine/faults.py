@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +28,7 @@ class StepResult:
         loss_scale: what the loss was multiplied by in the backward pass.
         fault: why it was skipped; None where only the loss scale was too large.
         limit: the largest loss that would have been no spike; None without a limit.
+        auxiliary: the layers' own losses by name, means over the microbatches of the global batch.
     """
 
     step: int
@@ -40,6 +41,7 @@ class StepResult:
     loss_scale: float
     fault: Fault | None = None
     limit: float | None = None
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
 
 class Streak(NamedTuple):

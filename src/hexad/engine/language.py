@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hexad.comm import merging, wait_for
+from hexad.comm import Pending, all_reduce, all_reduce_async, merging, wait_for
 from hexad.config import Config, ConfigError, HexadError
 from hexad.config.schema import RunSettings
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.model.attention_kernels import Spans
+from hexad.model.auxiliary import Auxiliary
 from hexad.model.dropout import DropoutKey
+from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import DTYPES, Transformer, make_shard
 from hexad.parallel.context.slice import Slicing
 from hexad.parallel.pointwise import missing_compiler
@@ -34,15 +35,38 @@ _PRIME = (1 << 61) - 1
 
 @dataclass(frozen=True)
 class Task:
-    """What the pipeline's stages compute with.
+    """One microbatch, and what stages need besides to compute with it.
 
     Attributes:
         microbatch: on the device.
         key: of dropout; None for evaluation.
+        auxiliary: where layers add losses of their own; None where none do.
     """
 
     microbatch: Microbatch
     key: DropoutKey | None = None
+    auxiliary: Auxiliary | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank computes in one training step.
+
+    Attributes:
+        tasks: of its data rank, in order.
+        sequences: of these.
+        targets: positions of the global batch that have a target.
+        pairs: pairs of tokens of one document in the global batch.
+        divisor: see :meth:`LanguageModel.divisor`.
+        auxiliary: sums of the layers' own losses; None where there are none.
+    """
+
+    tasks: Sequence[Task]
+    sequences: int
+    targets: int
+    pairs: int
+    divisor: int
+    auxiliary: Auxiliary | None
 
 
 class Counts(NamedTuple):
@@ -103,17 +127,17 @@ def _say_not_compiled(missing: str) -> None:
 def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: float | None) -> torch.Tensor:
     """A stage's hidden states of a microbatch; the last stage's sum of token losses."""
     assert isinstance(stage, Transformer)
-    microbatch = task.microbatch
-    tokens, sequences = microbatch.tokens, microbatch.sequences
-    part = microbatch.slice, microbatch.numbers
-    spans = Spans(sequences * microbatch.length, sequences, microbatch.documents, microbatch.offsets, *part)
-    if stage.head is not None:
-        return stage.loss_sum(tokens, microbatch.labels, spans, inputs, scale, task.key)
-    return stage(tokens, spans, inputs=inputs, key=task.key)
+    microbatch, auxiliary = task.microbatch, task.auxiliary
+    if auxiliary is not None and scale is not None:
+        auxiliary = auxiliary.scaled(scale)
+    if stage.head is None:
+        return stage(microbatch.tokens, microbatch.spans, inputs=inputs, key=task.key, auxiliary=auxiliary)
+    labels = microbatch.labels
+    return stage.loss_sum(microbatch.tokens, labels, microbatch.spans, inputs, scale, task.key, auxiliary)
 
 
 class LanguageModel:
-    """The checks and counts of one rank's microbatches.
+    """From one rank's microbatches to what its stages compute: checks, counts, dropout keys, divisors.
 
     Args:
         config: resolved.
@@ -121,15 +145,18 @@ class LanguageModel:
 
     Attributes:
         shard: which shard of every layer this rank holds, and how.
+        axis: ranks that have other tokens.
+        losses: names of the layers' own losses, the same on all ranks.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
         self.shard = training_shard(config, mesh)
-        self.axis = mesh.gradient_axis()  # ranks that have other tokens
+        self.axis = mesh.gradient_axis()
         self._counting = mesh.background("counts")
         self.vocab = int(config.model.vocab)
         self.slicing = Slicing.of(config.parallel, config.model)
+        self.losses = ModelInventory(config.model).losses
 
     def part(self, microbatch: Microbatch) -> Microbatch:
         """What this rank holds of a microbatch, which is given whole or as the loader divides it.
@@ -185,7 +212,71 @@ class LanguageModel:
                 )
         return None
 
-    def count(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Future[Counts]]:
+    def prepare(self, microbatches: Sequence[Microbatch], step: int) -> Work:
+        """The work of one training step, after ``step`` others; all ranks together.
+
+        Raises:
+            HexadError: no position of the global batch has a target; else as :meth:`_counted`.
+        """
+        parts, counting = self._count(microbatches)
+        placed = [part.to(self.mesh.device) for part in parts]
+        # Every rank reads the counts before any waits for another stage, so that all refuse them alike.
+        targets, pairs, *_ = self._counted(counting, equal=True)
+        if targets == 0:
+            raise HexadError("no position of the global batch has a target: all labels are -100")
+        auxiliary = self._auxiliary(targets, len(placed))
+        tasks = [Task(part, self._key(step, index, part), auxiliary) for index, part in enumerate(placed)]
+        sequences = sum(part.sequences for part in parts)
+        return Work(tasks, sequences, targets, pairs, self.divisor(targets), auxiliary)
+
+    def divisor(self, targets: int) -> int:
+        """What losses are divided by before the backward pass.
+
+        That is the global number of targets. In fp16 it is a microbatch's number of tokens, and gradients are
+        divided by the rest in float32: a small probability over millions of targets would underflow.
+        """
+        if self.config.precision.dtype != "fp16":
+            return targets
+        return min(targets, self.config.batch.micro * self.config.data.sequence)
+
+    def prepare_evaluation(self, microbatches: Sequence[Microbatch]) -> tuple[list[Task], int]:
+        """(what this rank evaluates, its targets); all ranks together. In ZeRO 3, which gathers weights for
+        each microbatch, all ranks have as many.
+
+        Raises:
+            HexadError: as :meth:`_counted`.
+        """
+        parts, counting = self._count(microbatches)
+        self._counted(counting, equal=self.config.parallel.zero == 3)
+        targets = sum(part.targets() for part in parts)
+        return [Task(part.to(self.mesh.device)) for part in parts], targets
+
+    def _auxiliary(self, targets: int, microbatches: int) -> Auxiliary | None:
+        """Sums of the layers' own losses, scaled by the divisor of the token losses times that of a mean over
+        all microbatches."""
+        names = self.losses
+        if not names:
+            return None
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
+        return Auxiliary(names, sums, targets / (microbatches * self.mesh.data.size))
+
+    def summing(self, total: torch.Tensor | None, auxiliary: Auxiliary | None) -> Pending:
+        """Start summing, over the ranks that have other tokens, the token losses (None but on the rank of the
+        last stage) and the layers' own: float64 ``[1 + losses]``."""
+        sums = torch.zeros(1 + len(self.losses), dtype=torch.float64, device=self.mesh.device)
+        if total is not None:
+            sums[0] = total
+        if auxiliary is not None:
+            sequence = self.config.parallel.sequence_parallel
+            sums[1:] = all_reduce(auxiliary.sums, self.mesh.tensor) if sequence else auxiliary.sums
+        return all_reduce_async(sums, self.axis)
+
+    def means(self, sums: Sequence[float], microbatches: int) -> dict[str, float]:
+        """The layers' own losses by name, given their sums over all ranks, and each data rank's number of
+        microbatches."""
+        return {name: total / (microbatches * self.mesh.data.size) for name, total in zip(self.losses, sums)}
+
+    def _count(self, microbatches: Sequence[Microbatch]) -> tuple[list[Microbatch], Future[Counts]]:
         """What this rank holds of its microbatches, and the start of counting what all ranks were given. On
         the hosts: the device is not waited for."""
         number = len(microbatches)
@@ -204,8 +295,8 @@ class LanguageModel:
         counts = Counts(targets, pairs, number, number, problem, self._agreement(parts))
         return parts, merging(counts, self._counting, Counts.plus)
 
-    def counted(self, counting: Future[Counts], equal: bool = True) -> Counts:
-        """What :meth:`count` has found, the same on all ranks.
+    def _counted(self, counting: Future[Counts], equal: bool) -> Counts:
+        """What :meth:`_count` has found, the same on all ranks.
 
         Raises:
             HexadError: any rank's microbatches are wrong, or have ids outside the vocabulary; tensor, context
@@ -236,17 +327,7 @@ class LanguageModel:
         first = self.mesh.tensor.rank == self.mesh.context.rank == self.mesh.pipeline.rank == 0
         return int.from_bytes(digest, "little") * (others if first else -1) % _PRIME
 
-    def divisor(self, targets: int) -> int:
-        """What losses are divided by before the backward pass.
-
-        That is the global number of targets. In fp16 it is a microbatch's number of tokens, and gradients are
-        divided by the rest in float32: a small probability over millions of targets would underflow.
-        """
-        if self.config.precision.dtype != "fp16":
-            return targets
-        return min(targets, self.config.batch.micro * self.config.data.sequence)
-
-    def key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:
+    def _key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:
         """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""
         first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.sequences
         return DropoutKey(self.config.run.seed, step, first)

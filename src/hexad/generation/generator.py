@@ -19,10 +19,10 @@ from hexad.checkpoint.base import load_model_weights
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import all_gather, broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
-from hexad.model.attention_kernels import Spans
 from hexad.model.transformer import DTYPES, Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.context.exchange import numbers_of, selected_rows
 from hexad.parallel.context.slice import Balance, Slicing
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import Declared, declared_parameters
 from hexad.topology.mesh import Axis, Mesh
 

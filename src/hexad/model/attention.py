@@ -88,13 +88,18 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(inventory.out, shard)
         features = inventory.heads * inventory.width
         self.droppers = (
-            AdapterDropper.of(inventory.lora, layer, Site.ADAPTED_QKV, shard),
-            AdapterDropper.of(inventory.lora, layer, Site.ADAPTED_OUT, shard, features),
+            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_QKV, shard),
+            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_OUT, shard, features),
         )
         self.q_norm: RmsNorm | None = None
         self.k_norm: RmsNorm | None = None
         if inventory.head_norms:
             self.q_norm, self.k_norm = (RmsNorm(norm, shard) for norm in inventory.head_norms)
+
+    @property
+    def last(self) -> RowParallelLinear:
+        """The product that makes its result."""
+        return self.out
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same.

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from hexad.parallel.context.rounds import SCORES
 from hexad.parallel.context.slice import heads_of
 from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
-from hexad.parallel.tensor.linear_inventory import LinearSpec, LoraSpec
+from hexad.parallel.tensor.linear_inventory import LinearSpec
 
+from .block_inventory import BranchSpec, LayerTraits
 from .norms_inventory import NormSpec
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(BranchSpec):
     """Causal self-attention with grouped key/value heads.
 
     Attributes:
-        name: of the module, from the stage's root.
-        unit: see :class:`~hexad.parallel.inventory.Weight`.
-        hidden: width of the residual stream.
+        layer: what it has in common with the layer's other branches.
         heads, kv_heads: query heads, and key/value heads.
         width: of a head.
         rotary_width: leading elements of a query or key head that are rotated; 0 without rotary positions.
@@ -28,18 +28,13 @@ class AttentionSpec:
         norm_eps: of the norms of every query and key head; None without such norms.
         window: keys that a query sees, its own included; None for all before it.
         dropout: probability with which attention probabilities are dropped.
-        sequence: activations outside are divided over tokens.
-        std, out_std: standard deviations of the initial weights.
-        lora: the kind of the projections' adapters.
-        frozen: names of the weights that are not trained.
-        adapted: names of the projections that have an adapter.
         copies: tensor ranks that hold the same key/value heads; each computes the part of their gradient that
             its own query heads make.
     """
 
-    name: str
-    unit: str
-    hidden: int
+    kind: ClassVar[str] = "attention"
+
+    layer: LayerTraits
     heads: int
     kv_heads: int
     width: int
@@ -50,44 +45,26 @@ class AttentionSpec:
     norm_eps: float | None
     window: int | None
     dropout: float
-    sequence: bool
-    std: float
-    out_std: float
     copies: int = 1
-    lora: LoraSpec | None = None
-    frozen: frozenset[str] = frozenset()
-    adapted: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """Of the module, from the stage's root."""
+        return f"{self.layer.prefix}attention"
 
     @property
     def qkv(self) -> LinearSpec:
         """The fused projections of queries, keys and values."""
         queries, keys = self.heads * self.width, self.kv_heads * self.width
         outputs = {f"{self.name}.q": queries, f"{self.name}.k": keys, f"{self.name}.v": keys}
-        return LinearSpec(
-            f"{self.name}.qkv",
-            self.hidden,
-            outputs,
-            row=False,
-            sequence=self.sequence,
-            bias=self.qkv_bias,
-            std=self.std,
-            unit=self.unit,
-            copied=frozenset([*outputs][1:] if self.copies > 1 else ()),
-            copies=self.copies,
-            frozen=self.frozen,
-            lora=self.lora,
-            adapted=self.adapted,
-        )
+        copied = frozenset([*outputs][1:] if self.copies > 1 else ())
+        linear = self.layer.projection(f"{self.name}.qkv", outputs, self.qkv_bias)
+        return replace(linear, copied=copied, copies=self.copies)
 
     @property
     def out(self) -> LinearSpec:
         """The projection back into the residual stream."""
-        name, queries = f"{self.name}.out", self.heads * self.width
-        outputs = {name: self.hidden}
-        linear = LinearSpec(
-            name, queries, outputs, True, self.sequence, self.out_bias, self.out_std, self.unit
-        )
-        return replace(linear, frozen=self.frozen, lora=self.lora, adapted=self.adapted)
+        return self.layer.projection_back(f"{self.name}.out", self.heads * self.width, self.out_bias)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -100,7 +77,7 @@ class AttentionSpec:
         if self.norm_eps is None:
             return ()
         names = (f"{self.name}.q_norm", f"{self.name}.k_norm")
-        sizes = self.width, self.norm_eps, True, self.unit, self.frozen
+        sizes = self.width, self.norm_eps, True, self.layer.unit, self.layer.frozen
         return tuple(NormSpec(name, "rms", *sizes) for name in names)
 
     @property
@@ -187,14 +164,10 @@ class AttentionSpec:
             return kept + (q + 2 * k if self.norm_eps is not None else 0)
         return kept + (q + k if self._computed and not selective else 0)
 
-    def operands(self, run: Execution) -> int:
-        """Bytes held from ``B`` to ``W``."""
-        return sum(linear.operands(run) for linear in self.linears)
-
     def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
         q, k, statistic = self._sizes(run)
-        gathered = run.gathered(self.hidden)
+        gathered = run.gathered(self.layer.hidden)
         rotated = q + k if self._computed else 0
         product = max(0 if split else self.out.weight_product(run), self.out.dropping(run))
         out = gathered + max(self.out.eight_bits(run), q + product)

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from hexad.parallel.context.slice import Slice
+from hexad.parallel.context.spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -123,55 +123,6 @@ class AttentionKernel:
 def _blocks(x: torch.Tensor, size: int, step: int) -> torch.Tensor:
     """Blocks of tokens, one every ``step``: ``[spans * blocks, heads, size, width]``."""
     return x.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
-
-
-class Spans:
-    """Runs of flattened tokens inside which attention stays.
-
-    Attributes:
-        sequences: of the microbatch.
-        bounds: where documents begin, and the total at the end; None where every sequence is one span.
-        longest: tokens of the longest span.
-        tokens: of the microbatch.
-        slice: which context rank holds which of the tokens; None where every rank has all.
-        numbers: int64, with a slice, those of the tokens that this rank holds.
-
-    Args:
-        tokens, sequences, bounds, slice_, numbers: see above.
-        offsets: int32, ``bounds`` on the device, if that has been made already.
-    """
-
-    def __init__(
-        self,
-        tokens: int,
-        sequences: int,
-        bounds: Sequence[int] | None = None,
-        offsets: torch.Tensor | None = None,
-        slice_: Slice | None = None,
-        numbers: torch.Tensor | None = None,
-    ) -> None:
-        self.sequences, self.bounds = sequences, None if bounds is None else tuple(bounds)
-        self.slice, self.numbers = slice_, numbers
-        self.tokens, self._offsets = tokens, offsets
-        length = tokens // sequences
-        self.longest = length if bounds is None else max(end - begin for begin, end in pairwise(bounds))
-
-    @cached_property
-    def undivided(self) -> Slice:
-        """That of one rank, which has all tokens."""
-        length = self.tokens // self.sequences
-        bounds = self.bounds or tuple(range(0, self.tokens + 1, length))
-        return Slice(self.sequences, length, bounds, (((0, self.tokens),),))
-
-    def offsets(self, device: torch.device) -> torch.Tensor:
-        """int32 ``[spans + 1]``: first token of every span, and the total (``cu_seqlens``); made once."""
-        if self._offsets is None:
-            if self.bounds is not None:
-                self._offsets = torch.tensor(self.bounds, dtype=torch.int32, device=device)
-            else:
-                length = self.tokens // self.sequences
-                self._offsets = torch.arange(0, self.tokens + 1, length, dtype=torch.int32, device=device)
-        return self._offsets
 
 
 def choose(

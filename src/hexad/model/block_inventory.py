@@ -3,112 +3,244 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from hexad.parallel.inventory import Collective, Execution, Kept, Moment, Parameter, Product
-from hexad.parallel.tensor.linear_inventory import LinearSpec
+from hexad.parallel.tensor.linear_inventory import LinearSpec, LoraSpec
 
-from .attention_inventory import AttentionSpec
-from .feedforward_inventory import FeedForwardSpec
 from .norms_inventory import NormSpec
 
 Recomputed = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class BlockSpec:
-    """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
+class LayerTraits:
+    """What the branches of a layer have in common.
 
-    attention_norm: NormSpec
-    attention: AttentionSpec
-    ffn_norm: NormSpec
-    ffn: FeedForwardSpec
+    Attributes:
+        prefix: of their names.
+        unit: of their weights, see :class:`~hexad.parallel.inventory.Weight`.
+        hidden: width of the residual stream.
+        sequence: activations outside are divided over tokens.
+        std: standard deviation of the initial weights.
+        out_std: the same of those that make a branch's result.
+        lora: the kind of adapters.
+        frozen: names of the weights that are not trained.
+        adapted: names of the projections that have an adapter.
+    """
+
+    prefix: str
+    unit: str
+    hidden: int
+    sequence: bool
+    std: float
+    out_std: float
+    lora: LoraSpec | None = None
+    frozen: frozenset[str] = frozenset()
+    adapted: frozenset[str] = frozenset()
+
+    def projection(self, name: str, outputs: Mapping[str, int], bias: bool) -> LinearSpec:
+        """The product of a branch's input with the fused weights of ``outputs``."""
+        return LinearSpec(name, self.hidden, outputs, False, bias=bias, std=self.std, **self._shared)
+
+    def projection_back(self, name: str, inputs: int, bias: bool) -> LinearSpec:
+        """The product that makes a branch's result."""
+        outputs = {name: self.hidden}
+        return LinearSpec(name, inputs, outputs, True, bias=bias, std=self.out_std, **self._shared)
 
     @property
-    def parameters(self) -> tuple[Parameter, ...]:
-        """In the order of the module."""
-        parts = (self.attention_norm, self.attention, self.ffn_norm, self.ffn)
-        return tuple(parameter for part in parts for parameter in part.parameters)
+    def _shared(self) -> dict[str, Any]:
+        names = ("sequence", "unit", "frozen", "lora", "adapted")
+        return {name: getattr(self, name) for name in names}
 
-    def products(self, run: Execution) -> list[Product]:
-        """All matrix products."""
-        return [*self.attention.products(run), *self.ffn.products(run)]
 
-    def sent(self, run: Execution, recompute: Recomputed, split: bool) -> list[Collective]:
-        """What moves over the tensor axis. Full recompute repeats the forward pass but for the last sum."""
-        found = [*self.attention.sent(run, split), *self.ffn.sent(run, split)]
-        if recompute == "full":
-            forward = [each for each in found if each.action == "F"]
-            found += [each._replace(action="B") for each in forward[:-1]]
-        return found
+class BranchSpec:
+    """What a branch of a layer declares: a module from the normalised residual stream to what is added to it.
 
-    def kept(self, run: Execution, recompute: Recomputed) -> Kept:
-        """Bytes from forward to backward, the layer's input left out and its output counted."""
-        stream = run.stream(self.attention.hidden)
-        if recompute == "full":
-            return Counter(residual=stream)
-        selective = recompute == "selective"
-        norms = (self.attention_norm, self.ffn_norm)
-        return Counter(
-            residual=2 * stream,
-            norm=sum(norm.statistics(run, run.rows) for norm in norms)
-            + sum(self._normed(run, part, selective) for part in (self.attention.qkv, self.ffn.inner)),
-            attention=self.attention.kept(run, selective),
-            feed_forward=self.ffn.kept(run, selective),
-        )
+    By default all is that of its linear layers, the first of which multiplies the input, the last of which
+    makes the result. A branch that is made of something else declares its own.
 
-    def forward(self, run: Execution) -> int:
-        """Bytes needed in the forward pass, above what is kept."""
-        return self.ffn.forward(run)
+    Attributes:
+        layer: what it has in common with the layer's other branches.
+        kind: of the bytes it keeps, see :data:`~hexad.parallel.inventory.Kept`.
+        losses: names of the auxiliary losses it adds, see :mod:`hexad.model.auxiliary`.
+    """
 
-    def forward_alone(self, run: Execution) -> int:
-        """Bytes needed in a forward pass from which nothing is kept, beside the output: the input, normalised
-        too, and the attention's values; or with the sum of both, normalised too, the feed-forward's."""
-        stream = run.stream(self.attention.hidden)
-        attention = 2 * stream + self.attention.kept(run, False)
-        return max(attention, 4 * stream + self.ffn.kept(run, False) + self.ffn.forward(run))
+    layer: LayerTraits
+    kind: ClassVar[str]
+    losses: ClassVar[tuple[str, ...]] = ()
 
-    def _normed(self, run: Execution, linear: LinearSpec, selective: bool) -> int:
-        """Bytes kept of a norm's output, the input of ``linear``."""
-        return 0 if selective or not linear.trained else run.stream(self.attention.hidden)
+    @property
+    def name(self) -> str:
+        """Of the module, from the stage's root."""
+        raise NotImplementedError
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """In the order of the forward pass."""
-        return (*self.attention.linears, *self.ffn.linears)
+        """Its linear layers, in the order of the forward pass."""
+        return ()
 
-    def operands(self, run: Execution) -> Kept:
-        """Bytes held from ``B`` to ``W``: inputs and output gradients of the four products."""
-        return Counter(attention=self.attention.operands(run), feed_forward=self.ffn.operands(run))
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Its parameters, in the order of the module."""
+        return tuple(parameter for linear in self.linears for parameter in linear.parameters)
 
-    def backward(self, run: Execution, recompute: Recomputed, split: bool) -> list[Moment]:
-        """Memory of the backward pass, beside the gradient of the layer's output; with ``split`` operands of
-        weight gradients stay, for ``W``."""
-        selective = recompute == "selective"
-        stream, again = run.stream(self.attention.hidden), 0
-        if recompute == "full":
-            again = self.kept(run, "none").total() - stream
-        # After recomputation: the last product's place, and its sum with the stream.
-        moments = [Moment(again + 2 * stream, again)] if again else []
-        parts: list[tuple[FeedForwardSpec | AttentionSpec, NormSpec]]
-        parts, live = [(self.ffn, self.ffn_norm), (self.attention, self.attention_norm)], again
-        for part, norm in parts:
-            moments += [moment.above(live) for moment in part.backward(run, selective, split)]
-            live += (part.operands(run) if split else 0) - part.kept(run, selective)
-            moments.append(Moment(live + norm.backward(run), live))
-            # The norm's input is given up, and what the norm returned.
-            first = part.linears[0]
-            live -= stream + norm.statistics(run, run.rows) + self._normed(run, first, selective)
-        return moments
+    @property
+    def outputs(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the projections that can have adapters; those of one product together."""
+        return tuple(tuple(linear.outputs) for linear in self.linears)
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether the backward pass needs its input."""
+        return self.linears[0].trained
+
+    def products(self, run: Execution) -> list[Product]:
+        """All matrix products."""
+        return [product for linear in self.linears for product in linear.products(run)]
+
+    def sent(self, run: Execution, split: bool) -> list[Collective]:
+        """What moves over the axes; with ``split`` weight gradients are actions of their own."""
+        return [collective for linear in self.linears for collective in linear.sent(run, split)]
+
+    def kept(self, run: Execution, selective: bool) -> int:
+        """Bytes from forward to backward, its input left out."""
+        raise NotImplementedError
+
+    def operands(self, run: Execution) -> int:
+        """Bytes held from ``B`` to ``W``."""
+        return sum(linear.operands(run) for linear in self.linears)
+
+    def forward(self, run: Execution) -> int:
+        """Bytes needed in the forward pass, above what is kept, as far as they matter in a layer."""
+        return 0
+
+    def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
+        """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
+        raise NotImplementedError
 
     def weight_moments(self, run: Execution) -> list[Moment]:
         """Memory of ``W``: the gathered input and the next one's, and the gradient before it is added in
         another format, while operands are given up one after the other."""
         moments, released = [], 0
         for linear in reversed(self.linears):
-            gathered = run.gathered(self.attention.hidden)
+            gathered = run.gathered(linear.features if linear.row else linear.inputs)
             product = linear.weight_product(run)
             moments.append(Moment(gathered + product - released, gathered - released, linear.matrices))
             released += linear.operands(run)
         return moments
+
+    def rounded(self, run: Execution) -> int:
+        """Bytes of the weights that are kept in 8 bits."""
+        return sum(linear.rounded(run) for linear in self.linears)
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One layer.
+
+    Attributes:
+        branches: each with the norm before it, in the order in which they are added to the residual stream.
+    """
+
+    branches: tuple[tuple[NormSpec, BranchSpec], ...]
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.branches[0][0].width
+
+    @property
+    def parts(self) -> tuple[BranchSpec, ...]:
+        """The branches without their norms."""
+        return tuple(branch for _, branch in self.branches)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """In the order of the module."""
+        pairs = ((*norm.parameters, *branch.parameters) for norm, branch in self.branches)
+        return tuple(parameter for pair in pairs for parameter in pair)
+
+    @property
+    def outputs(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the projections that can have adapters; those of one product together."""
+        return tuple(names for branch in self.parts for names in branch.outputs)
+
+    def products(self, run: Execution) -> list[Product]:
+        """All matrix products."""
+        return [product for branch in self.parts for product in branch.products(run)]
+
+    def sent(self, run: Execution, recompute: Recomputed, split: bool) -> list[Collective]:
+        """What moves over the axes. Full recompute repeats the forward pass but for the last sum."""
+        collectives = [collective for branch in self.parts for collective in branch.sent(run, split)]
+        if recompute == "full":
+            forward = [collective for collective in collectives if collective.action == "F"]
+            collectives += [collective._replace(action="B") for collective in forward[:-1]]
+        return collectives
+
+    def kept(self, run: Execution, recompute: Recomputed) -> Kept:
+        """Bytes from forward to backward, the layer's input left out and its output counted."""
+        stream = run.stream(self.hidden)
+        if recompute == "full":
+            return Counter(residual=stream)
+        kept, selective = Counter(residual=len(self.branches) * stream, norm=0), recompute == "selective"
+        for norm, branch in self.branches:
+            kept["norm"] += norm.statistics(run, run.rows) + self._normed(run, branch, selective)
+            kept[branch.kind] += branch.kept(run, selective)
+        return kept
+
+    def forward(self, run: Execution) -> int:
+        """Bytes needed in the forward pass, above what is kept."""
+        return max(branch.forward(run) for branch in self.parts)
+
+    def forward_alone(self, run: Execution) -> int:
+        """Bytes needed in a forward pass from which nothing is kept, beside the output: a branch's values and
+        its input, as it is and normalised; from the second branch on also the sums before."""
+        stream = run.stream(self.hidden)
+        return max(
+            2 * (number + 1) * stream + branch.kept(run, False) + branch.forward(run)
+            for number, branch in enumerate(self.parts)
+        )
+
+    def _normed(self, run: Execution, branch: BranchSpec, selective: bool) -> int:
+        """Bytes kept of a norm's output, the input of ``branch``."""
+        return run.stream(self.hidden) if branch.keeps_input and not selective else 0
+
+    def operands(self, run: Execution) -> Kept:
+        """Bytes held from ``B`` to ``W``: inputs and output gradients of products with trained weights."""
+        total = Counter[str]()
+        for branch in self.parts:
+            total[branch.kind] += branch.operands(run)
+        return total
+
+    def backward(self, run: Execution, recompute: Recomputed, split: bool) -> list[Moment]:
+        """Memory of the backward pass, beside the gradient of the layer's output; with ``split`` operands of
+        weight gradients stay, for ``W``."""
+        selective = recompute == "selective"
+        stream, again = run.stream(self.hidden), 0
+        if recompute == "full":
+            again = self.kept(run, "none").total() - stream
+        # After recomputation: the last product's place, and its sum with the stream.
+        moments = [Moment(again + 2 * stream, again)] if again else []
+        live = again
+        for norm, branch in reversed(self.branches):
+            moments += [moment.above(live) for moment in branch.backward(run, selective, split)]
+            live += (branch.operands(run) if split else 0) - branch.kept(run, selective)
+            moments.append(Moment(live + norm.backward(run), live))
+            # The norm's input is given up, and what the norm returned.
+            live -= stream + norm.statistics(run, run.rows) + self._normed(run, branch, selective)
+        return moments
+
+    def weight_moments(self, run: Execution) -> list[Moment]:
+        """Memory of ``W``, while the operands of one branch after the other are given up."""
+        moments, released = [], 0
+        for branch in reversed(self.parts):
+            moments += [moment.above(-released) for moment in branch.weight_moments(run)]
+            released += branch.operands(run)
+        return moments
+
+    def rounded(self, run: Execution) -> int:
+        """Bytes of the weights that are kept in 8 bits."""
+        return sum(branch.rounded(run) for branch in self.parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,12 +26,18 @@ class FeedForward(nn.Module):
         self.inner = ColumnParallelLinear(inventory.inner, shard)
         self.down = RowParallelLinear(inventory.down, shard)
         self.droppers = (
-            AdapterDropper.of(inventory.lora, layer, Site.ADAPTED_INNER, shard),
-            AdapterDropper.of(inventory.lora, layer, Site.ADAPTED_DOWN, shard, inventory.width),
+            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_INNER, shard),
+            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_DOWN, shard, inventory.width),
         )
 
-    def forward(self, x: torch.Tensor, where: Geometry) -> torch.Tensor:
-        """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``where``: the tokens' geometry."""
+    @property
+    def last(self) -> RowParallelLinear:
+        """The product that makes its result."""
+        return self.down
+
+    def forward(self, x: torch.Tensor, where: Geometry, store: Any = None) -> torch.Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``where``: the tokens' geometry;
+        ``store``: of attention, not used."""
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
         inner = self.inner(x, first)
         return self.down(swiglu(inner, self.compiled) if self.gated else gelu(inner), second)

@@ -16,7 +16,7 @@ from hexad.parallel.inventory import Collective, Execution, Kept, Parameter, Pro
 from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec, HeadSpec
 
 from .attention_inventory import AttentionSpec
-from .block_inventory import BlockSpec, Recomputed
+from .block_inventory import BlockSpec, BranchSpec, LayerTraits, Recomputed
 from .families import family
 from .feedforward_inventory import FeedForwardSpec
 from .norms_inventory import NormSpec
@@ -174,7 +174,7 @@ class StageSpec:
 
     def rounded(self, run: Execution) -> int:
         """Bytes of the weights that are kept in 8 bits: the head's are not."""
-        return sum(linear.rounded(run) for block in self.blocks for linear in block.linears)
+        return sum(block.rounded(run) for block in self.blocks)
 
     def operands(self, run: Execution) -> Kept:
         """Bytes held from ``B`` to ``W``."""
@@ -249,6 +249,11 @@ class ModelInventory:
         return self._layers[selected]
 
     @cached_property
+    def losses(self) -> tuple[str, ...]:
+        """Names of the auxiliary losses of all layers."""
+        return tuple(sorted({name for branch in self._plain.parts for name in branch.losses}))
+
+    @cached_property
     def _layers(self) -> dict[tuple[frozenset[str], frozenset[str]], BlockSpec]:
         return {}
 
@@ -262,7 +267,7 @@ class ModelInventory:
         if self.trained.everything:
             return frozenset(), frozenset()
         names = [weight.name for each in self._plain.parameters for weight in each.weights]
-        outputs = [name for linear in self._plain.linears for name in linear.outputs]
+        outputs = [name for group in self._plain.outputs for name in group]
         whole = f"layers.{number}."
         return (
             frozenset(name for name in names if self.trained.frozen(whole + name)),
@@ -271,14 +276,32 @@ class ModelInventory:
 
     def _block(self, unit: str, prefix: str, frozen: frozenset[str], adapted: frozenset[str]) -> BlockSpec:
         """A layer; ``frozen`` and ``adapted`` are names from the layer on."""
-        model, kind = self.settings, family(self.settings.family)
         frozen, adapted = (frozenset(prefix + name for name in names) for names in (frozen, adapted))
-        lora = self.trained.lora if adapted else None
+        layer = self._traits(unit, prefix, frozen, adapted)
+        return BlockSpec(
+            (
+                (self.residual_norm(f"{prefix}attention_norm", unit, frozen), self._attention(layer)),
+                (self.residual_norm(f"{prefix}ffn_norm", unit, frozen), self._feed_forward(layer)),
+            )
+        )
+
+    def _traits(self, unit: str, prefix: str, frozen: frozenset[str], adapted: frozenset[str]) -> LayerTraits:
+        model, lora = self.settings, self.trained.lora if adapted else None
+        # Weights that end a branch begin smaller in deeper models, as in GPT-2.
         out_std = model.init_std / (2 * model.layers) ** 0.5
-        attention = AttentionSpec(
-            name=f"{prefix}attention",
-            unit=unit,
-            hidden=model.hidden,
+        return LayerTraits(
+            prefix, unit, model.hidden, self.sequence, model.init_std, out_std, lora, frozen, adapted
+        )
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of a layer of which everything is trained."""
+        return self._attention(self._traits("", "", frozenset(), frozenset()))
+
+    def _attention(self, layer: LayerTraits) -> AttentionSpec:
+        model, kind = self.settings, family(self.settings.family)
+        return AttentionSpec(
+            layer,
             heads=model.heads,
             kv_heads=int(model.kv_heads),
             width=int(model.head_dim),
@@ -289,30 +312,12 @@ class ModelInventory:
             norm_eps=model.norm_eps if model.qk_norm else None,
             window=model.sliding_window,
             dropout=model.attention_dropout,
-            sequence=self.sequence,
-            std=model.init_std,
-            out_std=out_std,
             copies=self.kv_copies,
-            lora=lora,
-            frozen=frozen,
-            adapted=adapted,
         )
-        ffn = FeedForwardSpec(
-            name=f"{prefix}ffn",
-            unit=unit,
-            hidden=model.hidden,
-            width=int(model.ffn_hidden),
-            gated=kind.gated,
-            bias=kind.bias,
-            sequence=self.sequence,
-            std=model.init_std,
-            out_std=out_std,
-            lora=lora,
-            frozen=frozen,
-            adapted=adapted,
-        )
-        norms = (self.residual_norm(prefix + name, unit, frozen) for name in ("attention_norm", "ffn_norm"))
-        return BlockSpec(next(norms), attention, next(norms), ffn)
+
+    def _feed_forward(self, layer: LayerTraits) -> BranchSpec:
+        kind = family(self.settings.family)
+        return FeedForwardSpec(layer, int(self.settings.ffn_hidden), kind.gated, kind.bias)
 
     def residual_norm(self, name: str, unit: str, frozen: frozenset[str] = frozenset()) -> NormSpec:
         """A norm over the residual stream."""

@@ -9,8 +9,9 @@ import torch
 
 from hexad.config.model import ModelSettings, RopeScaling
 from hexad.parallel.context.slice import Slice
+from hexad.parallel.context.spans import Spans
 
-from .attention_kernels import Spans
+from .auxiliary import Auxiliary
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Geometry:
             parallel of the tokens and heads that it computes attention of.
         slice: which rank of the ring holds which tokens; None where every rank has all.
         adapted: int32 ``[2, tokens]``, the same of the inputs of adapters, for all tokens.
+        auxiliary: where branches add losses of their own; None outside of training.
     """
 
     spans: Spans
@@ -37,20 +39,7 @@ class Geometry:
     queries: torch.Tensor | None = None
     adapted: torch.Tensor | None = None
     slice: Slice | None = None
-
-
-def span_positions(spans: Spans, device: torch.device) -> torch.Tensor:
-    """int64 ``[tokens]``: the place of each of this rank's tokens in its sequence, or in its document if
-    there are any."""
-    tokens = spans.tokens
-    if spans.bounds is None:
-        numbers = torch.arange(tokens, device=device) if spans.numbers is None else spans.numbers
-        return numbers % (tokens // spans.sequences)
-    starts = spans.offsets(device).long()
-    # Without the size of its result, repeat_interleave would wait for the device.
-    firsts = starts[:-1].repeat_interleave(starts.diff(), output_size=tokens)
-    positions = torch.arange(tokens, device=device) - firsts
-    return positions if spans.numbers is None else positions[spans.numbers]
+    auxiliary: Auxiliary | None = None
 
 
 def rotary_frequencies(model: ModelSettings, device: torch.device) -> torch.Tensor:

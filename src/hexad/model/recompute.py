@@ -46,10 +46,11 @@ class Recompute:
         layers = settings.recompute_layers
         return cls(settings.recompute, None if layers == "all" else layers)
 
-    def wrap(self, position: int, layer: nn.Module, last: RowParallelLinear) -> nn.Module:
+    def wrap(self, position: int, layer: nn.Module, last: RowParallelLinear | None) -> nn.Module:
         """The stage's layer number ``position``, which recomputes from now on where it is one of those.
 
-        ``last`` is the layer's last product: when its forward pass is repeated, the result is not used.
+        ``last`` is the product that makes the layer's result, if one does: when the forward pass is repeated,
+        that is not used.
         """
         if self.kind != "none" and (self.layers is None or position < self.layers):
             wrapped = _selective(layer.forward) if self.kind == "selective" else _full(layer.forward, last)
@@ -57,13 +58,18 @@ class Recompute:
         return layer
 
 
-def _full(forward: Callable[..., torch.Tensor], last: RowParallelLinear) -> Callable[..., torch.Tensor]:
+def _full(
+    forward: Callable[..., torch.Tensor], last: RowParallelLinear | None
+) -> Callable[..., torch.Tensor]:
     def recomputing(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         repeated = False
 
         def run(x: torch.Tensor) -> torch.Tensor:
             nonlocal repeated
-            last.unused, repeated = repeated, True
+            unused, repeated = repeated, True
+            if last is None:
+                return forward(x, *rest)
+            last.unused = unused
             try:
                 return forward(x, *rest)
             finally:

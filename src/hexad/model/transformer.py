@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -13,19 +13,23 @@ from hexad.config.model import ModelSettings
 from hexad.config.schema import ParallelSettings
 from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.slice import Slice
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.inventory import KV_AXES
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.parallel.tensor.embedding import VocabParallelEmbedding, VocabParallelHead
+from hexad.parallel.tensor.linear import RowParallelLinear
 from hexad.topology.mesh import Mesh
 
 from .attention import Attention, KeyValueStore
-from .attention_kernels import Spans
-from .block_inventory import BlockSpec
+from .attention_inventory import AttentionSpec
+from .auxiliary import Auxiliary
+from .block_inventory import BlockSpec, BranchSpec
 from .dropout import DropoutKey, Dropper, Site, row_keys
 from .feedforward import FeedForward
+from .feedforward_inventory import FeedForwardSpec
 from .inventory import ModelInventory, PositionsSpec, StageSpec
 from .norms import make_norm
-from .positions import Geometry, rotary_factors, rotary_frequencies, span_positions
+from .positions import Geometry, rotary_factors, rotary_frequencies
 from .recompute import Recompute
 from .residual import Residual
 
@@ -39,26 +43,51 @@ DTYPES = {
 """``precision.dtype`` -> torch's, of parameters and activations: fp8 is a format of products."""
 
 
+class Branch(Protocol):
+    """A module from the normalised residual stream to what is added to the stream; its specification is a
+    :class:`~hexad.model.block_inventory.BranchSpec`."""
+
+    @property
+    def last(self) -> RowParallelLinear | None:
+        """The product that makes its result, None of others: where a layer is recomputed, the result is not
+        used."""
+        ...
+
+    def __call__(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None) -> torch.Tensor:
+        """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``store``: keys and values so far
+        (generation)."""
+        ...
+
+
+BRANCHES: dict[type[BranchSpec], Callable[[Any, Shard, int], nn.Module]] = {
+    AttentionSpec: Attention,
+    FeedForwardSpec: FeedForward,
+}
+"""What computes a branch, given its specification, the shard and the number of the layer."""
+
+
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each normalised before and added to the residual stream."""
+    """One layer: branches, each normalised before and added to the residual stream."""
 
     def __init__(self, block: BlockSpec, shard: Shard, layer: int, model: ModelSettings) -> None:
         super().__init__()
-        self.attention_norm = make_norm(block.attention_norm, shard)
-        self.attention = Attention(block.attention, shard, layer)
-        self.ffn_norm = make_norm(block.ffn_norm, shard)
-        self.ffn = FeedForward(block.ffn, shard, layer)
-        after = [
-            Dropper(model.dropout, layer, site, shard.device, shard.compiled)
-            for site in (Site.ATTENTION, Site.FEED_FORWARD)
-        ]
-        self.residuals = [Residual(model.residual_multiplier, each, shard.compiled) for each in after]
+        norms, branches, residuals = [], [], []
+        for site, (norm, branch) in zip((Site.ATTENTION, Site.FEED_FORWARD), block.branches, strict=True):
+            norms.append(make_norm(norm, shard))
+            branches.append(BRANCHES[type(branch)](branch, shard, layer))
+            self.add_module(norm.name.rpartition(".")[2], norms[-1])
+            self.add_module(branch.name.rpartition(".")[2], branches[-1])
+            dropper = Dropper(model.dropout, layer, site, shard.device, shard.compiled)
+            residuals.append(Residual(model.residual_multiplier, dropper, shard.compiled))
+        self.norms, self.branches, self.residuals = norms, cast(list[Branch], branches), residuals
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
-        branch = self.attention(self.attention_norm(x), where, store)
-        x, normed = self.residuals[0].add_and_normalise(x, branch, where.rows, self.ffn_norm)
-        return self.residuals[1].add(x, self.ffn(normed, where), where.rows)
+        branch = self.branches[0](self.norms[0](x), where, store)
+        for residual, norm, following in zip(self.residuals, self.norms[1:], self.branches[1:]):
+            x, normed = residual.add_and_normalise(x, branch, where.rows, norm)
+            branch = following(normed, where, store)
+        return self.residuals[-1].add(x, branch, where.rows)
 
 
 class Positions(ShardedModule):
@@ -118,7 +147,7 @@ class Transformer(nn.Module):
         for position, number in enumerate(stage.layers):
             # Names keep the layer's global number, on whatever stage it is.
             block = Block(stage.model.block(number), shard, number, model)
-            self.layers[str(number)] = recompute.wrap(position, block, block.ffn.down)
+            self.layers[str(number)] = recompute.wrap(position, block, block.branches[-1].last)
         if stage.norm is not None and stage.head is not None:
             self.norm = make_norm(stage.norm, shard)
             self.head = VocabParallelHead(stage.head, shard, tied)
@@ -131,6 +160,7 @@ class Transformer(nn.Module):
         start: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
         key: DropoutKey | None = None,
+        auxiliary: Auxiliary | None = None,
     ) -> torch.Tensor:
         """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``; the last stage's are normalised.
 
@@ -144,8 +174,9 @@ class Transformer(nn.Module):
                 before.
             inputs: the hidden states of the stage before; None on the first stage.
             key: of dropout; None for none.
+            auxiliary: where layers add losses of their own; None outside of training.
         """
-        where = self._geometry(tokens, spans, start, key)
+        where = self._geometry(tokens, spans, start, key, auxiliary)
         if self.embedding is not None:
             x = scaled(self.embedding(tokens.flatten()), self.model.embedding_multiplier)
         else:
@@ -168,14 +199,15 @@ class Transformer(nn.Module):
         inputs: torch.Tensor | None = None,
         scale: float | None = 1.0,
         key: DropoutKey | None = None,
+        auxiliary: Auxiliary | None = None,
     ) -> torch.Tensor:
         """Sum of the token losses, in nats; labels are int64 ``[sequences, length]``, -100 for none.
 
-        Only the last stage has it; ``inputs`` and ``key`` as for :meth:`forward`. ``scale`` is what
-        the sum will be multiplied by before it is differentiated; None where it will not be.
+        Only the last stage has it; ``inputs``, ``key`` and ``auxiliary`` as for :meth:`forward`. ``scale`` is
+        what the sum will be multiplied by before it is differentiated; None where it will not be.
         """
         assert self.head is not None, "only the last stage has the output head"
-        hidden = self(tokens, spans, inputs=inputs, key=key)
+        hidden = self(tokens, spans, inputs=inputs, key=key, auxiliary=auxiliary)
         return self.head(hidden, labels.flatten(), scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -189,15 +221,21 @@ class Transformer(nn.Module):
         return next(self.parameters()).dtype
 
     def _geometry(
-        self, tokens: torch.Tensor, spans: Spans | None, start: torch.Tensor | None, key: DropoutKey | None
+        self,
+        tokens: torch.Tensor,
+        spans: Spans | None,
+        start: torch.Tensor | None,
+        key: DropoutKey | None,
+        auxiliary: Auxiliary | None,
     ) -> Geometry:
         spans = spans or Spans(tokens.numel(), len(tokens))
-        positions = span_positions(spans, tokens.device) if start is None else start
+        positions = spans.positions(tokens.device) if start is None else start
         whole = None if spans.slice is None else spans.slice.grouped(self.shard.ulysses.size)
         cos = sin = None
         if self.frequencies is not None:
             cos, sin = rotary_factors(positions, self.frequencies, self.dtype)
-        return Geometry(spans, positions, cos, sin, *self._keys(spans, whole, key), slice=whole)
+        keys = self._keys(spans, whole, key)
+        return Geometry(spans, positions, cos, sin, *keys, slice=whole, auxiliary=auxiliary)
 
     def _keys(
         self, spans: Spans, ring: Slice | None, key: DropoutKey | None
@@ -246,6 +284,8 @@ def make_shard(parallel: ParallelSettings, mesh: Mesh, dtype: torch.dtype) -> Sh
     """
     names = ("tensor", "context", "ring", "ulysses")
     axes = {name: axis for name, axis in mesh.axes.items() if name in names}
+    if parallel.expert * parallel.expert_tensor > 1:
+        axes |= {axis.name: axis for axis in mesh.model_axes("expert")}
     method: Literal["ring", "all_gather"]
     method = "all_gather" if parallel.context_method == "all_gather" else "ring"
     return Shard(axes, parallel.sequence_parallel, dtype, mesh.device, method=method)

@@ -130,7 +130,7 @@ class BucketOptimizer:
         scale: float,
         publish: Publish,
         veto: Pending | None = None,
-        further: Sequence[torch.Tensor] = (),
+        further: torch.Tensor | None = None,
     ) -> tuple[float, bool, list[float]]:
         """Clip and update at learning rate ``lr``.
 
@@ -139,15 +139,15 @@ class BucketOptimizer:
             scale: what the gradients are multiplied by (loss scaling).
             publish: called with each bucket after its update, in the order of the forward pass.
             veto: anything but 0 forbids the update; the same on all ranks.
-            further: scalars on the device.
+            further: numbers on the device, ``[any]``.
 
         Returns:
             the norm before clipping; whether an update was made: a norm that is not finite, or a veto, leaves
-            everything unchanged; and the further scalars. They are read together: the host waits once.
+            everything unchanged; and the further numbers. They are read together: the host waits once.
         """
         norm = self.gradient_norm() / scale
-        asked = [norm, *([] if veto is None else [veto.wait()]), *further]
-        found, *others = torch.stack([each.to(torch.float64) for each in asked]).tolist()
+        asked = [norm, *([] if veto is None else [veto.wait()]), *([] if further is None else [further])]
+        found, *others = torch.cat([numbers.to(torch.float64).view(-1) for numbers in asked]).tolist()
         forbidden = veto is not None and bool(others.pop(0))
         if forbidden or not math.isfinite(found):
             return found, False, others

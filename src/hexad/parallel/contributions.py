@@ -7,6 +7,7 @@ autograd, without an accumulator, the same functions return gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -30,34 +31,48 @@ class Dense(NamedTuple):
 
 
 class WeightGradient(NamedTuple):
-    """A weight gradient to be computed: ``output_gradient.T @ inputs``.
+    """A weight gradient to be computed: ``output_gradient.T @ inputs``; of a weight that is a stack of
+    matrices, one such product for each, of the rows that it has multiplied.
 
     Attributes:
         output_gradient: ``[tokens, out]``.
         inputs: ``[tokens, in]``, or this rank's tokens of them where ``gather`` is given.
         gather: the axis over which the inputs are divided; only of products that are deferred.
+        rows: of each matrix of a stack ``[matrices * out, in]``, in order; they add up to the tokens.
     """
 
     output_gradient: torch.Tensor
     inputs: torch.Tensor
     gather: Axis | None = None
+    rows: Sequence[int] | None = None
 
     def add_to(self, total: torch.Tensor, fresh: bool) -> None:
         """As :meth:`Dense.add_to`; a float32 total of 16-bit operands in one product where the device has it,
         elsewhere through a 16-bit temporary."""
-        left, right = self.output_gradient.t(), self.inputs
-        if left.dtype == total.dtype:
-            if fresh:
-                torch.mm(left, right, out=total)
-            else:
-                total.addmm_(left, right)
-        elif total.dtype == torch.float32 and widening_products(total.device):
-            if fresh:
-                torch.mm(left, right, out_dtype=total.dtype, out=total)
-            else:
-                torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        if self.rows is None:
+            _add_product(total, self.output_gradient, self.inputs, fresh)
+            return
+        rows = list(self.rows)
+        matrices = total.view(len(rows), self.output_gradient.shape[1], self.inputs.shape[1])
+        for matrix, left, right in zip(matrices, self.output_gradient.split(rows), self.inputs.split(rows)):
+            _add_product(matrix, left, right, fresh)
+
+
+def _add_product(total: torch.Tensor, gradient: torch.Tensor, inputs: torch.Tensor, fresh: bool) -> None:
+    """Add ``gradient.T @ inputs`` to ``total [out, in]``, or overwrite it."""
+    left = gradient.t()
+    if left.dtype == total.dtype:
+        if fresh:
+            torch.mm(left, inputs, out=total)
         else:
-            Dense(left @ right).add_to(total, fresh)
+            total.addmm_(left, inputs)
+    elif total.dtype == torch.float32 and widening_products(total.device):
+        if fresh:
+            torch.mm(left, inputs, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, inputs, out_dtype=total.dtype, out=total)
+    else:
+        Dense(left @ inputs).add_to(total, fresh)
 
 
 @cache
@@ -137,19 +152,27 @@ def deferred(weight: torch.Tensor) -> bool:
 
 
 def weight_gradient(
-    weight: torch.Tensor, output_gradient: torch.Tensor, inputs: torch.Tensor, gather: Axis | None = None
+    weight: torch.Tensor,
+    output_gradient: torch.Tensor,
+    inputs: torch.Tensor,
+    gather: Axis | None = None,
+    rows: Sequence[int] | None = None,
 ) -> torch.Tensor | None:
     """``output_gradient.T @ inputs``: contributed (returning None), or returned; None for frozen weights.
 
     ``gather`` is the axis over which the inputs are still divided; only where the product is deferred.
+    ``rows`` is for a stack of matrices, see :class:`WeightGradient`.
     """
     if not weight.requires_grad:
         return None
     accumulator = accumulator_of(weight)
-    if accumulator is None:
-        return output_gradient.t() @ inputs
     # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
-    accumulator.contribute(weight, WeightGradient(output_gradient, inputs.detach(), gather))
+    product = WeightGradient(output_gradient, inputs.detach(), gather, rows)
+    if accumulator is None:
+        gradient = torch.empty_like(weight)
+        product.add_to(gradient, fresh=True)
+        return gradient
+    accumulator.contribute(weight, product)
     return None
 
 

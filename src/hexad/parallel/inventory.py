@@ -301,6 +301,7 @@ class Execution:
         isolate: attention is confined to documents.
         attended: of all pairs of tokens of a sequence, the part in one document; below 1 with ``isolate``.
         context: context degree; every rank has as many of the tokens.
+        expert, expert_tensor: degrees of the expert grid.
         ulysses: context ranks that exchange heads for tokens.
         gathers: keys and values are gathered over the other context ranks, else sent in rounds.
         keys_sent, keys_received: tokens whose keys and values this rank sends in those rounds, and receives;
@@ -321,6 +322,8 @@ class Execution:
     isolate: bool = False
     attended: float = 1.0
     context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
     ulysses: int = 1
     gathers: bool = False
     keys_sent: int | None = None

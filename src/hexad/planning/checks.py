@@ -269,7 +269,7 @@ def _trained(model: ModelSettings) -> Iterator[ConfigError]:
     # Names do not depend on the vocabulary, which may not be known yet.
     plain = model.model_copy(update={"vocab": 1, "train": "all", "lora": None, "max_positions": 1})
     whole = ModelInventory(plain)
-    outputs = [tuple(linear.outputs) for n in range(model.layers) for linear in whole.block(n).linears]
+    outputs = [names for number in range(model.layers) for names in whole.block(number).outputs]
     try:
         check_trained(model, list(whole.weights()), outputs)
     except ConfigError as error:

@@ -11,7 +11,7 @@ from hexad.config import Config
 from hexad.model.inventory import ModelInventory, StageSpec
 from hexad.optim.schedule import MOMENTS
 from hexad.parallel.data.bucket_plan import BucketPlan, Held, plan_buckets, state_shards
-from hexad.parallel.inventory import Execution, Position, tensor_positions
+from hexad.parallel.inventory import Execution, Grid, Position, tensor_positions
 from hexad.parallel.pipeline.schedule import Shortened, shortened
 from hexad.parallel.pipeline.transfers import Transfer, transfers
 from hexad.topology.layout import Layout
@@ -102,8 +102,7 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
         )
         for number, stage in stages.items()
     }
-    shards = state_shards(layout.gradient_ranks, config.parallel.zero, config.parallel.replicas)
-    buffers = StateBuffers(buckets, run, layout.gradient_ranks // shards)
+    buffers = StateBuffers(buckets, run, layout.state_ranks)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda each: each.total)
     if peak.position is None:
@@ -171,6 +170,8 @@ def execution(config: Config, layout: Layout) -> Execution:
         config.run.compile in ("pointwise", "full") or not (cpu or config.run.compile == "none"),
         config.data.documents == "isolate",
         context=layout.context,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
         ulysses=config.parallel.ulysses,
         gathers=config.parallel.context_method == "all_gather",
     )
@@ -187,7 +188,11 @@ def rank_stages(resolved: Resolved, pipeline: int) -> dict[int, StageSpec]:
 def rank_parameters(stages: dict[int, StageSpec], layout: Layout) -> list[Held]:
     """The parameters of a pipeline rank, in the order of the model; any rank along the other axes."""
     copies = next(iter(stages.values())).model.kv_copies
-    positions = tensor_positions(Position(0, layout.tensor), copies)
+    positions = {
+        **tensor_positions(Position(0, layout.tensor), copies),
+        "expert": Position(0, layout.expert),
+        "expert_tensor": Position(0, layout.expert_tensor),
+    }
     tied = any(stage.head is not None and stage.head.tied == "here" for stage in stages.values())
     return [
         Held.of(number, parameter, positions, 2 if tied and parameter.unit == "embedding" else 1)
@@ -199,9 +204,12 @@ def rank_parameters(stages: dict[int, StageSpec], layout: Layout) -> list[Held]:
 def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[BucketPlan]:
     """The buckets of a pipeline rank."""
     parallel = config.parallel
-    shards = state_shards(layout.gradient_ranks, parallel.zero, parallel.replicas)
+    shards: dict[Grid, int] = {
+        grid: state_shards(ranks, parallel.zero, parallel.replicas)
+        for grid, ranks in layout.state_ranks.items()
+    }
     gradient = execution(config, layout).gradient
-    return plan_buckets(held, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, {"dense": shards})
+    return plan_buckets(held, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, shards)
 
 
 def largest(resolved: Resolved) -> MemoryPlan:

@@ -11,7 +11,7 @@ from hexad.model.block_inventory import Recomputed
 from hexad.model.inventory import StageSpec
 from hexad.parallel.data.bucket_plan import BucketPlan, Held
 from hexad.parallel.data.ordering import Gathering, Rounds
-from hexad.parallel.inventory import Execution, Kept
+from hexad.parallel.inventory import Execution, Grid, Kept
 from hexad.parallel.pipeline.schedule import Action, Message, Schedule
 from hexad.parallel.pipeline.transfers import Exchange, Transfer
 
@@ -23,16 +23,16 @@ class StateBuffers:
         buckets: of the rank.
         run: how a microbatch is computed; on a CPU a reduction receives into a buffer as large as the bucket,
             on a GPU into the shard.
-        replicas: data ranks that hold the same shard.
+        ranks: of each grid, those over which gradients are summed, see ``Layout.state_ranks``.
 
     Attributes:
         moving: bytes that reductions under way receive into.
         most: largest ``moving`` since :meth:`restart`.
     """
 
-    def __init__(self, buckets: Sequence[BucketPlan], run: Execution, replicas: int) -> None:
+    def __init__(self, buckets: Sequence[BucketPlan], run: Execution, ranks: Mapping[Grid, int]) -> None:
         self.moving = self.most = 0
-        self._buckets, self._whole, self._replicas = buckets, run.cpu, replicas
+        self._buckets, self._whole, self._ranks = buckets, run.cpu, ranks
         self._parameter, self._gradient, self._sent = run.byte, run.gradient, run.reduced
         self._narrowed = run.reduced != run.gradient
         self._reducing: deque[tuple[int, int]] = deque()  # bytes received into, and summed beside them
@@ -90,14 +90,15 @@ class StateBuffers:
     def retire(self, bucket: int, last: bool) -> None:
         """A reduction is over."""
         received, beside = self._reducing.popleft()
+        plan = self._trained[bucket]
         self.most = max(self.most, self.moving + beside)
         self.moving -= received
-        if last and self._narrowed and self._replicas > 1:
+        if last and self._narrowed and self._ranks[plan.traits.grid] > plan.shards:
             # Sent in a copy, which is there until the end of the step.
-            self.moving += self._trained[bucket].shard_size * self._sent
+            self.moving += plan.shard_size * self._sent
             self.most = max(self.most, self.moving)
-        if not self._trained[bucket].keeps_gradients:
-            self._used[self._gradient, *self._trained[bucket].layout] -= 1
+        if not plan.keeps_gradients:
+            self._used[self._gradient, *plan.layout] -= 1
 
     # As Gathering decides
 

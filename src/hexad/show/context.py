@@ -85,7 +85,7 @@ class Division:
         slice_ = slicing.divided(config.batch.micro, config.data.sequence, documents)
         parallel = config.parallel
         whole = ModelInventory(config.model, parallel.sequence_parallel, parallel.tensor)
-        attention, run = whole.layer(0).attention, execution(config, resolved.layout)
+        attention, run = whole.attention, execution(config, resolved.layout)
         sent = [each for each in attention.over_context(run) if (each.action, each.axis) == ("F", "ulysses")]
         exchanged = tuple(each.nbytes for each in sent)
         pair = attention.pair_bytes(run)

@@ -133,6 +133,11 @@ class Layout:
         """Ranks over which the gradients of dense layers are summed: those that have other tokens."""
         return self.degrees["data"] * self.context
 
+    @property
+    def state_ranks(self) -> dict[Literal["dense", "expert"], int]:
+        """Of both grids, the ranks over which gradients are summed, and the state is sharded."""
+        return {"dense": self.gradient_ranks, "expert": self.degrees["expert_data"]}
+
     # Questions about groups
 
     def groups(self, *axes: str) -> list[list[int]]:

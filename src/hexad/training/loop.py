@@ -310,6 +310,7 @@ class Trainer:
             "comm_bytes": sent,
             "skipped": result.skipped,
             **({"loss_scale": result.loss_scale} if self.engine.scaler.active else {}),
+            **({"auxiliary": dict(result.auxiliary)} if result.auxiliary else {}),
         }
 
     def _validate(self, metrics: Metrics) -> None:

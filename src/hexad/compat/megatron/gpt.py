@@ -10,11 +10,11 @@ import torch
 
 from hexad.config import HexadError
 from hexad.engine.engine import Engine
-from hexad.model.attention_kernels import Spans
 from hexad.model.dropout import DropoutKey
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import DTYPES, Transformer, make_shard
+from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning import Resolved, resolve
 

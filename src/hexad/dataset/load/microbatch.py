@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 
 from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.slice import Slice, Slicing
+from hexad.parallel.context.spans import Spans, moved
 from hexad.parallel.tensor.loss import IGNORED
 
 __all__ = ["IGNORED", "Microbatch"]
@@ -26,7 +28,6 @@ class Microbatch:
             the flattened ``[sequences * sequence]`` tokens, in order, beginning with 0 and ending with the
             total (``cu_seqlens``), of a part too. Every sequence's start is among them. Attention and
             positions are then confined to each document.
-        offsets: int32, ``documents`` on the device, made by :meth:`to`.
         slice: of a part, which context rank holds which tokens; else None.
         numbers: of a part, int64 ``[tokens]``: the tokens' places in the flattened microbatch.
     """
@@ -34,7 +35,6 @@ class Microbatch:
     tokens: torch.Tensor
     labels: torch.Tensor
     documents: tuple[int, ...] | None = None
-    offsets: torch.Tensor | None = None
     slice: Slice | None = None
     numbers: torch.Tensor | None = None
 
@@ -47,6 +47,12 @@ class Microbatch:
     def length(self) -> int:
         """Tokens of a sequence."""
         return self.tokens.shape[1] if self.slice is None else self.slice.length
+
+    @cached_property
+    def spans(self) -> Spans:
+        """Its sequences or documents, the same object for all stages."""
+        total = self.sequences * self.length
+        return Spans(total, self.sequences, self.documents, self.slice, self.numbers)
 
     def targets(self) -> int:
         """Number of positions that have a target; of a part, of its own."""
@@ -75,17 +81,7 @@ class Microbatch:
 
     def to(self, device: torch.device) -> Microbatch:
         """The same microbatch on ``device``."""
-        offsets = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
-        tokens, labels, offsets, numbers = (
-            None if each is None else _moved(each, device)
-            for each in (self.tokens, self.labels, offsets, self.numbers)
+        numbers = None if self.numbers is None else moved(self.numbers, device)
+        return replace(
+            self, tokens=moved(self.tokens, device), labels=moved(self.labels, device), numbers=numbers
         )
-        assert tokens is not None and labels is not None
-        return replace(self, tokens=tokens, labels=labels, offsets=offsets, numbers=numbers)
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; from page-locked memory, without which the host would wait for a GPU."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

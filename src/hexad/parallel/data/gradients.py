@@ -115,7 +115,7 @@ class Gradients:
             inputs = product.inputs if gathering is None else gathering.wait()
             if not products or products[0][1].inputs.data_ptr() != product.inputs.data_ptr():
                 gathering = _gather(products[0][1]) if products else None
-            self.contribute(parameter, WeightGradient(product.output_gradient, inputs))
+            self.contribute(parameter, product._replace(inputs=inputs, gather=None))
 
     # For the step
 

@@ -1,0 +1,65 @@
+"""Auxiliary losses: what layers add to the token losses, such as a loss that balances experts.
+
+A layer attaches a loss to its activations: the backward pass through these begins the loss's own, whatever
+the schedule. Its branch declares the name (``BranchSpec.losses``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """Where the layers of a rank add losses of their own.
+
+    A loss is averaged over the microbatches of the global batch. Ranks with other tokens of a microbatch
+    (context ranks, in sequence parallel tensor ranks) add their parts of it.
+
+    Attributes:
+        names: of the losses of all layers.
+        sums: float64 ``[names]``, over this rank's layers and microbatches so far, each counted when its
+            backward pass begins.
+        scale: what the mean over all microbatches is multiplied by before it is differentiated.
+    """
+
+    names: Sequence[str]
+    sums: torch.Tensor
+    scale: float
+
+    def scaled(self, factor: float) -> Auxiliary:
+        """The same sums with another scale."""
+        return replace(self, scale=self.scale * factor)
+
+    def attach(self, x: torch.Tensor, name: str, loss: torch.Tensor) -> torch.Tensor:
+        """``x`` as it is; its backward pass adds ``loss`` to what is minimised.
+
+        Args:
+            x: activations that the token losses depend on.
+            name: of the loss.
+            loss: scalar, with its coefficient: this rank's part, of one microbatch.
+        """
+        out: torch.Tensor = _Attach.apply(x, loss, self, self.names.index(name))
+        return out
+
+
+class _Attach(torch.autograd.Function):
+    """Begins the backward pass of a loss in that of activations, as Megatron-Core's
+    ``MoEAuxLossAutoScaler``. A layer that is recomputed attaches it twice; only one of both has a backward
+    pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, loss: torch.Tensor, auxiliary: Auxiliary, place: int
+    ) -> torch.Tensor:
+        ctx.auxiliary, ctx.place, ctx.loss = auxiliary, place, loss.detach()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.auxiliary.sums[ctx.place] += ctx.loss.double()
+        return gradient, torch.full_like(ctx.loss, ctx.auxiliary.scale), None, None

@@ -1,0 +1,77 @@
+"""Sequences and documents among the tokens of a microbatch, and this rank's tokens of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from .slice import Slice
+
+
+class Spans:
+    """Runs of flattened tokens inside which attention stays.
+
+    Attributes:
+        sequences: of the microbatch.
+        bounds: where documents begin, and the total at the end; None where every sequence is one span.
+        longest: tokens of the longest span.
+        tokens: of the microbatch.
+        slice: which context rank holds which of the tokens; None where every rank has all.
+        numbers: int64, with a slice, those of the tokens that this rank holds.
+
+    Args:
+        tokens, sequences, bounds, slice_, numbers: see above.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        sequences: int,
+        bounds: Sequence[int] | None = None,
+        slice_: Slice | None = None,
+        numbers: torch.Tensor | None = None,
+    ) -> None:
+        self.sequences, self.bounds = sequences, None if bounds is None else tuple(bounds)
+        self.slice, self.numbers, self.tokens = slice_, numbers, tokens
+        length = tokens // sequences
+        self.longest = length if bounds is None else max(end - begin for begin, end in pairwise(bounds))
+        self._offsets: torch.Tensor | None = None
+
+    @cached_property
+    def undivided(self) -> Slice:
+        """That of one rank, which has all tokens."""
+        length = self.tokens // self.sequences
+        bounds = self.bounds or tuple(range(0, self.tokens + 1, length))
+        return Slice(self.sequences, length, bounds, (((0, self.tokens),),))
+
+    def offsets(self, device: torch.device) -> torch.Tensor:
+        """int32 ``[spans + 1]``: first token of every span, and the total (``cu_seqlens``); made once."""
+        if self._offsets is None and self.bounds is not None:
+            self._offsets = moved(torch.tensor(self.bounds, dtype=torch.int32), device)
+        elif self._offsets is None:
+            length = self.tokens // self.sequences
+            self._offsets = torch.arange(0, self.tokens + 1, length, dtype=torch.int32, device=device)
+        return self._offsets
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """int64 ``[tokens]``: the place of each of this rank's tokens in its sequence, or in its document if
+        there are any."""
+        tokens = self.tokens
+        if self.bounds is None:
+            numbers = torch.arange(tokens, device=device) if self.numbers is None else self.numbers
+            return numbers % (tokens // self.sequences)
+        starts = self.offsets(device).long()
+        # Without the size of its result, repeat_interleave would wait for the device.
+        firsts = starts[:-1].repeat_interleave(starts.diff(), output_size=tokens)
+        positions = torch.arange(tokens, device=device) - firsts
+        return positions if self.numbers is None else positions[self.numbers]
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on the device; from page-locked memory, without which the host would wait for a GPU."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

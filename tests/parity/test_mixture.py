@@ -1,0 +1,129 @@
+"""A branch of the tests' own uses what the model offers to mixtures of experts, in every layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from hexad.config import Config
+from hexad.engine.engine import Engine
+from hexad.parallel.contributions import WeightGradient
+from hexad.parallel.sharding import declared_parameters, initialise
+from hexad.planning import resolve
+from hexad.planning.memory import predict, rank_buckets, rank_parameters, rank_stages
+from hexad.topology.layout import Layout
+from hexad.topology.mesh import Mesh
+
+from ..layers import shard_of, whole_model
+from ..pool import Pool
+from .harness import (
+    EXPERT_GRID,
+    EXPERTS,
+    TOLERANCE,
+    Case,
+    References,
+    assemble,
+    errors,
+    microbatches,
+    run,
+    run_rank,
+)
+from .mixture import in_place_of_feed_forward
+
+
+@pytest.fixture(scope="module")
+def references(pool: Pool) -> References:
+    return References(pool)
+
+
+def name_of(case: Case) -> str:
+    return f"{case.variant.name} / {case.layout} / {case.state} / {case.stages}"
+
+
+@pytest.mark.parametrize("case", EXPERT_GRID, ids=name_of)
+def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:
+    found = errors(run(pool, case), references.of(case))
+    assert max(found.values()) < TOLERANCE, found
+
+
+@dataclass
+class Recorder:
+    """In place of an :class:`~hexad.model.auxiliary.Auxiliary`: keeps the losses, for plain autograd."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def attach(self, x: torch.Tensor, name: str, loss: torch.Tensor) -> torch.Tensor:
+        self.losses.append(loss)
+        return x
+
+
+def test_one_process_has_the_gradients_of_one_explicit_loss() -> None:
+    """Token losses over all targets, plus the mean over microbatches of the layers' losses."""
+    case = Case(replace(EXPERTS, overrides={"optimizer": {"clip": 0.0}}), steps=1)
+    (token_loss, auxiliary), _, gradients, _ = run_rank(case)
+    config, batches, recorder = case.config(), microbatches(case, 0, 0), Recorder()
+    with in_place_of_feed_forward():
+        model = whole_model(resolve(config, Layout(world=1)).config.model, shard_of())
+        parameters = declared_parameters(model)
+        initialise(parameters, config.run.seed)
+        targets = sum(batch.targets() for batch in batches)
+        sums = [
+            model.loss_sum(batch.tokens, batch.labels, scale=1 / targets, auxiliary=recorder)  # type: ignore[arg-type]
+            for batch in batches
+        ]
+    tokens = torch.stack(sums).sum() / targets
+    added = torch.stack(recorder.losses).sum() / len(batches)
+    assert len(recorder.losses) == len(batches) * config.model.layers
+    assert token_loss == pytest.approx(tokens.item(), rel=1e-12)
+    assert auxiliary == pytest.approx(added.item(), rel=1e-12)
+    wanted = torch.autograd.grad(tokens + added, [each.parameter for each in parameters])
+    found = assemble([gradients])
+    for declared, gradient in zip(parameters, wanted):
+        for start, rectangle, _ in declared.pieces:
+            values = torch.from_numpy(found[rectangle.name])
+            expected = gradient.narrow(0, start, rectangle.sizes[0])
+            torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-13, msg=rectangle.name)
+
+
+def planned(config: Config, world: int) -> tuple[list[Any], list[Any], int, int]:
+    """(buckets of the memory plan, of the engine, bytes of optimizer state in the plan, in the engine)."""
+    layout = Layout.from_settings(config.parallel, world)
+    mesh = Mesh.create(layout, torch.device("cpu"))
+    with in_place_of_feed_forward():
+        engine, resolved = Engine(config, mesh), resolve(config, layout)
+        plan = predict(resolved, mesh.rank)
+        held = rank_parameters(rank_stages(resolved, mesh.pipeline.rank), layout)
+        buckets = rank_buckets(resolved.config, layout, held)
+    tensors = [tensor for bucket in engine.trained for _, tensor in engine.optimizer.rule.state(bucket)]
+    state = sum(tensor.nbytes for tensor in tensors)
+    return buckets, [bucket.plan for bucket in engine.buckets], plan.optimizer, state
+
+
+@pytest.mark.parametrize("case", [EXPERT_GRID[number] for number in (1, 2, 9)], ids=name_of)
+def test_the_memory_plan_has_the_buckets_of_both_grids(case: Case, pool: Pool) -> None:
+    for buckets, real, optimizer, state in pool.run(case.world, planned, case.config(), case.world):
+        assert buckets == real
+        assert optimizer == state
+        shards = {bucket.traits.grid: bucket.shards for bucket in buckets}
+        assert shards["dense"] == 2 and shards["expert"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_products_of_uneven_sizes(dtype: torch.dtype, fresh: bool) -> None:
+    """Against one product per matrix; a matrix that has multiplied nothing gets zeros."""
+    generator = torch.Generator().manual_seed(7)
+    rows, out, width = [3, 0, 5, 1], 7, 4
+    gradient = torch.randn((sum(rows), out), generator=generator).to(dtype)
+    inputs = torch.randn((sum(rows), width), generator=generator).to(dtype)
+    wide = max(dtype, torch.float32, key=lambda each: each.itemsize)
+    total = torch.randn((len(rows) * out, width), generator=generator).to(wide)
+    parts = zip(gradient.split(rows), inputs.split(rows))
+    wanted = torch.cat([left.to(wide).t() @ right.to(wide) for left, right in parts])
+    wanted = wanted if fresh else total + wanted
+    WeightGradient(gradient, inputs, rows=rows).add_to(total, fresh)
+    tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(total, wanted, rtol=tolerance, atol=tolerance)

@@ -11,6 +11,7 @@ from .harness import (
     COMPILED_GRID,
     COPIED_GRID,
     EVERY_STATE,
+    EXPERT_GRID,
     GRID,
     LAYOUTS,
     PIPELINE_GRID,
@@ -27,7 +28,7 @@ from .mutations import MUTATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 
-_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID)
+_LATER = (*STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID, *EXPERT_GRID)
 _OTHERS = len(PIPELINE_GRID) + len(_LATER) + len(CONTEXT_GRID)
 _HEAD = f"""\
 <!-- Written by 'python -m tests.parity.table'. Do not edit. -->
@@ -63,7 +64,9 @@ and attention. Of the {len(EVERY_STATE)} combinations of up to 8 ranks these {le
 pair of settings; `pytest -m slow` runs all, and every test run adds a random sample. In the rows with
 `compile pointwise` pointwise functions are compiled (`run.compile: pointwise`), against one process in which
 they are not. In the {len(COPIED_GRID)} rows with `kv_heads` several tensor ranks hold the same KV heads; in
-the last {len(ADAPTED_GRID)} rows weights are frozen (`model.train`), with adapters (`model.lora`) or without.
+the next {len(ADAPTED_GRID)} rows weights are frozen (`model.train`), with adapters (`model.lora`) or without.
+In the last {len(EXPERT_GRID)} rows a mixture of experts, written in the tests (`tests/parity/mixture.py`),
+replaces the feed-forward layer: weights on the expert grid, products of uneven sizes, an auxiliary loss.
 
 | state | layout | stages and schedule | model and batch | largest error |
 |---|---|---|---|---|"""

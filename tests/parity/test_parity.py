@@ -22,6 +22,7 @@ from .harness import (
     EVERY_LAYOUT,
     EVERY_PIPELINE,
     EVERY_STATE,
+    EXPERT_GRID,
     GRID,
     PIPELINE_GRID,
     PIPELINE_SETTINGS,
@@ -51,7 +52,16 @@ def name_of(case: Case) -> str:
 
 @pytest.mark.parametrize(
     "case",
-    (*GRID, *PIPELINE_GRID, *STATE_GRID, *COMPILED_GRID, *COPIED_GRID, *ADAPTED_GRID, *CONTEXT_GRID),
+    (
+        *GRID,
+        *PIPELINE_GRID,
+        *STATE_GRID,
+        *COMPILED_GRID,
+        *COPIED_GRID,
+        *ADAPTED_GRID,
+        *EXPERT_GRID,
+        *CONTEXT_GRID,
+    ),
     ids=name_of,
 )
 def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:

@@ -226,7 +226,7 @@ class Transformer(nn.Module):
         spans: Spans | None,
         start: torch.Tensor | None,
         key: DropoutKey | None,
-        auxiliary: Auxiliary | None,
+        auxiliary: Auxiliary | None = None,
     ) -> Geometry:
         spans = spans or Spans(tokens.numel(), len(tokens))
         positions = spans.positions(tokens.device) if start is None else start

@@ -102,8 +102,14 @@ def written(layout: Layout, rank: int) -> list[Part]:
     """What a rank writes, in float32: of what the tensor ranks hold alike, the first writes all."""
     first = layout.group(rank, "tensor")[0] == rank
     rectangles = held(layout, rank)
-    rectangles = [each for each in rectangles if first or not each.name.endswith("norm.weight")]
-    return [Part(each.named(f"{kind}.{each.name}"), "float32") for kind in KINDS for each in rectangles]
+    rectangles = [
+        rectangle for rectangle in rectangles if first or not rectangle.name.endswith("norm.weight")
+    ]
+    return [
+        Part(rectangle.named(f"{kind}.{rectangle.name}"), "float32")
+        for kind in KINDS
+        for rectangle in rectangles
+    ]
 
 
 def index_of(layout: Layout, rank: int) -> Index:
@@ -119,7 +125,7 @@ def index_of(layout: Layout, rank: int) -> Index:
 
 def need_of(rectangles: list[Rectangle]) -> Need:
     """What a rank needs on loading: weights and moments of what it holds."""
-    return Need.of(each.named(f"{kind}.{each.name}") for kind in KINDS for each in rectangles)
+    return Need.of(rectangle.named(f"{kind}.{rectangle.name}") for kind in KINDS for rectangle in rectangles)
 
 
 def messages(layout: Layout, directory: Path) -> tuple[int, int]:
@@ -133,10 +139,12 @@ def messages(layout: Layout, directory: Path) -> tuple[int, int]:
         index, need = index_of(layout, rank), need_of(rectangles)
         for level, group in enumerate(list(tree_groups(rank, layout.world, FAN_OUT))[:levels]):
             for other in group[1:]:
-                below = sum(1 for each in tree_groups(other, layout.world, FAN_OUT) if each[0] == other)
+                below = sum(
+                    1 for tree_group in tree_groups(other, layout.world, FAN_OUT) if tree_group[0] == other
+                )
                 theirs = subtree(other, below)
-                for name, each in zip(("save", "load"), theirs):
-                    content = pickle.dumps(each)
+                for name, their in zip(("save", "load"), theirs):
+                    content = pickle.dumps(their)
                     sent[name] += len(content)
                     if rank == 0:
                         (directory / f"{name}-{level}-{other:05d}").write_bytes(content)

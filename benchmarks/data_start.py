@@ -95,7 +95,7 @@ def start(ranks: int, prefix: Path) -> np.ndarray[Any, np.dtype[np.float64]]:
     context = multiprocessing.get_context("spawn")
     begin, results = context.Barrier(ranks), context.Queue()
     arguments = [(number, ranks, str(prefix), begin, results) for number in range(ranks)]
-    processes = [context.Process(target=rank, args=each) for each in arguments]
+    processes = [context.Process(target=rank, args=argument) for argument in arguments]
     for process in processes:
         process.start()
     rows = [results.get(timeout=1800) for _ in processes]

@@ -233,7 +233,9 @@ def adapt() -> None:
         if compare_optimizer:
             pairs = zip(saved.optimizer.param_groups, loaded.optimizer.param_groups)
             masters = [zip(left["params"], right["params"]) for left, right in pairs]
-            assert all(torch.equal(a, b) for each in masters for a, b in each), "master values are not equal"
+            assert all(torch.equal(a, b) for master in masters for a, b in master), (
+                "master values are not equal"
+            )
 
     deepspeed.initialize = partial(face.initialize, strict=False)
     deepspeed.DeepSpeedConfig = import_module("deepspeed.runtime.config").DeepSpeedConfig = Config
@@ -300,7 +302,7 @@ class OneProcessEach:
             os.waitpid(child, 0)
         errors = [each.read_text() for each in sorted(folder.glob("rank*"))]
         if errors:  # the first of those that are no consequence of another rank's end
-            own = [each for each in errors if "onnection" not in each] or errors
+            own = [error for error in errors if "onnection" not in error] or errors
             return {"outcome": "failed", "error": own[0]}
         if (folder / "report").exists():
             return dict(json.loads((folder / "report").read_text()))
@@ -456,7 +458,7 @@ def kind_of(result: Mapping[str, Any]) -> str:
 
 def summary(results: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Numbers of tests; ``applicable`` are those that passed or differ."""
-    counts = Counter(kind_of(each) for each in results)
+    counts = Counter(kind_of(result) for result in results)
     applicable = counts["passed"] + counts["differs"] + counts["unexplained"]
     return {"applicable": applicable, **dict(sorted(counts.items()))}
 
@@ -484,12 +486,12 @@ def main() -> None:
         rows = json.loads(options.output.read_text(encoding="utf-8"))["files"]
     for file in options.files:
         collected, results = run_file(options, file, "face")
-        failed = [f"unit/{each['test']}" for each in results if each["outcome"] == "failed"]
+        failed = [f"unit/{result['test']}" for result in results if result["outcome"] == "failed"]
         if failed and not options.only_face:
             package = {each["test"]: each for each in run_file(options, file, "package", failed)[1]}
-            for each in results:
-                if each["test"] in package:
-                    each["package"] = package[each["test"]]["outcome"]
+            for result in results:
+                if result["test"] in package:
+                    result["package"] = package[result["test"]]["outcome"]
         rows[file] = {"collected": collected, "run": len(results), "tests": results}
         for row in rows.values():
             for each in row["tests"]:

@@ -88,7 +88,9 @@ class Cost:
 
 
 def _size(*values: Any) -> int:
-    return sum(each.nbytes for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return sum(
+        tree_leave.nbytes for tree_leave in tree_leaves(values) if isinstance(tree_leave, torch.Tensor)
+    )
 
 
 class Counting(TorchDispatchMode):
@@ -109,7 +111,7 @@ class Counting(TorchDispatchMode):
         ):
             flops = 0.0
             if name in _PRODUCTS:
-                left, right = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+                left, right = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
                 flops = 2.0 * left.numel() * right.shape[-1]
             self.cost.add(name, flops, _size(args, kwargs, result) - _out(kwargs))
         return result
@@ -207,8 +209,8 @@ def run(preset: str, layers: int, tokens: int, tensor: int, after: bool) -> Cost
     meta = torch.device("meta")
     shard = Shard({"tensor": axis}, tensor > 1, torch.bfloat16, meta, compiled=after)
     (stage,) = build_stages(model, shard, [range(layers)], [0], 0).values()
-    for each in declared_parameters(stage):
-        contributions.attach(each.parameter, _Accumulator())
+    for declared in declared_parameters(stage):
+        contributions.attach(declared.parameter, _Accumulator())
     ids = torch.empty((1, tokens), dtype=torch.int64, device=meta)
     with counted(after) as counting:
         _forward_and_backward(stage, ids)

@@ -49,11 +49,11 @@ class _Local:
         return _Done()
 
     def batch_isend_irecv(self, operations: Any) -> list[Any]:
-        if max(each.tensor.nbytes for each in operations) <= SMALL:
+        if max(operation.tensor.nbytes for operation in operations) <= SMALL:
             return dist.batch_isend_irecv(operations)
-        for each in operations:
-            if each.op is dist.irecv:
-                each.tensor.zero_()
+        for operation in operations:
+            if operation.op is dist.irecv:
+                operation.tensor.zero_()
         return [_Done()]
 
 

@@ -102,13 +102,13 @@ def _signature(name: str, found: Callable[..., Any]) -> str:
     signature = inspect.signature(found)
     parameters: list[str] = []
     keyword_only = False
-    for each in signature.parameters.values():
-        if each.name == "self":
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
             continue
-        if each.kind is each.KEYWORD_ONLY and not keyword_only:
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             keyword_only = True
             parameters.append("*")
-        parameters.append(_parameter(each))
+        parameters.append(_parameter(parameter))
     returned = signature.return_annotation
     if inspect.isgeneratorfunction(getattr(found, "__wrapped__", None)):  # made by contextlib
         returned = str(returned).replace("Iterator", "AbstractContextManager")

@@ -83,7 +83,7 @@ def generate(
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     wanted = Wanted(tokens, Sampling(temperature, top_k, top_p, seed), samples, texts, batch)
     given = [prompts] if isinstance(prompts, str) else prompts
-    entries: list[Prompt] = [{"prompt": each} if isinstance(each, str) else each for each in given]
+    entries: list[Prompt] = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in given]
     saved = generating_model(find_model(str(source)), overrides, environment().world)
     with launch(saved.config) as run:
         return list(generated(run.mesh, run.resolved, saved, entries, wanted))

@@ -77,21 +77,21 @@ class HexadLM(LM):
             before = self._tokenizer.encode(context) if context else []
             first = len(before) if before else len(self._begin)
             sequences.append(self._fitting(ids if before else [*self._begin, *ids], first))
-        return [(each.log_probability, each.greedy) for each in self._scored(sequences)]
+        return [(likelihood.log_probability, likelihood.greedy) for likelihood in self._scored(sequences)]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Log probability of each whole text, in windows of the model's length."""
         if not self._begin:
             raise ConfigError("data.tokenizer", "has no token to begin a text with, which this task needs")
-        found = []
+        likelihoods = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
                 self._tokenizer.encode(text), self._begin[0], max_seq_len=self._length, context_len=1
             )
             pairs = map(make_disjoint_window, windows)
             sequences = [([*before, *after], len(before)) for before, after in pairs]
-            found.append(sum(each.log_probability for each in self._scored(sequences)))
-        return found
+            likelihoods.append(sum(each.log_probability for each in self._scored(sequences)))
+        return likelihoods
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """What the model writes after each context, up to one of the texts in ``until``; those with equal
@@ -99,12 +99,12 @@ class HexadLM(LM):
         groups: dict[Wanted, list[int]] = {}
         for number, (_, options) in enumerate(request.args for request in requests):
             groups.setdefault(_wanted(options, self._batch), []).append(number)
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         for wanted, numbers in groups.items():
             prompts = [self._prompt(requests[number].args[0], wanted.tokens) for number in numbers]
             written = write(self._model, self._tokenizer, prompts, wanted, self._pipeline)
-            found |= {number: each.text for number, each in zip(numbers, written)}
-        return [found[number] for number in range(len(requests))]
+            texts |= {number: each.text for number, each in zip(numbers, written)}
+        return [texts[number] for number in range(len(requests))]
 
     def _prompt(self, context: str, new: int) -> list[int]:
         """The last ids of a context that leave room for so many new ones."""
@@ -164,10 +164,10 @@ def _wanted(options: Mapping[str, Any], batch: int) -> Wanted:
     limits = [_number(given, name, 0, 1, "an integer from 1") for name in _LIMITS if name in given]
     unknown = {name: value for name, value in given.items() if _WITHOUT_EFFECT.get(name) != value}
     if unknown:
-        found = ", ".join(f"{name}: {value}" for name, value in unknown.items())
+        listed = ", ".join(f"{name}: {value}" for name, value in unknown.items())
         known = ", ".join(("until", "do_sample", "temperature", "top_k", "top_p", *_LIMITS))
         raise ConfigError(
-            "generation_kwargs", f"found {found}; remove it from the task; expected some of {known}"
+            "generation_kwargs", f"found {listed}; remove it from the task; expected some of {known}"
         )
     sampling = Sampling(temperature if sampled else 0.0, top_k, top_p)
     return Wanted((*limits, _NEW_TOKENS)[0], sampling, stop=stop, batch=batch)
@@ -176,7 +176,7 @@ def _wanted(options: Mapping[str, Any], batch: int) -> Wanted:
 def _stop(until: Any) -> tuple[str, ...]:
     """The texts of ``until``, a text or a list, without empty ones."""
     texts = [until] if isinstance(until, str) else until
-    if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise _wrong("until", until, "a text or a list of texts")
     return tuple(filter(None, texts))
 

@@ -258,4 +258,4 @@ def test_the_tree_is_connected_over_the_interfaces_that_are_named(
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
     assert len(mesh_module._gloo_devices()) == len(asked)
     interfaces = [{}] if named is None else [{"interface": each} for each in named.split(",")]
-    assert asked == [{**each, "lazy_init": False} for each in interfaces]
+    assert asked == [{**interface, "lazy_init": False} for interface in interfaces]

@@ -143,12 +143,12 @@ def test_the_plan_has_the_parameters_of_the_modules(model: Any, parallel: Any) -
         stages = build_stages(resolved.config.model, shard, plan.layers, plan.schedule.placement, rank)
         number = {p: n for n, stage in reversed(list(stages.items())) for p in stage.parameters()}
         real = [
-            Held.of(number[each.parameter], each.declaration, each.positions, each.uses)
-            for each in declared_parameters(*stages.values())
+            Held.of(number[declared.parameter], declared.declaration, declared.positions, declared.uses)
+            for declared in declared_parameters(*stages.values())
         ]
         assert rank_parameters(rank_stages(resolved, rank), layout) == real
         assert [each.elements for each in real] == [
-            each.parameter.numel() for each in declared_parameters(*stages.values())
+            declared.parameter.numel() for declared in declared_parameters(*stages.values())
         ]
 
 

@@ -214,7 +214,7 @@ def test_flash_attention_that_fails_is_given_up(
     kernel = choose(GPU, torch.bfloat16, *sizes)
     assert packages.active == used
     assert (kernel.varlen is None) == ((used, "varlen") in broken)
-    said = [each.getMessage().replace(" is installed but not used", "") for each in caplog.records]
+    said = [record.getMessage().replace(" is installed but not used", "") for record in caplog.records]
     said = [each.removeprefix("attention: ") for each in said if each.startswith("attention: FA")]
     assert len(said) == len(warned) and all(map(str.startswith, said, warned))
     # Another model in the same process: nothing is activated twice, and nothing refused is tried again.
@@ -246,7 +246,7 @@ def test_no_kernel_of_plain_products_for_grouped_heads(
         asked.append((plain, q.shape[1] == k.shape[1], options["enable_gqa"]))
         return attention(q, k, *rest, **options)
 
-    q, k, v = (each.detach().to("meta", dtype) for each in _inputs())
+    q, k, v = (operand.detach().to("meta", dtype) for operand in _inputs())
     with mock.patch.object(attention_kernels.F, "scaled_dot_product_attention", record):
         kernel = AttentionKernel(SCALE, window, flash=flash)
         assert kernel(q, k, v, SPANS["two"]).shape == (TOKENS, HEADS * WIDTH)

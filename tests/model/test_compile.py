@@ -91,7 +91,7 @@ def test_a_gpu_that_compiles_nothing_is_said_once(
     run = load_config({}).run
     assert not any(language.compiles(run, torch.device("cuda", 0)) for _ in range(2))
     assert not language.compiles(run, torch.device("cpu"))
-    assert [each.getMessage() for each in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "run.compile auto: functions are not compiled: this machine lacks Triton of the test"
     ]
 
@@ -149,7 +149,7 @@ def test_a_pointwise_function_is_one_kernel(name: str) -> None:
     torch._dynamo.reset()
     pointwise._compiled.cache_clear()
     function, arguments = _arguments(torch.float32)[name]
-    copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in arguments]
+    copies = [argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
     wanted = function(*copies)
     kernels: list[Any] = []
 

@@ -99,7 +99,7 @@ def test_documents_send_what_their_slice_says(balance: str, context: int, recomp
     passes = 4 if recompute == "full" else 3  # forward, again, once more for the gradients; these
     assert sum(found) == passes * sum(needed) * row
     for rank, sent in enumerate(found):
-        out = sum(each.sent for each in rounds(divided, rank))
+        out = sum(round_.sent for round_ in rounds(divided, rank))
         assert sent == ((passes - 1) * out + needed[rank]) * row
     if balance == "work":  # fewer bytes than of an all-gather
         assert sum(found) < passes * (context - 1) * _MICRO * _SEQUENCE * row

@@ -110,7 +110,10 @@ def test_the_inventory_states_what_layers_send(
     stages = rank_stages(resolve(config, layout), 0)
     kind: Any = recompute
     collectives = stages[0].sent(execution(config, layout), kind, 2, schedule == "zb_h1")
-    per_microbatch = sum(each.times * sent_bytes(each.operation, tensor, each.nbytes) for each in collectives)
+    per_microbatch = sum(
+        collective.times * sent_bytes(collective.operation, tensor, collective.nbytes)
+        for collective in collectives
+    )
     buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
     ranks = {"tensor": tensor, "kv_copies": max(1, tensor // kv_heads)}
     partial = [(ranks[axis], 4 * bucket.size) for bucket in buckets for axis in bucket.traits.partial]

@@ -68,7 +68,7 @@ def test_values_depend_on_their_place_alone(
     whole = drawn("w", shape)
     assert whole.isfinite().all() and len(whole.unique()) == whole.numel()
     bounds = [sorted(data.draw(st.lists(st.integers(0, size), min_size=2, max_size=2))) for size in shape]
-    part = tuple(slice(*each) for each in bounds)
+    part = tuple(slice(*bound) for bound in bounds)
     before = normal._PAIRS_PER_THREAD
     try:
         normal._PAIRS_PER_THREAD = at_once

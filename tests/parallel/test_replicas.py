@@ -39,7 +39,7 @@ def step(engine: Engine) -> float:
     generator = torch.Generator().manual_seed(engine.mesh.data.rank)
     count = 12 // engine.mesh.data.size
     tokens = [torch.randint(0, 40, (1, 8), generator=generator) for _ in range(count)]
-    return engine.train_step([Microbatch(each, each.roll(-1)) for each in tokens]).grad_norm
+    return engine.train_step([Microbatch(token, token.roll(-1)) for token in tokens]).grad_norm
 
 
 def altered(parallel: dict[str, Any], model: dict[str, Any], rank: int, name: str) -> tuple[str, str]:

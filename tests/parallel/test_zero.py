@@ -254,9 +254,9 @@ def layers_present(config: Config) -> tuple[int, int]:
         nonlocal most
         waiting = engine.gatherer._gathering
         here = [
-            each
-            for each in layers
-            if each is bucket or each.whole is not None or engine.buckets.index(each) in waiting
+            layer
+            for layer in layers
+            if layer is bucket or layer.whole is not None or engine.buckets.index(layer) in waiting
         ]
         most = max(most, len([each for each in here if not each.plan.resident]))
         return take(self, bucket, dtype)

@@ -53,7 +53,7 @@ def test_one_process_has_the_gradients_of_one_explicit_loss() -> None:
     assert len(recorder.losses) == len(batches) * config.model.layers
     assert token_loss == pytest.approx(tokens.item(), rel=1e-12)
     assert auxiliary == pytest.approx(added.item(), rel=1e-12)
-    wanted = torch.autograd.grad(tokens + added, [each.parameter for each in parameters])
+    wanted = torch.autograd.grad(tokens + added, [parameter.parameter for parameter in parameters])
     found = assemble([gradients])
     for declared, gradient in zip(parameters, wanted):
         for start, rectangle, _ in declared.pieces:

@@ -140,7 +140,7 @@ def _steps(config: Config, mistake: bool = False) -> list[float]:
 
     def skipping(*arguments: Any) -> tuple[Round, ...]:
         own, *others = rounds(*arguments)
-        return own, *(replace(each, tiles=()) for each in others)
+        return own, *(replace(other, tiles=()) for other in others)
 
     def flipped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, ...]:
         return heads_for_tokens(q, k.flip(1) if axis.size > 1 else k, v, axis)
@@ -150,7 +150,7 @@ def _steps(config: Config, mistake: bool = False) -> list[float]:
             mistakes.enter_context(mock.patch.object(attention, "rounds", skipping))
             mistakes.enter_context(mock.patch.object(attention, "heads_for_tokens", flipped))
         results = [engine.train_step([_whole()]) for _ in range(3)]
-    return [number for each in results for number in (each.loss, each.grad_norm)]
+    return [number for result in results for number in (result.loss, result.grad_norm)]
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bf16", 2**-7), ("fp16", 2**-9)])

@@ -43,7 +43,7 @@ def stepped(family: str, dropout: float, wanted: bool) -> tuple[set[str], list[t
     tree = {"model": model, "batch": {"micro": 2, "global": 4}, "data": {"sequence": 8}}
     engine = Engine(build_config(tree), Mesh.create(Layout(world=1), CPU))
     tokens = torch.randint(0, 9, (2, 2, 8), generator=torch.Generator().manual_seed(1))  # many of them equal
-    batch = [Microbatch(each, each.roll(-1), (0, 3, 8, 16)) for each in tokens]
+    batch = [Microbatch(token, token.roll(-1), (0, 3, 8, 16)) for token in tokens]
     with deterministic(wanted, CPU):
         engine.train_step(batch)
         with Operators() as found:

@@ -26,7 +26,7 @@ def batch(microbatches: int) -> list[Microbatch]:
     tokens = torch.randint(
         31, (microbatches, _MICRO, _SEQUENCE + 1), generator=torch.Generator().manual_seed(1)
     )
-    return [Microbatch(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in tokens]
+    return [Microbatch(token[:, :-1].contiguous(), token[:, 1:].contiguous()) for token in tokens]
 
 
 def losses(microbatches: int, schedule: str, configured: int) -> list[float]:

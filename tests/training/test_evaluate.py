@@ -91,8 +91,8 @@ def test_all_samples_are_evaluated_once(overrides: tuple[str, ...], trained: Run
         samples = loader.samples
         labels = [loader.step(index)[0].labels for index in range(samples)]
     assert samples % 9 and samples == (len(IndexedDataset(data).tokens) - 1) // 16
-    assert found["tokens"] == sum(int((each >= 0).sum()) for each in labels)
-    assert found["bytes"] == sum(int(((each >= 0) & (each < 256)).sum()) for each in labels)
+    assert found["tokens"] == sum(int((label >= 0).sum()) for label in labels)
+    assert found["bytes"] == sum(int(((label >= 0) & (label < 256)).sum()) for label in labels)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     bits = found["loss"] * found["tokens"] / math.log(2) / found["bytes"]
     assert found["bits_per_byte"] == pytest.approx(bits)

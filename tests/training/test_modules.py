@@ -85,9 +85,9 @@ def by_torch() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
         optimizer.zero_grad()
         loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        norms.append(float(torch.stack([each.square().sum() for each in gradients]).sum().sqrt()))
-        for each in gradients:
-            each.mul_(min(1.0, 0.5 / norms[-1]))
+        norms.append(float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()))
+        for gradient in gradients:
+            gradient.mul_(min(1.0, 0.5 / norms[-1]))
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}

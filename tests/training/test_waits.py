@@ -92,7 +92,7 @@ def test_an_update_is_a_kernel_per_bucket_and_one_to_publish_it(clip: float) -> 
         engine.reduce()
         with _Calls() as calls:
             engine.update(0.1)
-    assert [each is not None for each in divisors] == [clip < 3] * len(engine.buckets)
+    assert [divisor is not None for divisor in divisors] == [clip < 3] * len(engine.buckets)
     buckets = len(engine.buckets)
     assert calls.counts["aten._fused_adamw_.default"] == calls.counts["aten.copy_.default"] == buckets
     large = {name for name in calls.counts if name.split(".")[1] in ("mul_", "mul", "div_", "div", "add_")}

@@ -74,8 +74,8 @@ def collected(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
     if axis.size == 1:
         return value
     tree = _tree(axis)
-    found = wait_for(axis, lambda: _collected(tree, value, merge))
-    return found if axis.rank == 0 else None
+    result = wait_for(axis, lambda: _collected(tree, value, merge))
+    return result if axis.rank == 0 else None
 
 
 def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
@@ -110,9 +110,9 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
     if axis.size > 1:
         tree, own = _tree(axis), outcome
         outcome = wait_for(axis, lambda: _spread(tree, own))
-    result, found = outcome
-    if found is not None:
-        raise found
+    result, value = outcome
+    if value is not None:
+        raise value
     return result  # type: ignore[return-value]
 
 
@@ -144,7 +144,7 @@ def _handed_out(
         if level.place:
             _send(tree, level, [0], pickle.dumps(need))
             break
-        others = [pickle.loads(each) for each in _receive(tree, level, range(1, len(level.ranks)))]
+        others = [pickle.loads(message) for message in _receive(tree, level, range(1, len(level.ranks)))]
         below.append((need, others))
         need = reduce(merge, others, need)
     part: Any = value
@@ -222,8 +222,8 @@ def _leaf(name: str, one: object, other: object) -> tuple[str, object, object]:
 
 def _lowest(one: dict[bytes, int], other: dict[bytes, int]) -> dict[bytes, int]:
     """The lowest rank of each hash; of a few hashes only."""
-    found = sorted((other | one).items(), key=lambda item: item[1])
-    return dict(found[:_MOST_VALUES])
+    ordered = sorted((other | one).items(), key=lambda item: item[1])
+    return dict(ordered[:_MOST_VALUES])
 
 
 def _tree(axis: Axis) -> Tree:
@@ -237,8 +237,8 @@ def _collected(tree: Tree, value: T, merge: Callable[[T, T], T]) -> T:
         if level.place:
             _send(tree, level, [0], pickle.dumps(value))
             break
-        for found in _receive(tree, level, range(1, len(level.ranks))):
-            value = merge(value, pickle.loads(found))
+        for message in _receive(tree, level, range(1, len(level.ranks))):
+            value = merge(value, pickle.loads(message))
     return value
 
 
@@ -273,7 +273,7 @@ def _receive(tree: Tree, level: Level, places: Any) -> list[bytes]:
         return buffer, level.group.recv([buffer], place, tree.channel)
 
     heads = [start(place, _MESSAGE) for place in places]
-    found = []
+    messages = []
     for place, (head, work) in zip(places, heads):
         work.wait(tree.timeout)
         length = int.from_bytes(head[:_LENGTH].numpy().tobytes(), "little")
@@ -282,5 +282,5 @@ def _receive(tree: Tree, level: Level, places: Any) -> list[bytes]:
             rest, work = start(place, length - len(content))
             work.wait(tree.timeout)
             content += rest.numpy().tobytes()
-        found.append(content)
-    return found
+        messages.append(content)
+    return messages

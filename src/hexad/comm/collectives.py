@@ -364,9 +364,9 @@ def wait_for(axis: Axis, action: Callable[[], T]) -> T:
     """
     what = f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})"
     made = Call(what, 0, time.time(), f"hexad.{axis.name}.agreement")
-    found: list[T] = []
-    _wait(made, axis.trace, lambda: found.append(action()))
-    return found[0]
+    results: list[T] = []
+    _wait(made, axis.trace, lambda: results.append(action()))
+    return results[0]
 
 
 def _wait(call: Call, trace: Trace | None, action: Callable[[], object], work: Any = None) -> None:

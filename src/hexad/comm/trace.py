@@ -81,7 +81,7 @@ class Trace:
     def unfinished(self) -> list[Call]:
         """Calls that were waited for but that a device has not completed, at most one per queue, oldest
         first. For the watching thread."""
-        found = []
+        calls = []
         for queue, newest in list(self._enqueued.items()):
             followed = self._followed.get(queue, newest)
             if followed.completed():
@@ -91,8 +91,8 @@ class Trace:
             if followed.completed():
                 self._note(followed.call)
             else:
-                found.append(followed.call)
-        return sorted(found, key=lambda call: call.since)
+                calls.append(followed.call)
+        return sorted(calls, key=lambda call: call.since)
 
     def _note(self, completed: Call) -> None:
         if self.finished is None or self.finished.since < completed.since:

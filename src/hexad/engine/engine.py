@@ -297,10 +297,10 @@ class Engine(State):
     def _veto(self, losses: Pending, limit: float) -> Pending:
         """Start asking whether any rank finds the sum of the token losses above a limit: over one axis after
         the other, which needs no process group of all ranks."""
-        mesh, found = self.mesh, Pending((losses.wait()[0] > limit).to(torch.int32))
+        mesh, verdict = self.mesh, Pending((losses.wait()[0] > limit).to(torch.int32))
         for axis in (mesh.tensor, mesh.pipeline, mesh.gradient_axis()):
-            found = all_reduce_async(found.wait(), axis, "max")
-        return found
+            verdict = all_reduce_async(verdict.wait(), axis, "max")
+        return verdict
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
         """(sum of token losses in nats, number of targets) over data and context ranks; changes nothing.

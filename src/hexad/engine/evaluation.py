@@ -137,8 +137,8 @@ class ValidationSets:
         if self._bytes is None:
             return 0
         labels = microbatch.labels.numpy()
-        found = labels[(labels != IGNORED) & (labels < len(self._bytes))]
-        return int(np.take(self._bytes, found).sum())
+        targets = labels[(labels != IGNORED) & (labels < len(self._bytes))]
+        return int(np.take(self._bytes, targets).sum())
 
 
 def total(scores: Mapping[str, Score]) -> Score:

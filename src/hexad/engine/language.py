@@ -284,8 +284,8 @@ class LanguageModel:
         try:
             if not microbatches:
                 raise HexadError("found no microbatch on a rank; every rank needs at least one")
-            parts = [self.part(each) for each in microbatches]
-            problem = next((found for found in map(self._problem, parts) if found is not None), None)
+            parts = [self.part(microbatch) for microbatch in microbatches]
+            problem = next((text for text in map(self._problem, parts) if text is not None), None)
         except HexadError as error:
             problem = str(error)
         targets = pairs = 0
@@ -321,7 +321,7 @@ class LanguageModel:
     def _agreement(self, parts: Sequence[Microbatch]) -> int:
         """A number whose sum over all ranks is 0 modulo :data:`_PRIME` if, and but for chance only if, the
         ranks of each data rank have microbatches of the same lengths and documents."""
-        data, shapes = self.mesh.data, [(each.sequences, each.length, each.documents) for each in parts]
+        data, shapes = self.mesh.data, [(part.sequences, part.length, part.documents) for part in parts]
         digest = hashlib.blake2b(repr((data.rank, shapes)).encode(), digest_size=8).digest()
         others = self.mesh.layout.world // data.size - 1
         first = self.mesh.tensor.rank == self.mesh.context.rank == self.mesh.pipeline.rank == 0
@@ -337,8 +337,10 @@ def _check_tensors(microbatch: Microbatch) -> None:
     tokens, labels = microbatch.tokens, microbatch.labels
     for name, tensor in (("tokens", tokens), ("labels", labels)):
         if tensor.dim() != 2 or not tensor.numel() or tensor.dtype != torch.int64:
-            found = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-            raise HexadError(f"Microbatch.{name}: found {found}, expected int64 of shape [sequences, length]")
+            description = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+            raise HexadError(
+                f"Microbatch.{name}: found {description}, expected int64 of shape [sequences, length]"
+            )
     if labels.shape != tokens.shape:
         raise HexadError(
             f"Microbatch.labels: found shape {tuple(labels.shape)}, expected that of the tokens, "

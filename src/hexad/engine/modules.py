@@ -73,8 +73,8 @@ class Untrained:
     @property
     def tensor(self) -> torch.Tensor:
         """Its values."""
-        found: torch.Tensor = getattr(self.module, self.attribute)
-        return found
+        tensor: torch.Tensor = getattr(self.module, self.attribute)
+        return tensor
 
 
 Ties = Mapping[nn.Parameter, tuple[str, bool]]
@@ -133,15 +133,21 @@ class Modules:
             HexadError: other stages than the plan's, parameters that cannot be trained, or plain modules that
                 differ on the ranks of a stage; the same on all ranks.
         """
-        found = [(stage, _tied(each, ties)) for stage, each in stage_parameters(stages)]
-        untrained = _untrained(stages, {each.parameter for _, each in found if not each.plain})
-        held = [(stage, each) for stage, each in found if each.parameter.requires_grad or not each.plain]
-        agreed(lambda: _check(stages, placement, mesh.pipeline, found), mesh.world)
+        everything = [(stage, _tied(declared, ties)) for stage, declared in stage_parameters(stages)]
+        untrained = _untrained(
+            stages, {declared.parameter for _, declared in everything if not declared.plain}
+        )
+        held = [
+            (stage, declared)
+            for stage, declared in everything
+            if declared.parameter.requires_grad or not declared.plain
+        ]
+        agreed(lambda: _check(stages, placement, mesh.pipeline, everything), mesh.world)
         if groups is not None:
             held = agreed(lambda: _grouped(held, groups), mesh.world)
-        grids = {each.declaration.weights[0].grid for _, each in held}
-        mine = {(each.declaration.tied, stage) for stage, each in held if each.declaration.tied}
-        trains = any(each.parameter.requires_grad for _, each in held)
+        grids = {declared.declaration.weights[0].grid for _, declared in held}
+        mine = {(declared.declaration.tied, stage) for stage, declared in held if declared.declaration.tied}
+        trains = any(declared.parameter.requires_grad for _, declared in held)
         grids, mine, trains = merged(
             (grids, mine, trains), mesh.world, lambda a, b: (a[0] | b[0], a[1] | b[1], a[2] or b[2])
         )
@@ -149,8 +155,8 @@ class Modules:
         if training and not trains:
             raise HexadError("stages: found no parameter that requires a gradient; there is nothing to train")
         if _names_collide(_entries(stages, held, untrained), mesh.world):
-            held = [(n, _renamed(each, n) if each.plain else each) for n, each in held]
-            untrained = [replace(each, name=f"stages.{each.stage}.{each.name}") for each in untrained]
+            held = [(n, _renamed(declared, n) if declared.plain else declared) for n, declared in held]
+            untrained = [replace(value, name=f"stages.{value.stage}.{value.name}") for value in untrained]
         copies = (mesh.gradient_axis(), *mesh.model_axes())
         return cls(held, untrained, sorted(grids), stages_of, copies, mesh.device)
 
@@ -167,12 +173,14 @@ class Modules:
     def broadcast_ties(self, ties: Mapping[str, Axis]) -> None:
         """Give plain parameters that stages have in common the values of the first of these stages."""
         for name in sorted(ties):  # in one order on all ranks, whatever that of their stages is
-            held = (each for _, each in self.held if each.plain and each.declaration.tied == name)
-            self.broadcast((each.parameter for each in held), ties[name])
+            held = (
+                declared for _, declared in self.held if declared.plain and declared.declaration.tied == name
+            )
+            self.broadcast((declared.parameter for declared in held), ties[name])
 
     def broadcast_untrained(self, dtype: torch.dtype) -> None:
         """As :meth:`broadcast`; frozen parameters are given the model's ``dtype``, buffers keep theirs."""
-        for tensor in (each.tensor for each in self.untrained):
+        for tensor in (value.tensor for value in self.untrained):
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 tensor.data = tensor.data.to(dtype)
             self.broadcast([tensor])
@@ -180,15 +188,15 @@ class Modules:
     def chunks(self) -> list[Chunk]:
         """Untrained values as a checkpoint holds them, complex ones as pairs of real numbers. Data ranks may
         have different ones, as of running averages: the first rank's are saved."""
-        found, first = [], not any(axis.rank for axis in self.copies)
-        for each in self.untrained:
-            values = each.tensor.detach()
+        chunks, first = [], not any(axis.rank for axis in self.copies)
+        for value in self.untrained:
+            values = value.tensor.detach()
             values = torch.view_as_real(values) if values.is_complex() else values
             values = values if values.dim() else values.unsqueeze(0)
-            if each.persistent and values.numel():
-                rectangle = Rectangle.whole(f"model.{each.name}", tuple(values.shape))
-                found.append(Chunk(rectangle, values, (0, 1) if first else None))
-        return found
+            if value.persistent and values.numel():
+                rectangle = Rectangle.whole(f"model.{value.name}", tuple(values.shape))
+                chunks.append(Chunk(rectangle, values, (0, 1) if first else None))
+        return chunks
 
 
 def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
@@ -206,13 +214,13 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
         )
     check_settings(config, mesh.layout)
     if config.memory.recompute != "none":
-        found = f"found {config.memory.recompute}, which is for the configured model's layers"
+        value = f"found {config.memory.recompute}, which is for the configured model's layers"
         raise ConfigError(
-            "memory.recompute", f"{found}; use none, and torch.utils.checkpoint in your modules"
+            "memory.recompute", f"{value}; use none, and torch.utils.checkpoint in your modules"
         )
     if config.run.compile == "pointwise":
-        found = "found pointwise, which is for the configured model's functions"
-        raise ConfigError("run.compile", f"{found}; use none, and torch.compile in your modules")
+        value = "found pointwise, which is for the configured model's functions"
+        raise ConfigError("run.compile", f"{value}; use none, and torch.compile in your modules")
     if config.precision.dtype == "fp8":
         raise ConfigError(
             "precision.dtype", "found fp8, a format of the configured model's products; use bf16"
@@ -223,28 +231,28 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
 
 def _untrained(stages: Mapping[int, nn.Module], declared: set[nn.Parameter]) -> list[Untrained]:
     """The plain values of the stages that no optimizer updates, each once: none of the ``declared`` ones."""
-    found: dict[torch.Tensor, Untrained] = {}
+    untrained: dict[torch.Tensor, Untrained] = {}
     for number, stage in stages.items():
         for path, module in stage.named_modules():
             sharded = isinstance(module, ShardedModule)
             own = {
-                name: each
-                for name, each in module.named_parameters(recurse=False)
-                if not each.requires_grad and each not in declared
+                name: parameter
+                for name, parameter in module.named_parameters(recurse=False)
+                if not parameter.requires_grad and parameter not in declared
             }
             buffers = {} if sharded else dict(module.named_buffers(recurse=False))
             for name, tensor in {**own, **buffers}.items():
                 kept = name not in module._non_persistent_buffers_set
                 where = f"{path}.{name}".removeprefix(".")
-                found.setdefault(tensor, Untrained(number, where, module, name, kept))
-    return list(found.values())
+                untrained.setdefault(tensor, Untrained(number, where, module, name, kept))
+    return list(untrained.values())
 
 
 def _check(
     stages: Mapping[int, nn.Module],
     placement: Sequence[int],
     pipeline: Axis,
-    found: Sequence[tuple[int, Declared]],
+    held: Sequence[tuple[int, Declared]],
 ) -> None:
     """Refuse stages that this rank cannot train."""
     expected = [number for number, rank in enumerate(placement) if rank == pipeline.rank]
@@ -253,12 +261,12 @@ def _check(
             f"stages: found numbers {sorted(stages)} on pipeline rank {pipeline.rank} of {pipeline.size}, "
             f"but the plan has {expected} of {len(placement)} stages there; pass these, or another plan"
         )
-    for _, each in found:
-        name, parameter = each.declaration.name, each.parameter
-        if not each.plain and parameter.requires_grad == each.declaration.frozen:
+    for _, declared in held:
+        name, parameter = declared.declaration.name, declared.parameter
+        if not declared.plain and parameter.requires_grad == declared.declaration.frozen:
             raise HexadError(
                 f"{name}: found requires_grad {parameter.requires_grad}, but it is declared with frozen "
-                f"{each.declaration.frozen}; declare it as it is trained (Weight.frozen, model.train)"
+                f"{declared.declaration.frozen}; declare it as it is trained (Weight.frozen, model.train)"
             )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise HexadError(
@@ -266,13 +274,13 @@ def _check(
             )
 
 
-def _tied(each: Declared, ties: Ties) -> Declared:
+def _tied(declared: Declared, ties: Ties) -> Declared:
     """With a bucket of what the same stages have in common, if other stages have the parameter too."""
-    if each.parameter not in ties:
-        return each
-    name, copy = ties[each.parameter]
-    weights = tuple(replace(weight, unit=name) for weight in each.declaration.weights)
-    return replace(each, declaration=replace(each.declaration, weights=weights, tied=name, copy=copy))
+    if declared.parameter not in ties:
+        return declared
+    name, copy = ties[declared.parameter]
+    weights = tuple(replace(weight, unit=name) for weight in declared.declaration.weights)
+    return replace(declared, declaration=replace(declared.declaration, weights=weights, tied=name, copy=copy))
 
 
 def _grouped(
@@ -280,33 +288,33 @@ def _grouped(
 ) -> list[tuple[int, Declared]]:
     """With the number of the optimizer's group that has each trained parameter."""
     numbers = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
-    found = []
-    for stage, each in held:
-        declaration = each.declaration
+    grouped = []
+    for stage, declared in held:
+        declaration = declared.declaration
         if not declaration.frozen:
-            if each.parameter not in numbers:
+            if declared.parameter not in numbers:
                 raise HexadError(
                     f"optimizer: found no group with {declaration.name}, which requires a gradient; add it, "
                     "or set requires_grad to False"
                 )
-            group = numbers[each.parameter]
+            group = numbers[declared.parameter]
             weights = tuple(replace(weight, group=group) for weight in declaration.weights)
-            each = replace(each, declaration=replace(declaration, weights=weights))
-        found.append((stage, each))
-    return found
+            declared = replace(declared, declaration=replace(declaration, weights=weights))
+        grouped.append((stage, declared))
+    return grouped
 
 
 def _entries(
     stages: Mapping[int, nn.Module], held: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
 ) -> dict[int, Entries]:
     """Of every stage."""
-    found: dict[int, Entries] = {number: [] for number in stages}
-    for number, each in held:
-        if each.plain and not each.declaration.copy:
-            found[number].append((each.declaration.name, _description(each.parameter)))
+    entries: dict[int, Entries] = {number: [] for number in stages}
+    for number, declared in held:
+        if declared.plain and not declared.declaration.copy:
+            entries[number].append((declared.declaration.name, _description(declared.parameter)))
     for value in untrained:
-        found[value.stage].append((value.name, _description(value.tensor)))
-    return found
+        entries[value.stage].append((value.name, _description(value.tensor)))
+    return entries
 
 
 def _description(tensor: torch.Tensor) -> str:
@@ -326,13 +334,13 @@ class _Held(NamedTuple):
 
 def _same_stages(one: dict[int, _Held], two: dict[int, _Held]) -> dict[int, _Held]:
     """What is known of the stages of some ranks, and of those of higher ranks, in one."""
-    found = two | one
+    stages = two | one
     for number in one.keys() & two.keys():
         first, second = one[number], two[number]
         if first.other is None:
             other = second.other if first.digest == second.digest else second.rank
-            found[number] = first._replace(other=other)
-    return found
+            stages[number] = first._replace(other=other)
+    return stages
 
 
 def _names_collide(stages: Mapping[int, Entries], world: Axis) -> bool:
@@ -347,18 +355,20 @@ def _names_collide(stages: Mapping[int, Entries], world: Axis) -> bool:
         for number, entries in stages.items()
     }
     held = merged(mine, world, _same_stages)
-    differing = [(each.other, number) for number, each in held.items() if each.other is not None]
+    differing = [(entry.other, number) for number, entry in held.items() if entry.other is not None]
     if differing:
         rank, number = min(differing)
         pair = {held[number].rank, rank}
         shown = {world.rank: stages[number]} if world.rank in pair else {}
-        found = merged(shown, world, lambda a, b: a | b)
-        raise HexadError(_difference(number, min(pair), found[min(pair)], rank, found[rank]))
+        both = merged(shown, world, lambda a, b: a | b)
+        raise HexadError(_difference(number, min(pair), both[min(pair)], rank, both[rank]))
     shown = {number: stages[number] for number in stages if held[number].rank == world.rank}
-    if not any(each.some for each in held.values()):
+    if not any(entry.some for entry in held.values()):
         return False
     entries = merged(shown, world, lambda a, b: a | b)
-    return any(count > 1 for count in Counter(name for each in entries.values() for name, _ in each).values())
+    return any(
+        count > 1 for count in Counter(name for entry in entries.values() for name, _ in entry).values()
+    )
 
 
 def _difference(number: int, other: int, known: Entries, rank: int, entries: Entries) -> str:
@@ -373,8 +383,8 @@ def _difference(number: int, other: int, known: Entries, rank: int, entries: Ent
     )
 
 
-def _renamed(each: Declared, stage: int) -> Declared:
+def _renamed(declared: Declared, stage: int) -> Declared:
     """A plain parameter whose name begins with the stage."""
-    name = f"stages.{stage}.{each.declaration.name}"
-    weights = tuple(replace(weight, name=name) for weight in each.declaration.weights)
-    return replace(each, declaration=replace(each.declaration, name=name, weights=weights))
+    name = f"stages.{stage}.{declared.declaration.name}"
+    weights = tuple(replace(weight, name=name) for weight in declared.declaration.weights)
+    return replace(declared, declaration=replace(declared.declaration, name=name, weights=weights))

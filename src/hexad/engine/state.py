@@ -93,7 +93,7 @@ class State:
         self.buckets = make_buckets(self.modules.held, limit, kinds, parallel.zero, self.sharding)
         self.trained = [bucket for bucket in self.buckets if not bucket.plan.frozen]
         for bucket in self.buckets:
-            self.modules.broadcast(each.parameter for each in bucket.members if each.plain)
+            self.modules.broadcast(member.parameter for member in bucket.members if member.plain)
             bucket.allocate(kinds, config.memory.offload == "optimizer")
         pool = BufferPool(mesh.device)
         self.gradients = Gradients(self.trained, self.sharding, mesh.axes, tied, pool, kinds.reduced)
@@ -125,12 +125,12 @@ class State:
         and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` frozen weights
         are left out: a checkpoint refers to where they came from."""
         adapters = self._described and self.config.model.lora is not None
-        found = [] if adapters else self._weights(lambda bucket: bucket.plan.frozen)
-        found += self._weights(lambda bucket: not bucket.plan.frozen)
+        chunks = [] if adapters else self._weights(lambda bucket: bucket.plan.frozen)
+        chunks += self._weights(lambda bucket: not bucket.plan.frozen)
         for bucket in self.trained:
             for kind, tensor in self.optimizer.rule.state(bucket):
-                found += self._pieces(bucket, kind, tensor)
-        return found + self.modules.chunks()
+                chunks += self._pieces(bucket, kind, tensor)
+        return chunks + self.modules.chunks()
 
     def _weights(self, wanted: Callable[[Bucket], bool]) -> list[Chunk]:
         """This rank's shard of the master weights in some of the buckets."""
@@ -216,10 +216,10 @@ class Heap:
 
     def step_ended(self) -> bool:
         """Give back what is free if there is too much of it; whether that was so."""
-        found = resident()
+        bytes_resident = resident()
         if self._trimmed:
-            self._needed = found
-        self._trimmed = self._needed is None or found > GROWTH * self._needed
+            self._needed = bytes_resident
+        self._trimmed = self._needed is None or bytes_resident > GROWTH * self._needed
         if self._trimmed:
             give_back()
         return self._trimmed

@@ -70,11 +70,11 @@ def environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """
 
     def number(name: str, default: str | None = None) -> int:
-        found = variables.get(name, default)
+        text = variables.get(name, default)
         try:
-            return int(found or "")
+            return int(text or "")
         except ValueError:
-            raise HexadError(f"{name}: found {found!r}, expected a number set by the launcher") from None
+            raise HexadError(f"{name}: found {text!r}, expected a number set by the launcher") from None
 
     if "TORCHELASTIC_RUN_ID" in variables or ("RANK" in variables and "WORLD_SIZE" in variables):
         local, local_world = number("LOCAL_RANK", "0"), number("LOCAL_WORLD_SIZE", "1")

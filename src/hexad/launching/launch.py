@@ -78,18 +78,18 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
 
 def _fix_workspace() -> None:
     """Set cuBLAS's workspace, which is read when CUDA starts."""
-    found = os.environ.get(_WORKSPACE)
-    if found is None and torch.cuda.is_initialized():
+    setting = os.environ.get(_WORKSPACE)
+    if setting is None and torch.cuda.is_initialized():
         raise ConfigError(
             "run.deterministic",
             f"found true after CUDA has started without {_WORKSPACE}; set it to {_FIXED[0]} beforehand",
         )
-    if found not in (None, *_FIXED):
+    if setting not in (None, *_FIXED):
         raise ConfigError(
             "run.deterministic",
-            f"found true with {_WORKSPACE}={found} in the environment; remove it, or set {_FIXED[0]}",
+            f"found true with {_WORKSPACE}={setting} in the environment; remove it, or set {_FIXED[0]}",
         )
-    os.environ[_WORKSPACE] = found or _FIXED[0]
+    os.environ[_WORKSPACE] = setting or _FIXED[0]
 
 
 @contextmanager
@@ -102,12 +102,12 @@ def naming_operators() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = _NO_IMPLEMENTATION.search(str(error))
-        if found is None:
+        match = _NO_IMPLEMENTATION.search(str(error))
+        if match is None:
             raise
         raise ConfigError(
             "run.deterministic",
-            f"found true, but {found[1]} has no deterministic implementation on this device; set it to false",
+            f"found true, but {match[1]} has no deterministic implementation on this device; set it to false",
         ) from error
 
 

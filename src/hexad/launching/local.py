@@ -176,10 +176,10 @@ def _exit_status(process: int) -> int | None:
     """Of a child that has ended (a signal's number if it was killed), 0 if it was already collected; None
     while it runs. It can still be waited for afterwards."""
     try:
-        found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        state = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return 0
-    return None if found is None else found.si_status
+    return None if state is None else state.si_status
 
 
 def _stopped(process: int) -> bool:
@@ -241,10 +241,12 @@ def _outcome(result: RunResult, agent: _Agent) -> LocalOutcome:
     asked = agent.asked
     if asked and any(failure.exitcode in (-signal.SIGTERM, -asked) for failure in result.failures.values()):
         return LocalOutcome(128 + asked, f"stopped by {asked.name} without saving")
-    found = agent.failure(result)
-    if found.status == USER_ERROR or not agent.restarts:
-        return found
-    return LocalOutcome(found.status, f"{found.message}, after {agent.restarts} restarts (faults.restarts)")
+    outcome = agent.failure(result)
+    if outcome.status == USER_ERROR or not agent.restarts:
+        return outcome
+    return LocalOutcome(
+        outcome.status, f"{outcome.message}, after {agent.restarts} restarts (faults.restarts)"
+    )
 
 
 def _message(failure: ProcessFailure) -> str:

@@ -154,11 +154,11 @@ class Watch:
         is known to be completed."""
         trace = self._trace
         waiting, finished = trace.waiting, trace.finished
-        found = [f"waiting in {_words(waiting)}"] if waiting is not None else []
-        found += [f"not completed by the device: {_words(call)}" for call in self._unfinished]
-        if not found:
-            found = [f"last finished {_words(finished) if finished else 'no collective'}"]
-        return f"step {trace.step}, {'; '.join(found)}"
+        parts = [f"waiting in {_words(waiting)}"] if waiting is not None else []
+        parts += [f"not completed by the device: {_words(call)}" for call in self._unfinished]
+        if not parts:
+            parts = [f"last finished {_words(finished) if finished else 'no collective'}"]
+        return f"step {trace.step}, {'; '.join(parts)}"
 
 
 def _words(call: Call) -> str:

@@ -135,7 +135,7 @@ class Attention(nn.Module):
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
         if where.slice is not None:
             if store is not None:
-                store.fill(*(gathered_rows(each, where.slice, self.context) for each in (k, v)))
+                store.fill(*(gathered_rows(tensor, where.slice, self.context) for tensor in (k, v)))
             q, k, v = heads_for_tokens(q, k, v, self.ulysses)
             return tokens_for_heads(self._attended(q, k, v, where), self.heads, self.ulysses)
         if store is not None and store.filled:
@@ -153,8 +153,8 @@ class Attention(nn.Module):
         slice_, drop = where.slice or where.spans.undivided, None
         if where.queries is not None:
             drop = DroppedTiles(self.dropper, where.queries, k.shape[1], slice_.length)
-        found = rounds(
+        steps = rounds(
             slice_, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
         )
         kernel = context_kernel(q, self.kernel.scale, drop, self.kernel.varlen is not None)
-        return attention_over_ranks(q, k, v, KeyExchange(found, self.ring, self.method), kernel)
+        return attention_over_ranks(q, k, v, KeyExchange(steps, self.ring, self.method), kernel)

@@ -114,25 +114,25 @@ class AttentionSpec(BranchSpec):
     def over_context(self, run: Execution) -> list[Collective]:
         """Heads for tokens and back, of the rank's own tokens; keys and values, and in the backward pass once
         more, with their gradients."""
-        found = []
+        collectives = []
         q, k, _ = self._sizes(run)
         k *= self._repeated(run)
         pair = self.pair_bytes(run)
         if run.ulysses > 1:
             both = [("all_to_all", q + 2 * k), ("all_to_all", q)]
-            found += [Collective(action, "ulysses", *each) for action in "FB" for each in both]
+            collectives += [Collective(action, "ulysses", *transfer) for action in "FB" for transfer in both]
         if run.ring > 1 and run.gathers:
             whole = pair * run.tokens * run.context
-            found += [Collective(action, "ring", "all_gather", whole) for action in "FB"]
-            found.append(Collective("B", "ring", "reduce_scatter", whole))
+            collectives += [Collective(action, "ring", "all_gather", whole) for action in "FB"]
+            collectives.append(Collective("B", "ring", "reduce_scatter", whole))
         elif run.ring > 1:
             sent, received = (
                 pair * (run.most_keys if keys is None else keys)
                 for keys in (run.keys_sent, run.keys_received)
             )
-            found += [Collective(action, "ring", "exchange", sent) for action in "FB"]
-            found.append(Collective("B", "ring", "exchange", received))
-        return found
+            collectives += [Collective(action, "ring", "exchange", sent) for action in "FB"]
+            collectives.append(Collective("B", "ring", "exchange", received))
+        return collectives
 
     def _repeated(self, run: Execution) -> int:
         """Ranks that get the same keys and values where heads are exchanged for tokens."""

@@ -69,7 +69,7 @@ class AttentionKernel:
 
     def _equal_spans(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: int) -> torch.Tensor:
         tokens = q.shape[0]
-        q, k, v = (each.unflatten(0, (spans, -1)).transpose(1, 2) for each in (q, k, v))
+        q, k, v = (tensor.unflatten(0, (spans, -1)).transpose(1, 2) for tensor in (q, k, v))
         if self.window is None or self.window >= q.shape[2]:
             out = self.dense(q, k, v, causal=True)
         else:
@@ -90,7 +90,7 @@ class AttentionKernel:
         if group > 1 and q.device.type != "cpu" and not flash:
             # The memory-efficient kernel takes these, but up to PyTorch 2.13 it knows no groups: PyTorch
             # would use plain products, which keep a score of every pair of tokens.
-            k, v = (each.repeat_interleave(group, dim=1) for each in (k, v))
+            k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
             group = 1
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=group > 1
@@ -108,7 +108,7 @@ class AttentionKernel:
         parts = [self.dense(q[:, :, :window], k[:, :, :window], v[:, :, :window], causal=True)]
         if blocks > 1:
             middle = _blocks(q[:, :, window:whole], window, window)
-            keys, values = (_blocks(each[:, :, :whole], 2 * window, window) for each in (k, v))
+            keys, values = (_blocks(tensor[:, :, :whole], 2 * window, window) for tensor in (k, v))
             out = self.dense(middle, keys, values, causal=False, mask=seen)
             parts.append(out.unflatten(0, (spans, -1)).transpose(1, 2).flatten(2, 3))
         if tokens > whole:
@@ -186,16 +186,16 @@ def _refusal(
     v = (k.detach() + places[:, None, None]).requires_grad_()
     try:
         if kernel is None:
-            found, wanted = AttentionKernel(1.0)(q, k, v, Spans(4, 1)), _MEANS
+            means, wanted = AttentionKernel(1.0)(q, k, v, Spans(4, 1)), _MEANS
         else:
             offsets = torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
-            found = kernel(q, k, v, offsets, offsets, 3, 3, scale=1.0, window_size=(1, 0)).flatten(1)
+            means = kernel(q, k, v, offsets, offsets, 3, 3, scale=1.0, window_size=(1, 0)).flatten(1)
             wanted = _WINDOW_MEANS
-        found.float().sum().backward()
+        means.float().sum().backward()
     except Exception as error:  # of any kind: FlashAttention's packages assert, or fail as they generate code
         return _brief(error)
     gradient = torch.zeros(4) if v.grad is None else v.grad[:, 0, 0].float().cpu() * kv_heads / heads
-    pairs = zip((found[:, -1].detach().float().cpu(), gradient), wanted)
+    pairs = zip((means[:, -1].detach().float().cpu(), gradient), wanted)
     right = all(torch.allclose(values, torch.tensor(expected), atol=0.02) for values, expected in pairs)
     return None if right else "it computes other values"
 

@@ -123,17 +123,17 @@ def _family(raw: Mapping[str, Any], path: Path) -> Family:
         shown = classes[0] if isinstance(classes, list) and classes else None
         named = f" ({shown})" if shown else ""
         raise keys.problem("model_type", f"not supported{named}; supported: {supported}")
-    found = family(kind)
+    known = family(kind)
     for name in classes if isinstance(classes, list) else []:
-        if name not in found.classes:
+        if name not in known.classes:
             raise keys.problem("architectures", f"not supported; supported: {supported}", name)
-    return found
+    return known
 
 
 def _refuse_unsupported(keys: ConfigFile, kind: Family) -> None:
     for key, values in {**_ONLY, **kind.also}.items():
-        found = keys.raw.get(key)
-        if key not in kind.keys.values() and found is not None and found not in values:
+        value = keys.raw.get(key)
+        if key not in kind.keys.values() and value is not None and value not in values:
             choices = ", ".join(map(json.dumps, values)) or "null"
             raise keys.problem(key, f"which is not supported; expected {choices}")
     kinds = keys.raw.get("layer_types")
@@ -159,12 +159,12 @@ def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
     for key, value in rope.items():
         if key not in known and not (key == "partial_rotary_factor" and (partial or value in (None, 1.0))):
             raise keys.problem(f"{name}.{key}", f"which is not supported with rope_type {kind}", value)
-    found: dict[str, Any] = {"rope_theta": float(theta), "rope_scaling": None}
+    settings: dict[str, Any] = {"rope_theta": float(theta), "rope_scaling": None}
     if partial:
         fraction = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-        found["rotary_fraction"] = 1.0 if fraction is None else fraction
+        settings["rotary_fraction"] = 1.0 if fraction is None else fraction
     if kind == "default":
-        return found
+        return settings
     rope = {"original_max_position_embeddings": raw["max_position_embeddings"], **rope}
     if raw.get("original_max_position_embeddings") is not None:  # which transformers prefers
         rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
@@ -174,7 +174,7 @@ def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise keys.problem(f"{name}.{theirs}", "expected a number above 0", value)
         scaling[ours] = value
-    return {**found, "rope_scaling": scaling}
+    return {**settings, "rope_scaling": scaling}
 
 
 def architecture(model: ModelSettings) -> Family:
@@ -194,11 +194,11 @@ def architecture(model: ModelSettings) -> Family:
     others = [
         f"{name} {getattr(model, name)}" for name in OPTIONS if getattr(model, name) != getattr(plain, name)
     ]
-    found = ", ".join([f"hidden {model.hidden}", heads, *others])
+    description = ", ".join([f"hidden {model.hidden}", heads, *others])
     raise ConfigError(
         "model.family",
-        f"found {model.family} with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, {found}: none of "
-        f"{classes} is so",
+        f"found {model.family} with qkv_bias {model.qkv_bias}, qk_norm {model.qk_norm}, {description}: none "
+        f"of {classes} is so",
     )
 
 

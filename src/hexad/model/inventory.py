@@ -124,15 +124,17 @@ class StageSpec:
     def unreached(self) -> int:
         """Leading layers that no gradient reaches: nothing is trained in them or before."""
         before = (self.embedding, self.positions)
-        if self.after_trained or any(not each.frozen for part in before if part for each in part.parameters):
+        if self.after_trained or any(
+            not parameter.frozen for part in before if part for parameter in part.parameters
+        ):
             return 0
-        trained = (any(not each.frozen for each in block.parameters) for block in self.blocks)
-        return next((number for number, found in enumerate(trained) if found), len(self.blocks))
+        trained = (any(not parameter.frozen for parameter in block.parameters) for block in self.blocks)
+        return next((number for number, any_trained in enumerate(trained) if any_trained), len(self.blocks))
 
     @cached_property
     def trains(self) -> bool:
         """Whether any of its parameters is trained."""
-        return any(not each.frozen for each in self.parameters)
+        return any(not parameter.frozen for parameter in self.parameters)
 
     def recomputing(self, recompute: Recomputed, count: int) -> list[tuple[BlockSpec, Recomputed]]:
         """Its layers, and what each recomputes: the first ``count`` do."""
@@ -187,24 +189,24 @@ class StageSpec:
     def sent(self, run: Execution, recompute: Recomputed, count: int, split: bool) -> list[Collective]:
         """What moves over the tensor axis for one microbatch; the first ``count`` layers recompute."""
         layers = enumerate(self.recomputing(recompute, count))
-        found = [
-            each
+        collectives = [
+            collective
             for number, (block, kind) in layers
-            for each in block.sent(run, kind, split)
-            if each.action == "F" or number >= self.unreached
+            for collective in block.sent(run, kind, split)
+            if collective.action == "F" or number >= self.unreached
         ]
-        found += [] if self.embedding is None else self.embedding.sent(run)
-        return found + ([] if self.head is None else self.head.sent(run))
+        collectives += [] if self.embedding is None else self.embedding.sent(run)
+        return collectives + ([] if self.head is None else self.head.sent(run))
 
     def products(self, run: Execution) -> list[Product]:
         """All matrix products."""
-        found = [
+        products = [
             product
             for number, block in enumerate(self.blocks)
             for product in block.products(run)
             if product.action == "F" or number >= self.unreached
         ]
-        return found if self.head is None else found + self.head.products(run)
+        return products if self.head is None else products + self.head.products(run)
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,7 @@ class ModelInventory:
         """Names, from the layer on, of a layer's frozen weights and of its adapted outputs."""
         if self.trained.everything:
             return frozenset(), frozenset()
-        names = [weight.name for each in self._plain.parameters for weight in each.weights]
+        names = [weight.name for parameter in self._plain.parameters for weight in parameter.weights]
         outputs = [name for group in self._plain.outputs for name in group]
         whole = f"layers.{number}."
         return (
@@ -375,4 +377,4 @@ class ModelInventory:
 
     def _tensors(self) -> dict[str, Weight]:
         whole = self.stage(range(self.settings.layers))
-        return {weight.name: weight for each in whole.parameters for weight in each.weights}
+        return {weight.name: weight for parameter in whole.parameters for weight in parameter.weights}

@@ -102,10 +102,10 @@ def layer_backward(
     bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``x``, ``weight`` and ``bias``."""
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_layer_norm_backward(
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_layer_norm_backward(
         gradient, x, (x.shape[-1],), mean, deviation, weight, bias, [True, True, True]
     )
-    return found
+    return gradients
 
 
 @recomputable

@@ -49,10 +49,10 @@ def with_source(load: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise
     for name in source.model_fields_set - {*FREE, *_unused(source.family), *_movable(source.family)}:
         if name in given and given[name] != (wanted := getattr(source, name)):
-            found = _plain(given[name])
+            plain = _plain(given[name])
             raise ConfigError(
                 f"model.{name}",
-                f"found {found!r}, but {load} (model.load) has {_plain(wanted)!r}; remove one of the two",
+                f"found {plain!r}, but {load} (model.load) has {_plain(wanted)!r}; remove one of the two",
             )
     return {**{name: getattr(source, name) for name in source.model_fields_set}, **given}
 

@@ -128,7 +128,9 @@ def recomputable_from(
     """``result``, of which as much holds as of what a :func:`recomputable` function returns."""
     scope = None if torch.compiler.is_compiling() else _SCOPE.get()
     if scope is not None:
-        kept = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in arguments)
+        kept = tuple(
+            argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in arguments
+        )
         scope.register(result, lambda: function(*kept), kept)
     return result
 
@@ -147,8 +149,8 @@ class _Selective(saved_tensors_hooks):
         """Recompute ``result`` by ``compute``, unless it lies in the memory of what is ``kept``."""
         storage = result.untyped_storage()
         address = storage.data_ptr()
-        tensors = (each for each in kept if isinstance(each, torch.Tensor))
-        if all(each.untyped_storage().data_ptr() != address for each in tensors):
+        tensors = (tensor for tensor in kept if isinstance(tensor, torch.Tensor))
+        if all(tensor.untyped_storage().data_ptr() != address for tensor in tensors):
             self._sources[address] = _Source(compute, weakref.ref(storage))
 
     def close(self) -> None:

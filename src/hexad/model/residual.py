@@ -154,6 +154,6 @@ class _AddNorm(torch.autograd.Function):
         grad_x, *rest = backward(
             len(vectors) == 2, grad_total, gradient, rows, residual.constants, total, statistics, plain
         )
-        found = [own_gradient(vector, grad) for vector, grad in zip(vectors, rest)]
+        gradients = [own_gradient(vector, grad) for vector, grad in zip(vectors, rest)]
         branch = rest[len(vectors)] if len(rest) > len(vectors) else grad_x
-        return grad_x, branch, None, None, None, *found
+        return grad_x, branch, None, None, None, *gradients

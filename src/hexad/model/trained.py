@@ -88,7 +88,7 @@ def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequenc
         ConfigError: naming the pattern.
     """
     trained = Trained.of(model)
-    modules = list(dict.fromkeys(name for each in outputs for name in each))
+    modules = list(dict.fromkeys(name for output in outputs for name in output))
     _check_used("model.train", trained.patterns or (), weights, trained)
     _check_used("model.lora.targets", trained.targets or (), modules, trained)
     if trained.patterns == () and trained.lora is None:
@@ -98,9 +98,9 @@ def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequenc
             "model.lora.targets", "found [], which adapts nothing; use all, or patterns of names"
         )
     known = set(weights)
-    for each in outputs:
+    for output in outputs:
         for kind in ("weight", "bias"):
-            names = [name for module in each if (name := f"{module}.{kind}") in known]
+            names = [name for module in output if (name := f"{module}.{kind}") in known]
             frozen = [name for name in names if trained.frozen(name)]
             if 0 < len(frozen) < len(names):
                 other = next(name for name in names if name not in frozen)
@@ -117,8 +117,8 @@ def _check_used(field: str, patterns: Sequence[str], names: Sequence[str], train
             parts = dict.fromkeys(
                 part
                 for name in names
-                for each in trained._names(name)
-                for part in each.split(".")
+                for weight in trained._names(name)
+                for part in weight.split(".")
                 if not part.isdigit()
             )
             hint = did_you_mean(pattern, parts) or f"; known parts of names: {', '.join(parts)}"

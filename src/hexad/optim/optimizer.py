@@ -114,14 +114,14 @@ class BucketOptimizer:
 
     def _squares(self, grid: Grid) -> dict[int, torch.Tensor]:
         """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""
-        found: dict[int, torch.Tensor] = {}
+        squares: dict[int, torch.Tensor] = {}
         for bucket in self.buckets:
             traits = bucket.traits
             if traits.grid == grid and not traits.copy:
                 copies = prod(axis.size for axis in self.sharding[grid].copies(traits))
                 norm = torch.linalg.vector_norm(bucket.gradient, dtype=self._wide)
-                found[copies] = found.get(copies, torch.zeros_like(norm)) + norm.square()
-        return found
+                squares[copies] = squares.get(copies, torch.zeros_like(norm)) + norm.square()
+        return squares
 
     @torch.no_grad()
     def step(
@@ -147,14 +147,14 @@ class BucketOptimizer:
         """
         norm = self.gradient_norm() / scale
         asked = [norm, *([] if veto is None else [veto.wait()]), *([] if further is None else [further])]
-        found, *others = torch.cat([numbers.to(torch.float64).view(-1) for numbers in asked]).tolist()
+        total_norm, *others = torch.cat([numbers.to(torch.float64).view(-1) for numbers in asked]).tolist()
         forbidden = veto is not None and bool(others.pop(0))
-        if forbidden or not math.isfinite(found):
-            return found, False, others
-        bound = found + self.clip_epsilon
+        if forbidden or not math.isfinite(total_norm):
+            return total_norm, False, others
+        bound = total_norm + self.clip_epsilon
         factor = (self.clip / bound if self.clip and bound > self.clip else 1.0) / scale
         self.rule.update(self._on_master(), lr, factor, publish)
-        return found, True, others
+        return total_norm, True, others
 
     def _on_master(self) -> Iterator[torch.Tensor]:
         """Every bucket's gradient in the master's format, where the master is.

@@ -150,10 +150,10 @@ class TorchOptimizer(Rule):
             HexadError: they are those of another one.
         """
         own = type(self.optimizer).__name__
-        found = numbers.get("type", own)
-        if found != own and {found, own} != {"Adam", "AdamW"}:
+        saved = numbers.get("type", own)
+        if saved != own and {saved, own} != {"Adam", "AdamW"}:
             raise HexadError(
-                f"optimizer: found the state of {found} in the checkpoint, but this is {own}; use {found}, "
+                f"optimizer: found the state of {saved} in the checkpoint, but this is {own}; use {saved}, "
                 "or load the weights alone (load_optimizer_states=False)"
             )
 
@@ -202,10 +202,10 @@ def _one_by_one(bucket: Bucket) -> Held:
 
 def _as_large(held: Held, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[str]:
     """The keys of state of the values' shape, in order of appearance."""
-    found = {
+    names = {
         key: None for _, tensor in held for key, value in states[tensor].items() if _alike(value, tensor)
     }
-    return list(found)
+    return list(names)
 
 
 def _alike(value: Any, tensor: torch.Tensor) -> bool:
@@ -220,7 +220,7 @@ def _number(value: Any) -> Any:
 def _plain(value: Any) -> bool:
     """Whether JSON holds it."""
     if isinstance(value, list | tuple):
-        return all(_plain(each) for each in value)
+        return all(_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
 
 

@@ -170,9 +170,9 @@ class Parameter:
     def __post_init__(self) -> None:
         first, *others = self.weights
         for trait in _COMMON if others else ():
-            if any(getattr(each, trait) != getattr(first, trait) for each in others):
-                found = [getattr(each, trait) for each in self.weights]
-                raise ValueError(f"{self.name}: the weights differ in {trait}: {found}")
+            if any(getattr(other, trait) != getattr(first, trait) for other in others):
+                values = [getattr(weight, trait) for weight in self.weights]
+                raise ValueError(f"{self.name}: the weights differ in {trait}: {values}")
 
     @property
     def unit(self) -> str:
@@ -200,11 +200,11 @@ class Parameter:
 
     def pieces(self, positions: Positions) -> list[tuple[int, Rectangle, Weight]]:
         """(first row in the local tensor, rectangle, weight) of everything a rank's tensor holds."""
-        found, start = [], 0
+        pieces, start = [], 0
         for weight in self.weights:
-            found.append((start, weight.rectangle(positions), weight))
+            pieces.append((start, weight.rectangle(positions), weight))
             start += weight.local_shape(positions)[0]
-        return found
+        return pieces
 
     def traits(self, positions: Positions) -> Traits:
         """How a rank treats it; axes of degree 1 divide nothing."""

@@ -172,6 +172,6 @@ def _half_angle(
 def _polynomial(x: torch.Tensor, coefficients: Sequence[float], out: torch.Tensor) -> torch.Tensor:
     """By Horner's rule, without fused products."""
     torch.mul(x, coefficients[-1], out=out)
-    for each in coefficients[-2:0:-1]:
-        out.add_(each).mul_(x)
+    for coefficient in coefficients[-2:0:-1]:
+        out.add_(coefficient).mul_(x)
     return out.add_(coefficients[0])

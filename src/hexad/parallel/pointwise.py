@@ -35,8 +35,8 @@ def _compiled(function: Function) -> Function:
 def missing_compiler(device: torch.device) -> str | None:
     """What ``torch.compile`` lacks on this machine to generate code for the device; None if nothing."""
     if device.type == "cpu":
-        found = any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"))
-        return None if found else "a C++ compiler (g++ or clang++)"
+        compiler = any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++", "c++"))
+        return None if compiler else "a C++ compiler (g++ or clang++)"
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

@@ -138,22 +138,22 @@ def declared_parameters(*stages: nn.Module) -> list[Declared]:
     A parameter that no module declares counts as replicated: every rank holds all of it, and computes its
     complete gradient.
     """
-    found: dict[nn.Parameter, Declared] = {}
+    declared: dict[nn.Parameter, Declared] = {}
     last: dict[nn.Parameter, nn.Module] = {}  # the stage where a plain one was found
-    for stage, (path, module) in ((root, each) for root in stages for each in root.named_modules()):
+    for stage, (path, module) in ((root, named) for root in stages for named in root.named_modules()):
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter in found:
+            if parameter in declared:
                 # Of a plain one autograd adds up what it computes for all uses in a stage.
-                if not found[parameter].plain or last[parameter] is not stage:
-                    found[parameter] = replace(found[parameter], uses=found[parameter].uses + 1)
+                if not declared[parameter].plain or last[parameter] is not stage:
+                    declared[parameter] = replace(declared[parameter], uses=declared[parameter].uses + 1)
                 last[parameter] = stage
             elif isinstance(module, ShardedModule) and name in module.declarations:
                 declaration = _placed(module.declarations[name], path)
-                found[parameter] = Declared(parameter, declaration, module.shard.positions)
+                declared[parameter] = Declared(parameter, declaration, module.shard.positions)
             else:
                 declaration = _replicated(f"{path}.{name}".removeprefix("."), parameter)
-                found[parameter], last[parameter] = Declared(parameter, declaration, {}, plain=True), stage
-    return list(found.values())
+                declared[parameter], last[parameter] = Declared(parameter, declaration, {}, plain=True), stage
+    return list(declared.values())
 
 
 def _placed(declaration: Parameter, path: str) -> Parameter:
@@ -161,13 +161,13 @@ def _placed(declaration: Parameter, path: str) -> Parameter:
     not know that when it was made."""
     if "." in declaration.name or not path:
         return declaration
-    weights = (replace(each, name=f"{path}.{each.name}", unit=path) for each in declaration.weights)
+    weights = (replace(weight, name=f"{path}.{weight.name}", unit=path) for weight in declaration.weights)
     return replace(declaration, name=f"{path}.{declaration.name}", weights=tuple(weights))
 
 
 def freeze(*modules: nn.Module) -> None:
     """Declare that nothing of some modules is trained."""
-    for module in chain.from_iterable(each.modules() for each in modules):
+    for module in chain.from_iterable(module.modules() for module in modules):
         if isinstance(module, ShardedModule):
             for name, declaration in module.declarations.items():
                 weights = tuple(replace(weight, frozen=True) for weight in declaration.weights)
@@ -178,7 +178,7 @@ def freeze(*modules: nn.Module) -> None:
 def stage_parameters(stages: Mapping[int, nn.Module]) -> list[tuple[int, Declared]]:
     """As :func:`declared_parameters`, each with the number of the first stage that holds it."""
     owners = {parameter: n for n, stage in [*stages.items()][::-1] for parameter in stage.parameters()}
-    return [(owners[each.parameter], each) for each in declared_parameters(*stages.values())]
+    return [(owners[declared.parameter], declared) for declared in declared_parameters(*stages.values())]
 
 
 def _replicated(name: str, parameter: nn.Parameter) -> Parameter:
@@ -225,5 +225,5 @@ def derived(parameter: torch.Tensor, name: str, compute: Callable[[], T]) -> T:
         return compute()
     if name not in kept:
         kept[name] = compute()
-    found: T = kept[name]
-    return found
+    value: T = kept[name]
+    return value

@@ -23,18 +23,18 @@ def heads_of_rank(model: ModelSettings, tensor: int) -> tuple[int, int]:
 def resolved_context(config: Config) -> dict[str, Any]:
     """Numbers and names for ``auto``; settings of a method or a degree that is not used stay as they are."""
     settings = config.parallel
-    found: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     if settings.context == 1:
-        return found
+        return resolved
     if settings.context_method == "ulysses_ring" and settings.context_ulysses == "auto":
         heads = heads_of_rank(config.model, settings.tensor)
-        found["context_ulysses"] = largest_group(settings.context, *heads)
+        resolved["context_ulysses"] = largest_group(settings.context, *heads)
     if settings.context_balance == "auto":
         if settings.context_method == "ulysses":
-            found["context_balance"] = "none"
+            resolved["context_balance"] = "none"
         else:
-            found["context_balance"] = "work" if config.data.documents == "isolate" else "zigzag"
-    return found
+            resolved["context_balance"] = "work" if config.data.documents == "isolate" else "zigzag"
+    return resolved
 
 
 def context_problems(config: Config) -> Iterator[ConfigError]:
@@ -75,13 +75,13 @@ def _heads(config: Config) -> Iterator[ConfigError]:
     settings, model = config.parallel, config.model
     heads, kv_heads = heads_of_rank(model, settings.tensor)
     share = f" / parallel.tensor {settings.tensor}" if settings.tensor > 1 else ""
-    found = f"model.heads {model.heads}{share} and model.kv_heads {model.kv_heads}{share}"
+    counts = f"model.heads {model.heads}{share} and model.kv_heads {model.kv_heads}{share}"
     context, group = settings.context, settings.context_ulysses
     if settings.context_method == "ulysses" and not divides_heads(context, heads, kv_heads):
         near = _near(context, heads, kv_heads)
         yield ConfigError(
             "parallel.context",
-            f"found {context} with parallel.context_method ulysses, but so many ranks cannot share {found} "
+            f"found {context} with parallel.context_method ulysses, but so many ranks cannot share {counts} "
             f"(the first must divide by it, the second divide by it or divide it); use {near}, or "
             "ulysses_ring or ring",
         )
@@ -96,7 +96,7 @@ def _heads(config: Config) -> Iterator[ConfigError]:
         if not divides_heads(group, heads, kv_heads):
             yield ConfigError(
                 "parallel.context_ulysses",
-                f"found {group}, but so many ranks cannot share {found} (the first must divide by it, the "
+                f"found {group}, but so many ranks cannot share {counts} (the first must divide by it, the "
                 f"second divide by it or divide it); use {largest_group(context, heads, kv_heads)}, or auto",
             )
 
@@ -211,11 +211,11 @@ def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
 def _unsupported(config: Config) -> Iterator[ConfigError]:
     for field, supported in SUPPORTED.items():
         group, name = field.split(".")
-        found = getattr(getattr(config, group), name)
-        if found not in supported:
+        value = getattr(getattr(config, group), name)
+        if value not in supported:
             choices, what = ", ".join(map(str, supported)), f"{name.partition('_')[0]} parallelism"
             yield ConfigError(
-                field, f"found {found!r}, but this version does not support {what}; use {choices}"
+                field, f"found {value!r}, but this version does not support {what}; use {choices}"
             )
 
 
@@ -366,11 +366,11 @@ def _recompute(config: Config) -> Iterator[ConfigError]:
 def _schedule(config: Config) -> Iterator[ConfigError]:
     settings = config.parallel
     for field, owner in (("schedule_group", "interleaved"), ("schedule_memory", "auto")):
-        found = getattr(settings, field)
-        if found != "auto" and settings.schedule != owner:
+        value = getattr(settings, field)
+        if value != "auto" and settings.schedule != owner:
             yield ConfigError(
                 f"parallel.{field}",
-                f"found {found} with parallel.schedule {settings.schedule}; only {owner} uses it: remove it",
+                f"found {value} with parallel.schedule {settings.schedule}; only {owner} uses it: remove it",
             )
 
 
@@ -416,16 +416,16 @@ def _precision(config: Config) -> Iterator[ConfigError]:
     scaled, dynamic = settings.dtype == "fp16", settings.loss_scale == "dynamic"
     fields = type(settings).model_fields
     for name in (name for name in fields if name.startswith("loss_scale")):
-        found = getattr(settings, name)
-        if found != fields[name].default and not scaled:
+        value = getattr(settings, name)
+        if value != fields[name].default and not scaled:
             yield ConfigError(
                 f"precision.{name}",
-                f"found {found} with precision.dtype {settings.dtype}; only fp16 scales its loss: remove it",
+                f"found {value} with precision.dtype {settings.dtype}; only fp16 scales its loss: remove it",
             )
-        if found != fields[name].default and name != "loss_scale" and not dynamic:
+        if value != fields[name].default and name != "loss_scale" and not dynamic:
             yield ConfigError(
                 f"precision.{name}",
-                f"found {found} with a fixed precision.loss_scale of {settings.loss_scale}; remove one",
+                f"found {value} with a fixed precision.loss_scale of {settings.loss_scale}; remove one",
             )
     if settings.loss_scale_initial < settings.loss_scale_min:
         yield ConfigError(
@@ -439,10 +439,10 @@ def _faults(config: Config) -> Iterator[ConfigError]:
     settings = config.faults
     if settings.spike is None:
         for name in ("spike_window", "on_spike"):
-            found = getattr(settings, name)
-            if found != type(settings).model_fields[name].default:
+            value = getattr(settings, name)
+            if value != type(settings).model_fields[name].default:
                 yield ConfigError(
-                    f"faults.{name}", f"found {found} with faults.spike null; set faults.spike, or remove it"
+                    f"faults.{name}", f"found {value} with faults.spike null; set faults.spike, or remove it"
                 )
 
 
@@ -468,12 +468,12 @@ def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
         ("model.ffn_hidden", ffn, f"it{share}", ffn // tensor),
         ("batch.micro", config.batch.micro, local, tokens),
     )
-    for field, found, formula, size in sizes:
+    for field, value, formula, size in sizes:
         if size % 16:
-            product = f" ({formula} = {size})" if formula and size != found else ""
+            product = f" ({formula} = {size})" if formula and size != value else ""
             yield ConfigError(
                 field,
-                f"found {found}{product}, but precision.dtype fp8 multiplies multiples of 16; "
+                f"found {value}{product}, but precision.dtype fp8 multiplies multiples of 16; "
                 f"change it{', or parallel.tensor' if 'tensor' in product else ''}, or use bf16",
             )
 
@@ -491,8 +491,8 @@ def _tensor_degrees(heads: int, kv_heads: int, ffn: int) -> str:
 
 
 def _choices(numbers: Sequence[int]) -> str:
-    found = [str(n) for n in numbers]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    texts = [str(n) for n in numbers]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"
 
 
 def smallest_world(config: Config) -> int:

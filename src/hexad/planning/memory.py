@@ -104,7 +104,7 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
     }
     buffers = StateBuffers(buckets, run, layout.state_ranks)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
-    peak = max(peak, _update(buckets, run), key=lambda each: each.total)
+    peak = max(peak, _update(buckets, run), key=lambda peak: peak.total)
     if peak.position is None:
         action = "update"
     else:

@@ -75,14 +75,14 @@ def resolved_data(config: Config) -> DataSettings:
     """With ``documents: isolate`` where samples are of whole documents, as of data with a loss mask; and the
     run's copy of a tokenizer that is gone."""
     settings = config.data
-    found: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     if settings.tokenizer != "byte":
         from hexad.checkpoint.kept_tokenizer import tokenizer_of_run
 
-        found["tokenizer"] = tokenizer_of_run(config)
+        resolved["tokenizer"] = tokenizer_of_run(config)
     if settings.packing == "whole" or (settings.packing == "auto" and _masked(settings)):
-        found["documents"] = "isolate"
-    return settings.model_copy(update=found)
+        resolved["documents"] = "isolate"
+    return settings.model_copy(update=resolved)
 
 
 def _masked(settings: DataSettings) -> bool:
@@ -102,7 +102,7 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         yield from _texts(tuple(value.values()))
     elif isinstance(value, Sequence):
-        yield from (text for each in value for text in _texts(each))
+        yield from (text for item in value for text in _texts(item))
 
 
 def planned_bf16(config: Config) -> bool:
@@ -127,12 +127,12 @@ def with_dtype(config: Config, bf16: bool) -> Config:
 def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
     """With degrees and limits; those of schedules other than the one chosen stay as they are."""
     settings = config.parallel
-    found: dict[str, Any] = {"data": layout.data, **resolved_context(config)}
+    resolved: dict[str, Any] = {"data": layout.data, **resolved_context(config)}
     if settings.schedule == "interleaved" and settings.schedule_group == "auto":
-        found["schedule_group"] = layout.pipeline
+        resolved["schedule_group"] = layout.pipeline
     if settings.bucket_mb == "auto":
-        found["bucket_mb"] = max(25.0, 4.0 * layout.gradient_ranks)
-    return settings.model_copy(update=found)
+        resolved["bucket_mb"] = max(25.0, 4.0 * layout.gradient_ranks)
+    return settings.model_copy(update=resolved)
 
 
 def _tokenizer_vocab(config: Config) -> int:

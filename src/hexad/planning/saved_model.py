@@ -65,9 +65,9 @@ class SavedModel:
             tokenizer = load_tokenizer(config.data.tokenizer)
         vocab = int(config.model.vocab)
         if tokenizer.vocab_size > vocab:
-            found = f"found {config.data.tokenizer} with {tokenizer.vocab_size} ids"
+            other = f"found {config.data.tokenizer} with {tokenizer.vocab_size} ids"
             fix = "give the one that the model was trained with"
-            raise ConfigError("data.tokenizer", f"{found}, more than the model's {vocab}; {fix}")
+            raise ConfigError("data.tokenizer", f"{other}, more than the model's {vocab}; {fix}")
         return tokenizer
 
 
@@ -195,8 +195,8 @@ def evaluated_model(
     resolve(config, planned_layout(config, ranks), tokenizer.vocab_size)
     if not config.data.validation_sets:
         raise ConfigError("--data", "found none, and the run has no data.validation; name .bin/.idx prefixes")
-    for each in config.data.validation_sets.values():
-        for prefix in prefixes(each):
+    for prefix_ in config.data.validation_sets.values():
+        for prefix in prefixes(prefix_):
             with blaming("--data"):
                 IndexedDataset(prefix)
     return model, tokenizer
@@ -221,17 +221,17 @@ def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> 
     begin = bos_ids(tokenizer, config.data.bos)
     chats = any("messages" in prompt for prompt in prompts)
     template = load_chat_template(config.data.tokenizer) if chats else None
-    found: list[list[int]] = []
+    prompts_: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         if "messages" not in prompt:
-            found.append([*begin, *_ids(tokenizer, prompt["prompt"], number)])
+            prompts_.append([*begin, *_ids(tokenizer, prompt["prompt"], number)])
             continue
         check_messages("messages", prompt["messages"], f"--prompts: prompt {number}", template)
         if template is None:
             raise _no_template(config, number)
         text = template.render(prompt["messages"], prompt=True)  # which begins a text as it should
-        found.append(_ids(tokenizer, text, number))
-    return found
+        prompts_.append(_ids(tokenizer, text, number))
+    return prompts_
 
 
 def _ids(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
@@ -245,11 +245,11 @@ def ending_ids(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) 
     """The ids that end the text of each prompt: those of ``generation_config.json`` beside the tokenizer, and
     for a conversation the token with which its template ends an answer."""
     common = frozenset(_generation_ends(Path(config.data.tokenizer)))
-    found = []
+    endings = []
     for number, prompt in enumerate(prompts, 1):
         end = _answer_end(_template(config, number), prompt, tokenizer) if "messages" in prompt else None
-        found.append(common if end is None else common | {end})
-    return found
+        endings.append(common if end is None else common | {end})
+    return endings
 
 
 def _generation_ends(tokenizer: Path) -> list[int]:

@@ -72,21 +72,21 @@ class Callbacks(Callback):
         self._callbacks = tuple(callbacks)
 
     def on_start(self, trainer: TrainerState) -> None:
-        for each in self._callbacks:
-            each.on_start(trainer)
+        for callback in self._callbacks:
+            callback.on_start(trainer)
 
     def on_step(self, trainer: TrainerState, metrics: Metrics) -> None:
-        for each in self._callbacks:
-            each.on_step(trainer, metrics)
+        for callback in self._callbacks:
+            callback.on_step(trainer, metrics)
 
     def on_evaluation(self, trainer: TrainerState, scores: Mapping[str, Score]) -> None:
-        for each in self._callbacks:
-            each.on_evaluation(trainer, scores)
+        for callback in self._callbacks:
+            callback.on_evaluation(trainer, scores)
 
     def on_checkpoint(self, trainer: TrainerState, step: int) -> None:
-        for each in self._callbacks:
-            each.on_checkpoint(trainer, step)
+        for callback in self._callbacks:
+            callback.on_checkpoint(trainer, step)
 
     def on_end(self, trainer: TrainerState, outcome: Outcome) -> None:
-        for each in self._callbacks:
-            each.on_end(trainer, outcome)
+        for callback in self._callbacks:
+            callback.on_end(trainer, outcome)

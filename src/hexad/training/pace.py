@@ -67,8 +67,8 @@ class Pace:
         """``rank``, ``seconds`` and ``fastest_seconds`` (of the fastest rank) of the step that ended last."""
         if self._comparison is None:
             return None
-        found = wait_for(self._mesh.world, self._comparison.result)
-        return {"rank": found.rank, "seconds": found.slowest, "fastest_seconds": found.fastest}
+        slowest = wait_for(self._mesh.world, self._comparison.result)
+        return {"rank": slowest.rank, "seconds": slowest.slowest, "fastest_seconds": slowest.fastest}
 
     def close(self) -> None:
         """Wait for the comparison under way, if any: no thread is left behind."""

@@ -117,9 +117,11 @@ def timeline_text(engine: Engine) -> str:
     """The last recorded step's timeline and the planned one as JSON; the ranks of a pipeline call it
     together."""
     # Clocks of different hosts agree to about a millisecond.
-    found = gather_objects(engine.recorded(), engine.mesh.pipeline)
-    first = min(begin for begin, _ in found)
-    times = [[(begin - first + start, begin - first + end) for start, end in rank] for begin, rank in found]
+    recorded = gather_objects(engine.recorded(), engine.mesh.pipeline)
+    first = min(begin for begin, _ in recorded)
+    times = [
+        [(begin - first + start, begin - first + end) for start, end in rank] for begin, rank in recorded
+    ]
     measured = Timeline.of(engine.plan.schedule, times)
     planned = simulate(engine.plan.schedule, _planned(engine, measured))
     return json.dumps({"step": engine.step, "planned": planned.as_tree(), "measured": measured.as_tree()})

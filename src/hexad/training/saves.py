@@ -51,9 +51,9 @@ class Saves:
         """
         if self._adapters:
             self.engine.initialise(frozen=self.config.model.load is None)
-        found = self._load_newest(self.checkpointer.find)
-        if found is not None:
-            self._resume(*found)
+        manifest = self._load_newest(self.checkpointer.find)
+        if manifest is not None:
+            self._resume(*manifest)
         elif self.engine.language is not None:
             base = self._start()
             self.base = base if self._adapters else None
@@ -93,11 +93,11 @@ class Saves:
         there is none."""
         samples = self.engine.samples
         self.checkpointer.wait()
-        found = self._load_newest(self.checkpointer.newest)
-        if found is None:
+        manifest = self._load_newest(self.checkpointer.newest)
+        if manifest is None:
             return None
-        self.engine.rolled_back(found[1].progress, samples)
-        return found[1]
+        self.engine.rolled_back(manifest[1].progress, samples)
+        return manifest[1]
 
     def close(self) -> None:
         """Finish the save in progress."""

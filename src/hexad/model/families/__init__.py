@@ -32,8 +32,8 @@ def family(name: str) -> Family:
         raise ConfigError(
             "model.family", f"found {name!r}, which this version does not support; use {choices}"
         )
-    found: Family = import_module(f"{__name__}.{name}").FAMILY
-    return found
+    loaded: Family = import_module(f"{__name__}.{name}").FAMILY
+    return loaded
 
 
 def preset(name: str) -> Shape:
@@ -53,7 +53,7 @@ def preset(name: str) -> Shape:
 def presets() -> dict[str, Shape]:
     """Settings of all published models, by name."""
     return {
-        name: {"family": each, "qkv_bias": family(each).qkv_bias, "qk_norm": family(each).qk_norm, **shape}
-        for each in families()
-        for name, shape in family(each).presets.items()
+        name: {"family": known, "qkv_bias": family(known).qkv_bias, "qk_norm": family(known).qk_norm, **shape}
+        for known in families()
+        for name, shape in family(known).presets.items()
     }

@@ -28,33 +28,33 @@ class ConfigFile:
         self.path = path
         self.raw = {**absent, **raw}
 
-    def problem(self, key: str, expected: str, found: Any = ...) -> HexadError:
+    def problem(self, key: str, expected: str, found_value: Any = ...) -> HexadError:
         """An error that names the file, the key and the value found."""
-        value = self.raw.get(key) if found is ... else found
+        value = self.raw.get(key) if found_value is ... else found_value
         return HexadError(f"{self.path}: {key}: found {json.dumps(value)}, {expected}")
 
     def count(self, key: str, absent: int | None = None) -> int:
         """A whole number from 1; ``absent`` is what null means, if it means anything."""
-        found = self.raw.get(key)
-        if found is None and absent is not None:
+        value = self.raw.get(key)
+        if value is None and absent is not None:
             return absent
-        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.problem(key, "expected a whole number from 1")
-        return found
+        return value
 
     def number(self, key: str) -> float:
         """Any number from 0; null is 0."""
-        found = self.raw.get(key)
-        if isinstance(found, bool) or not isinstance(found, (int, float, type(None))) or (found or 0) < 0:
+        value = self.raw.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))) or (value or 0) < 0:
             raise self.problem(key, "expected a number from 0")
-        return float(found or 0)
+        return float(value or 0)
 
     def switch(self, key: str) -> bool:
         """True or false."""
-        found = self.raw.get(key)
-        if not isinstance(found, bool):
+        value = self.raw.get(key)
+        if not isinstance(value, bool):
             raise self.problem(key, "expected true or false")
-        return found
+        return value
 
 
 def without_window(keys: ConfigFile) -> dict[str, Any]:
@@ -147,14 +147,14 @@ class Family:
 
     def context(self, preset: str) -> int | None:
         """Tokens that a preset was published for; None if not stated."""
-        found = [start for start in self.contexts if preset.startswith(start)]
-        return self.contexts[max(found, key=len)] if found else None
+        starts = [start for start in self.contexts if preset.startswith(start)]
+        return self.contexts[max(starts, key=len)] if starts else None
 
     def published(self, name: str) -> str:
         """The name in a published state dict of one of our tensors, or of a module."""
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         rest, before = (name, "") if layer is None else (layer[2], self.layer.format(layer[1]))
-        module = next((each for each in (rest, rest.rpartition(".")[0]) if each in self.modules), None)
+        module = next((path for path in (rest, rest.rpartition(".")[0]) if path in self.modules), None)
         if module is None:
             raise KeyError(name)
         base = "" if layer is None and module == "head" else self.base

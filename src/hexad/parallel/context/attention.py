@@ -75,7 +75,7 @@ class Merged:
         after = torch.logaddexp(before, part.lse)
         unseen = after == -torch.inf  # -inf - -inf would be NaN
         old, new = (
-            each.sub(after).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1) for each in (before, part.lse)
+            lse.sub(after).exp_().masked_fill_(unseen, 0.0).unsqueeze(-1) for lse in (before, part.lse)
         )
         whole.mul_(old).addcmul_(part.out.to(whole.dtype), new)
         before.copy_(after)
@@ -87,8 +87,8 @@ class _AttentionOverRanks(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange, kernel: Kernel
     ) -> torch.Tensor:
         merged = Merged(q)
-        for each, keys, values in _arrivals(k, v, exchange):
-            for tile in each.tiles:
+        for round_, keys, values in _arrivals(k, v, exchange):
+            for tile in round_.tiles:
                 columns = slice(*tile.columns)
                 given = Operands(q[slice(*tile.rows)], keys[columns], values[columns])
                 for part in kernel.forward(given, tile):
@@ -107,20 +107,20 @@ class _AttentionOverRanks(torch.autograd.Function):
         gradient, heads = gradient.contiguous().view(q.shape), k.shape[1]
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         returns = _Returns(k, ctx.exchange, lse.dtype)
-        for each, keys, values in _arrivals(k, v, ctx.exchange):
-            found = returns.place(each)
-            for tile in each.tiles:
+        for round_, keys, values in _arrivals(k, v, ctx.exchange):
+            place_ = returns.place(round_)
+            for tile in round_.tiles:
                 rows, columns = slice(*tile.rows), slice(*tile.columns)
                 given = Operands(q[rows], keys[columns], values[columns])
                 for part in ctx.kernel.backward(given, Results(out[rows], lse[rows], gradient[rows]), tile):
                     dq[rows][part.rows] += part.q
-                    found[columns, :heads][part.columns] += part.k
-                    found[columns, heads:][part.columns] += part.v
+                    place_[columns, :heads][part.columns] += part.k
+                    place_[columns, heads:][part.columns] += part.v
                     del part  # before the next is computed
                 del given
             del keys, values
-            returns.send(found, each)
-            del found
+            returns.send(place_, round_)
+            del place_
         total = returns.complete().to(k.dtype)
         return dq.to(q.dtype), total[:, :heads], total[:, heads:], None, None
 
@@ -141,23 +141,23 @@ def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange) -> Iterat
         del packed
         yield own, k, v
         gathered = gathering.wait().unflatten(0, (exchange.axis.size, -1))
-        for each in others:
-            yield each, gathered[each.source, :, :heads], gathered[each.source, :, heads:]
+        for other in others:
+            yield other, gathered[other.source, :, :heads], gathered[other.source, :, heads:]
         return
-    arriving = [_start(packed, each, exchange.axis) for each in others[:1]]
+    arriving = [_start(packed, other, exchange.axis) for other in others[:1]]
     yield own, k, v
-    for each, following in zip(others, (*others[1:], None)):
+    for other, following in zip(others, (*others[1:], None)):
         received = arriving.pop().wait()
         if following is not None:
             arriving.append(_start(packed, following, exchange.axis))
-        yield each, received[:, :heads], received[:, heads:]
+        yield other, received[:, :heads], received[:, heads:]
         del received
 
 
-def _start(packed: torch.Tensor, each: Round, axis: Axis) -> Pending:
+def _start(packed: torch.Tensor, round_: Round, axis: Axis) -> Pending:
     """Start a round's messages."""
-    message, out = _cut(packed, each.send), packed.new_empty((each.received, *packed.shape[1:]))
-    return exchange_async(message, each.target, out, each.source, axis, 2 * each.distance)
+    message, out = _cut(packed, round_.send), packed.new_empty((round_.received, *packed.shape[1:]))
+    return exchange_async(message, round_.target, out, round_.source, axis, 2 * round_.distance)
 
 
 def _cut(rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
@@ -185,23 +185,23 @@ class _Returns:
             shape = exchange.axis.size, *self._total.shape
             self._gathered = torch.zeros(shape, dtype=k.dtype, device=k.device)
 
-    def place(self, each: Round) -> torch.Tensor:
+    def place(self, round_: Round) -> torch.Tensor:
         """Where a round's gradients are added, ``[tokens, heads of keys and of values, width]``."""
-        if each.distance == 0:
+        if round_.distance == 0:
             return self._total
-        return self._total.new_zeros((each.received, *self._total.shape[1:]))
+        return self._total.new_zeros((round_.received, *self._total.shape[1:]))
 
-    def send(self, found: torch.Tensor, each: Round) -> None:
+    def send(self, gradients: torch.Tensor, round_: Round) -> None:
         """A round's gradients are complete."""
-        if each.distance == 0:
+        if round_.distance == 0:
             return
         if self._gathered is not None:
-            self._gathered[each.source] = found
+            self._gathered[round_.source] = gradients
             return
         self._receive()
-        message, out = found.to(self._k.dtype), self._k.new_empty((each.sent, *found.shape[1:]))
-        axis, tag = self._exchange.axis, 2 * each.distance + 1
-        self._leaving = each, exchange_async(message, each.source, out, each.target, axis, tag)
+        message, out = gradients.to(self._k.dtype), self._k.new_empty((round_.sent, *gradients.shape[1:]))
+        axis, tag = self._exchange.axis, 2 * round_.distance + 1
+        self._leaving = round_, exchange_async(message, round_.source, out, round_.target, axis, tag)
 
     def complete(self) -> torch.Tensor:
         """The gradients of this rank's keys and values, side by side."""
@@ -214,9 +214,9 @@ class _Returns:
         """Add what the round before has brought."""
         if self._leaving is None:
             return
-        (each, pending), before = self._leaving, 0
+        (round_, pending), before = self._leaving, 0
         received = pending.wait()
-        for begin, end in each.send:
+        for begin, end in round_.send:
             self._total[begin:end] += received[before : before + end - begin]
             before += end - begin
         self._leaving = None

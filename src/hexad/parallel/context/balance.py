@@ -185,8 +185,8 @@ def by_work(bounds: Sequence[int], ranks: int, window: int | None = None) -> lis
         the runs of each rank, ascending.
     """
     dealt = _by_dealing(bounds, ranks, window)
-    most = _FEWER * sum(received(bounds, each, window) for each in dealt)
-    swapped = [each for each in _by_swaps(bounds, ranks, window) if each[0] < most] if most else []
+    most = _FEWER * sum(received(bounds, run, window) for run in dealt)
+    swapped = [swap for swap in _by_swaps(bounds, ranks, window) if swap[0] < most] if most else []
     return min(swapped)[1] if swapped else dealt
 
 
@@ -197,12 +197,12 @@ def _by_dealing(bounds: Sequence[int], ranks: int, window: int | None) -> list[l
         cuts = tokens * np.arange(ranks * pieces + 1, dtype=np.int64) // (ranks * pieces)
         work = np.diff(work_before(bounds, cuts, window))
         owners = [_dealt(work, np.diff(cuts), ranks, alike) for alike in (_ALIKE if pieces > 1 else (0.0,))]
-        found = [(_imbalance(work, owner, ranks), owner) for owner in owners]
-        even = [owner for imbalance, owner in found if imbalance <= TOLERANCE]
+        divisions = [(_imbalance(work, owner, ranks), owner) for owner in owners]
+        even = [owner for imbalance, owner in divisions if imbalance <= TOLERANCE]
         if even:
             candidates = [_runs(cuts, owner, ranks) for owner in even]
-            return min(candidates, key=lambda runs: sum(received(bounds, each, window) for each in runs))
-        imbalance, owner = min(found, key=lambda each: each[0])
+            return min(candidates, key=lambda runs: sum(received(bounds, run, window) for run in runs))
+        imbalance, owner = min(divisions, key=lambda division: division[0])
         if best is None or imbalance < best[0]:
             best = imbalance, _runs(cuts, owner, ranks)
         if pieces == tokens // ranks or 2 * pieces * ranks > _MOST_PIECES:
@@ -222,7 +222,7 @@ def _by_swaps(bounds: Sequence[int], ranks: int, window: int | None) -> Iterator
         owner = levelled(start, pieces, ranks, TOLERANCE, _MOST_SWAPS)
         if owner is not None:
             runs = _runs(cuts, owner, ranks)
-            yield sum(received(bounds, each, window) for each in runs), runs
+            yield sum(received(bounds, run, window) for run in runs), runs
 
 
 def _dealt(

@@ -77,7 +77,7 @@ class Kernel(Protocol):
         """Of all queries, each in one part."""
         ...
 
-    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[AttentionGradients]:
+    def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """Parts whose sum the gradients are."""
         ...
 
@@ -155,15 +155,15 @@ class CpuFlash:
             )
             yield Output(rows, out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
-    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[AttentionGradients]:
+    def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """See :class:`Kernel`."""
         for block in _blocks(tile):
             rows, columns, _ = block
-            operands = given.q[rows], given.k[columns], given.v[columns], found.out[rows], found.lse[rows]
+            operands = given.q[rows], given.k[columns], given.v[columns], results.out[rows], results.lse[rows]
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *map(_batch, (found.gradient[rows], *operands)), 0.0, **self._options(tile, block, given.q)
+                *map(_batch, (results.gradient[rows], *operands)), 0.0, **self._options(tile, block, given.q)
             )
-            yield AttentionGradients(rows, columns, *(each[0].transpose(0, 1) for each in gradients))
+            yield AttentionGradients(rows, columns, *(gradient[0].transpose(0, 1) for gradient in gradients))
             del gradients
 
     def _options(self, tile: Tile, block: _Block, q: torch.Tensor) -> dict[str, Any]:
@@ -194,16 +194,16 @@ class CudaFlash:
         )
         yield Output(slice(None), out, lse.transpose(0, 1))
 
-    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[AttentionGradients]:
+    def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """See :class:`Kernel`."""
         device = given.q.device
         state = torch.zeros(2, dtype=torch.uint64, device=device)  # of the generator: nothing is drawn
         nothing = torch.empty(0, device=device)
-        lse = found.lse.transpose(0, 1).contiguous()
+        lse = results.lse.transpose(0, 1).contiguous()
         gradients = torch.ops.aten._flash_attention_backward(
-            found.gradient,
+            results.gradient,
             *given,
-            found.out,
+            results.out,
             lse,
             *_places(tile, device),
             0.0,
@@ -227,13 +227,13 @@ class CudaFlash:
 @lru_cache(maxsize=512)  # of a microbatch's tiles, which all layers compute
 def _places(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Where the blocks of queries and of keys begin, int32 on the device, and the largest of each."""
-    found: list[Any] = []
+    offsets: list[Any] = []
     for bounds in (tile.queries, tile.keys):
-        host = torch.tensor([each - bounds[0] for each in bounds], dtype=torch.int32)
+        host = torch.tensor([bound - bounds[0] for bound in bounds], dtype=torch.int32)
         host = host.pin_memory() if device.type == "cuda" else host
-        found.append(host.to(device, non_blocking=True))
-    found += [max(b - a for a, b in pairwise(bounds)) for bounds in (tile.queries, tile.keys)]
-    return tuple(found)
+        offsets.append(host.to(device, non_blocking=True))
+    offsets += [max(b - a for a, b in pairwise(bounds)) for bounds in (tile.queries, tile.keys)]
+    return tuple(offsets)
 
 
 class Plain:
@@ -259,17 +259,17 @@ class Plain:
         out = (p.to(v.dtype) @ _columns(v)).permute(2, 0, 1, 3).flatten(1, 2)
         return Output(rows, out, lse.permute(2, 0, 1, 3).flatten(1))
 
-    def backward(self, given: Operands, found: Results, tile: Tile) -> Iterator[AttentionGradients]:
+    def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """See :class:`Kernel`."""
         for block in self._steps(tile, given.q.shape[1]):
-            yield self._gradients(given, found, tile, block)
+            yield self._gradients(given, results, tile, block)
 
-    def _gradients(self, given: Operands, found: Results, tile: Tile, block: _Block) -> AttentionGradients:
+    def _gradients(self, given: Operands, results: Results, tile: Tile, block: _Block) -> AttentionGradients:
         rows, columns, _ = block
         k, v, groups = given.k[columns], given.v[columns], given.k.shape[1]
-        g, out, q = (_grouped(each[rows], groups) for each in (found.gradient, found.out, given.q))
+        g, out, q = (_grouped(tensor[rows], groups) for tensor in (results.gradient, results.out, given.q))
         delta = (_wide(g) * _wide(out)).sum(-1, keepdim=True)
-        lse = _grouped(found.lse[rows].unsqueeze(-1), groups)
+        lse = _grouped(results.lse[rows].unsqueeze(-1), groups)
         p = self._scores(given, tile, block).sub_(lse).exp_()
         factors = None if self.drop is None else self.drop(tile, rows, columns, p.dtype)
         grad_p, weighted = _wide(g @ _columns(v).transpose(2, 3)), p

@@ -110,29 +110,29 @@ def rounds(
     """
     if window is not None and window >= max(end - begin for begin, end in pairwise(slice_.bounds)):
         window = None
-    found, everything = [], ((0, slice_.share),)
+    all_rounds, everything = [], ((0, slice_.share),)
     for distance in range(slice_.ranks):
         source, target = (rank - distance) % slice_.ranks, (rank + distance) % slice_.ranks
         tiles = _tiles(slice_, rank, source, window, apart)
         if distance == 0:
-            found.append(Round(0, rank, rank, (), (), tiles))
+            all_rounds.append(Round(0, rank, rank, (), (), tiles))
             continue
         receive = everything if complete else _needed(tiles)
         send = everything if complete else _needed(_tiles(slice_, target, rank, window, apart))
         placed = tuple(_placed(tile, receive) for tile in tiles)
-        found.append(Round(distance, source, target, send, receive, placed))
-    return tuple(found)
+        all_rounds.append(Round(distance, source, target, send, receive, placed))
+    return tuple(all_rounds)
 
 
 def _needed(tiles: Sequence[Tile]) -> tuple[Run, ...]:
     """Rows of the keys of some tiles."""
-    found: list[Run] = []
+    runs: list[Run] = []
     for begin, end in sorted(tile.columns for tile in tiles):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if runs and begin <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
         else:
-            found.append((begin, end))
-    return tuple(found)
+            runs.append((begin, end))
+    return tuple(runs)
 
 
 def _placed(tile: Tile, received: Sequence[Run]) -> Tile:
@@ -148,16 +148,16 @@ def _placed(tile: Tile, received: Sequence[Run]) -> Tile:
 @lru_cache(maxsize=1024)
 def _parts(slice_: Slice, rank: int) -> tuple[_Segment, ...]:
     """The tokens of a rank, by document."""
-    found, row, document = [], 0, 0
+    segments, row, document = [], 0, 0
     bounds = slice_.bounds
     for begin, end in slice_.runs[rank]:
         while begin < end:
             while bounds[document + 1] <= begin:
                 document += 1
             last = min(end, bounds[document + 1])
-            found.append(_Segment(document, begin, last, row))
+            segments.append(_Segment(document, begin, last, row))
             begin, row = last, row + last - begin
-    return tuple(found)
+    return tuple(segments)
 
 
 @lru_cache(maxsize=1024)
@@ -168,8 +168,8 @@ def _tiles(slice_: Slice, rank: int, source: int, window: int | None, apart: boo
         for key in keys:
             by_document.setdefault(key.document, []).append(key)
         pairs = [(query, key) for query in queries for key in by_document.get(query.document, ())]
-        found = [_between(query, key, window) for query, key in pairs if key.begin <= query.begin]
-        return tuple(tile for tile in found if tile is not None)
+        tiles = [_between(query, key, window) for query, key in pairs if key.begin <= query.begin]
+        return tuple(tile for tile in tiles if tile is not None)
     return _own(queries) if rank == source else _others(queries, keys)
 
 
@@ -184,7 +184,7 @@ def _own(parts: Sequence[_Segment]) -> tuple[Tile, ...]:
 
 def _others(queries: Sequence[_Segment], keys: Sequence[_Segment]) -> tuple[Tile, ...]:
     """A rank's queries with the keys of another: runs of queries that see the same keys are one tile."""
-    found: list[Tile] = []
+    tiles: list[Tile] = []
     at = 0
     for query in queries:
         while at < len(keys) and keys[at].document < query.document:
@@ -196,10 +196,10 @@ def _others(queries: Sequence[_Segment], keys: Sequence[_Segment]) -> tuple[Tile
             continue
         columns = keys[at].row, keys[seen - 1].row + keys[seen - 1].end - keys[seen - 1].begin
         rows = query.row, query.row + query.end - query.begin
-        if found and found[-1].keys == columns and found[-1].queries[-1] == rows[0]:
-            rows = found.pop().queries[0], rows[1]
-        found.append(Tile(rows, columns, False))
-    return tuple(found)
+        if tiles and tiles[-1].keys == columns and tiles[-1].queries[-1] == rows[0]:
+            rows = tiles.pop().queries[0], rows[1]
+        tiles.append(Tile(rows, columns, False))
+    return tuple(tiles)
 
 
 def _between(query: _Segment, key: _Segment, window: int | None) -> Tile | None:

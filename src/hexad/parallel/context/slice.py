@@ -65,13 +65,13 @@ class Slice:
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Ascending runs, of which those that touch become one."""
-    found: list[Run] = []
+    runs_: list[Run] = []
     for begin, end in runs:
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], end)
+        if runs_ and runs_[-1][1] == begin:
+            runs_[-1] = (runs_[-1][0], end)
         elif begin < end:
-            found.append((begin, end))
-    return tuple(found)
+            runs_.append((begin, end))
+    return tuple(runs_)
 
 
 @dataclass(frozen=True)

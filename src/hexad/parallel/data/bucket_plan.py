@@ -108,11 +108,11 @@ def plan_buckets(
         shards: see :func:`state_shards`, per grid.
     """
     runs: dict[tuple[int, Traits, bool, bool, bool, str], list[int]] = {}
-    for number, each in enumerate(held):
-        matrix, weight = each.parameter.matrix, each.parameter.weights[0]
+    for number, entry in enumerate(held):
+        matrix, weight = entry.parameter.matrix, entry.parameter.weights[0]
         resident = zero < 3 or not matrix or weight.adapter
         alone = not resident or (matrix and weight.apart)
-        key = (each.stage, each.traits, matrix, weight.adapter, resident, weight.unit if alone else "")
+        key = (entry.stage, entry.traits, matrix, weight.adapter, resident, weight.unit if alone else "")
         runs.setdefault(key, []).append(number)
     plans = []
     for (_, traits, _, _, resident, _), numbers in runs.items():

@@ -43,12 +43,12 @@ class StateSharding:
     def copies(self, traits: Traits) -> list[Axis]:
         """The axes of ``model`` along which ranks hold the same shards of weights with these traits. Weights
         that are divided over one part of an axis are copied along its other parts."""
-        found: list[Axis] = []
+        axes: list[Axis] = []
         for axis in self.model:
             if axis.name not in traits.divided:
                 parts = [part for part in axis.parts if part.name not in traits.divided]
-                found += parts if len(parts) < len(axis.parts) else [axis]
-        return found
+                axes += parts if len(parts) < len(axis.parts) else [axis]
+        return axes
 
     def holder(self, traits: Traits) -> tuple[int, int]:
         """This rank's number among those that hold the same shards, and how many they are."""
@@ -176,8 +176,8 @@ class Bucket:
                 "ranks (hexad show memory)"
             ) from error
         low = 0 if self.plan.resident else self.low
-        for member, each in given.items():
-            self._copy_given(values, low, self.plan.offsets[member], each.reshape(-1))
+        for member, values_ in given.items():
+            self._copy_given(values, low, self.plan.offsets[member], values_.reshape(-1))
         if self.plan.resident:
             self.attach(values)
             self._forget_derived()
@@ -300,14 +300,14 @@ class Bucket:
                     yield part, None if declared.plain else weight, view
 
 
-def _has_values(each: Declared) -> bool:
+def _has_values(declared: Declared) -> bool:
     """Whether a parameter has memory of its own, not a placeholder."""
-    data = each.parameter.data
-    return each.plain or data.untyped_storage().nbytes() >= data.numel() * data.element_size()
+    data = declared.parameter.data
+    return declared.plain or data.untyped_storage().nbytes() >= data.numel() * data.element_size()
 
 
 def make_buckets(
-    found: Sequence[tuple[int, Declared]],
+    declared_: Sequence[tuple[int, Declared]],
     bucket_bytes: float,
     formats: Formats,
     zero: int,
@@ -322,11 +322,13 @@ def make_buckets(
         zero: ``parallel.zero``.
         sharding: among which ranks the state is sharded, per grid.
     """
-    held = [Held.of(stage, each.declaration, each.positions, each.uses) for stage, each in found]
+    held = [Held.of(stage, each.declaration, each.positions, each.uses) for stage, each in declared_]
     counts = {grid: each.shards.size for grid, each in sharding.items()}
     plans = plan_buckets(held, bucket_bytes, formats.gradients.itemsize, zero, counts)
     return [
-        Bucket(plan, [found[number][1] for number in plan.members], sharding[plan.traits.grid].shards.rank)
+        Bucket(
+            plan, [declared_[number][1] for number in plan.members], sharding[plan.traits.grid].shards.rank
+        )
         for plan in plans
     ]
 

@@ -127,7 +127,7 @@ class ParameterGatherer:
 
     def _hook(self, stage: nn.Module) -> None:
         """Make the stage's units fetch, wait for and release their buckets."""
-        owner = {each.parameter: n for n, bucket in enumerate(self._buckets) for each in bucket.members}
+        owner = {member.parameter: n for n, bucket in enumerate(self._buckets) for member in bucket.members}
         units = stage_units(stage)
         needed = [list(dict.fromkeys(owner[p] for p in parameters if p in owner)) for _, parameters in units]
         absent = [[n for n in numbers if not self._buckets[n].plan.resident] for numbers in needed]
@@ -164,9 +164,9 @@ class ParameterGatherer:
 
         def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
             order.leave(unit)
-            for each in _tensors(output) if layer else ():
-                if each.requires_grad:
-                    each.register_hook(turn)
+            for tensor in _tensors(output) if layer else ():
+                if tensor.requires_grad:
+                    tensor.register_hook(turn)
 
         return leave
 
@@ -218,8 +218,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
     elif isinstance(value, Mapping) or is_dataclass(value):
         members = value if isinstance(value, Mapping) else vars(value)
         yield from _tensors(list(members.values()))
@@ -233,17 +233,17 @@ def stage_units(stage: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
     """The parts of a stage whose parameters are needed together, in the order of the forward pass, each with
     its parameters: the elements of its containers (layers), and the modules beside them."""
     own = [*stage.parameters(recurse=False), *external(stage)]
-    found: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    units: list[tuple[nn.Module, list[nn.Parameter]]] = []
     for child in stage.children():
         if isinstance(child, _CONTAINERS):
-            found += _elements(child)
+            units += _elements(child)
         elif isinstance(child, nn.ParameterList | nn.ParameterDict):
             own += child.parameters()
         elif any(isinstance(module, _CONTAINERS) for module in child.modules()):
-            found += stage_units(child)
+            units += stage_units(child)
         else:
-            found.append((child, _needed(child)))
-    return [(stage, own), *found] if own else found
+            units.append((child, _needed(child)))
+    return [(stage, own), *units] if own else units
 
 
 def _elements(container: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
@@ -260,5 +260,5 @@ def external(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _needed(module: nn.Module) -> list[nn.Parameter]:
-    used = (parameter for each in module.modules() for parameter in external(each))
+    used = (parameter for submodule in module.modules() for parameter in external(submodule))
     return list(dict.fromkeys([*module.parameters(), *used]))

@@ -54,7 +54,9 @@ class Gradients:
         self._pool, self._format = pool, reduced
         plain = any(declared.plain for bucket in buckets for declared in bucket.members)
         # GPUs sum in place, unless a copy in another format is sent.
-        beside = any(each.gradient.device.type == "cpu" or each.gradient.dtype != reduced for each in buckets)
+        beside = any(
+            bucket.gradient.device.type == "cpu" or bucket.gradient.dtype != reduced for bucket in buckets
+        )
         self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=plain)
         self._reducing: dict[int, deque[tuple[Pending, torch.Tensor, bool]]] = {}
         self._summing: list[tuple[Pending, torch.Tensor]] = []
@@ -158,7 +160,7 @@ class Gradients:
             for name in sorted(bucket.traits.partial):
                 all_reduce(bucket.gradient, self._axes[name])
         # In one order on all ranks, whatever that of their stages is.
-        for bucket in sorted(self._buckets, key=lambda each: each.traits.tied):
+        for bucket in sorted(self._buckets, key=lambda bucket: bucket.traits.tied):
             if bucket.traits.tied:
                 all_reduce(bucket.gradient, self._ties[bucket.traits.tied])
 

@@ -76,7 +76,7 @@ class Rounds:
         for bucket, plan in enumerate(self._buckets):
             self._left[bucket] = 1 if plan.keeps_gradients else rounds
             self._first[bucket] = True
-            self._due[bucket] = [microbatches * each for each in plan.uses]
+            self._due[bucket] = [microbatches * use for use in plan.uses]
             self._renew(bucket)
 
     def _renew(self, bucket: int) -> None:

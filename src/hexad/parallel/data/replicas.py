@@ -67,8 +67,8 @@ class Replicas:
             if not torch.equal(largest, smallest):
                 wrong = (largest != smallest).tolist()
                 different |= {r: int(h) for (r, h), bad in zip(hashes.items(), wrong) if bad}
-        found = torch.tensor(len(different), device=self.device)
-        if int(all_reduce(found, self.world, "max")):
+        differences = torch.tensor(len(different), device=self.device)
+        if int(all_reduce(differences, self.world, "max")):
             raise AgreedError(_report(gather_objects(different, self.world)))
 
     def _groups(self) -> list[tuple[list[Axis], list[Bucket]]]:
@@ -98,12 +98,12 @@ def _hash(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _report(found: Sequence[dict[Rectangle, int]]) -> str:
+def _report(by_rank: Sequence[dict[Rectangle, int]]) -> str:
     """The ranks that differ from most replicas, or from the first, of the first weights that differ."""
     lines = []
-    rectangles = dict.fromkeys(rectangle for each in found for rectangle in each)
+    rectangles = dict.fromkeys(rectangle for digests in by_rank for rectangle in digests)
     for rectangle in list(rectangles)[:3]:
-        held = {rank: each[rectangle] for rank, each in enumerate(found) if rectangle in each}
+        held = {rank: each[rectangle] for rank, each in enumerate(by_rank) if rectangle in each}
         common = Counter(held.values()).most_common(1)[0][0]
         right = next(rank for rank, value in held.items() if value == common)
         wrong = [str(rank) for rank, value in held.items() if value != common]

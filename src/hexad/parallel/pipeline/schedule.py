@@ -211,9 +211,9 @@ def _from_tree(tree: Any, name: str) -> Schedule:
         missing = next(number for number in range(microbatches) if number not in numbers)
         raise ScheduleError(f"found microbatch {max(numbers)} but no microbatch {missing}")
     placement = tuple(owners[stage] for stage in range(len(owners)))
-    for key, found in (("microbatches", microbatches), ("placement", list(placement))):
-        if tree.get(key, found) != found:
-            raise ScheduleError(f"{key}: found {tree[key]}, but the actions in ranks say {found}")
+    for key, value in (("microbatches", microbatches), ("placement", list(placement))):
+        if tree.get(key, value) != value:
+            raise ScheduleError(f"{key}: found {tree[key]}, but the actions in ranks say {value}")
     return Schedule(str(tree.get("name", name)), microbatches, placement, ranks)
 
 
@@ -280,9 +280,9 @@ def shortened(schedule: Schedule, keep: int | None = None) -> Shortened:
     keep = 4 * schedule.pipeline + 16 if keep is None else keep
     whole = Shortened(schedule, (0,) * schedule.pipeline, (0,) * schedule.pipeline)
     for period in range(1, min(_LONGEST, schedule.microbatches // (keep + 1)) + 1):
-        found = [_steady(actions, period) for actions in schedule.ranks]
-        steady = [rank for rank in found if rank is not None]
-        if len(steady) == len(found):
+        periods = [_steady(actions, period) for actions in schedule.ranks]
+        steady = [rank for rank in periods if rank is not None]
+        if len(steady) == len(periods):
             turns = min((rank.end - rank.begin) // rank.length for rank in steady) - keep
             return _without(schedule, steady, period, turns, keep) if turns > 0 else whole
     return whole

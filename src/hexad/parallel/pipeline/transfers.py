@@ -46,14 +46,14 @@ def transfers(schedule: Schedule) -> list[list[Transfer]]:
         for index, action in enumerate(actions)
         if (message := schedule.received(action)) is not None
     }
-    found = []
+    orders = []
     for rank, actions in enumerate(schedule.ranks):
         for index, action in enumerate(actions):
             message = schedule.sent(action)
             if message is not None:
-                found.append((timeline.times[rank][index][1], message, rank, index))
+                orders.append((timeline.times[rank][index][1], message, rank, index))
     result: list[list[Transfer]] = [[] for _ in schedule.ranks]
-    for _, message, sender, index in sorted(found):
+    for _, message, sender, index in sorted(orders):
         receiver = schedule.placement[message.target]
         result[sender].append(Transfer(message, True, receiver, consumed[message]))
         result[receiver].append(Transfer(message, False, sender, index))

@@ -106,8 +106,8 @@ class HeadSpec:
     def products(self, run: Execution) -> list[Product]:
         """The logits and both gradients, all in ``F``; without padding."""
         vocab, hidden, tokens, share = self.vocab, self.hidden, run.tokens, 1 / run.tensor
-        found = [Product("F", tokens, vocab, hidden, share), Product("F", tokens, hidden, vocab, share)]
-        return found if self.frozen else [*found, Product("F", vocab, hidden, tokens, share)]
+        products = [Product("F", tokens, vocab, hidden, share), Product("F", tokens, hidden, vocab, share)]
+        return products if self.frozen else [*products, Product("F", vocab, hidden, tokens, share)]
 
     def columns(self, run: Execution) -> int:
         """Logits of a token on one rank, padding included."""
@@ -118,16 +118,16 @@ class HeadSpec:
         """What moves over the tensor axis: maxima, then sums and targets, per token; hidden states and their
         gradient."""
         tokens, whole = run.tokens, run.whole(self.hidden)
-        found = [
+        collectives = [
             Collective("F", "tensor", "all_reduce", tokens * run.wide),
             Collective("F", "tensor", "all_reduce", 2 * tokens * run.wide),
         ]
         if run.sequence:
-            found.append(Collective("F", "tensor", "all_gather", whole))
+            collectives.append(Collective("F", "tensor", "all_gather", whole))
         if training:
             operation = "reduce_scatter" if run.sequence else "all_reduce"
-            found.append(Collective("F", "tensor", operation, whole))
-        return found
+            collectives.append(Collective("F", "tensor", operation, whole))
+        return collectives
 
     def loss(self, run: Execution) -> tuple[int, int]:
         """Bytes needed while the loss is computed, above what is kept: at the most, and when the weight's

@@ -40,10 +40,10 @@ def _narrowed_weight(weight: torch.Tensor, compiled: bool) -> tuple[torch.Tensor
     """A weight in e4m3: made once for the microbatches of a step, their forward and backward passes."""
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = maybe_compiled(_narrowed, compiled)(
+        narrowed: tuple[torch.Tensor, torch.Tensor] = maybe_compiled(_narrowed, compiled)(
             weight.detach(), torch.float8_e4m3fn
         )
-        return found
+        return narrowed
 
     return derived(weight, "e4m3", compute)
 

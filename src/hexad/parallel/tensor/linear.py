@@ -105,18 +105,18 @@ class Adapters:
             x: the layer's input, without elements dropped.
             gather: the axis over which ``x`` is still divided; without dropout only.
         """
-        found = [weight_gradient(self.a, inner_gradient, self.dropped(x), gather)]
+        gradients = [weight_gradient(self.a, inner_gradient, self.dropped(x), gather)]
         for part, b, (start, width) in zip(self._parts(inner * self.scale), self.b, self.columns):
-            found.append(weight_gradient(b, gradient.narrow(1, start, width), part))
-        return found
+            gradients.append(weight_gradient(b, gradient.narrow(1, start, width), part))
+        return gradients
 
     def added(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """As :meth:`add_`, to a new tensor under plain autograd."""
-        found, end = [], 0
+        outputs, end = [], 0
         for part, b, (start, width) in zip(self._parts(self.inner(x)), self.b, self.columns):
-            found += [y[:, end:start], y[:, start : start + width] + F.linear(part, b) * self.scale]
+            outputs += [y[:, end:start], y[:, start : start + width] + F.linear(part, b) * self.scale]
             end = start + width
-        return torch.cat([*found, y[:, end:]], dim=1)
+        return torch.cat([*outputs, y[:, end:]], dim=1)
 
 
 class AdaptedLinear(ShardedModule):
@@ -146,14 +146,14 @@ class AdaptedLinear(ShardedModule):
 
 def _columns(inventory: LinearSpec, shard: Shard) -> tuple[tuple[int, int], ...]:
     """(first column, columns) of each adapted output on this rank."""
-    found, start = [], 0
+    columns, start = [], 0
     for parameter in inventory.layers:
         for weight in parameter.weights if parameter.matrix else ():
             width = weight.local_shape(shard.positions)[0]
             if weight.name.removesuffix(".weight") in inventory.adapted:
-                found.append((start, width))
+                columns.append((start, width))
             start += width
-    return tuple(found)
+    return tuple(columns)
 
 
 Fused = tuple[torch.Tensor, torch.Tensor | None]
@@ -240,12 +240,12 @@ class _ColumnLinear(torch.autograd.Function):
         if gathering is not None:
             x = gathering.wait()
         gather = axis if sequence and later else None
-        found: list[torch.Tensor | None] = []
+        results: list[torch.Tensor | None] = []
         for part, (weight, bias) in zip(gradients, ctx.layers):
-            found += [weight_gradient(weight, part, x, gather), bias_gradient(bias, part)]
+            results += [weight_gradient(weight, part, x, gather), bias_gradient(bias, part)]
         if adapters is not None:
-            found += adapters.weight_gradients(gradient, inner_gradient, inner, x, gather)
-        return (None if reducing is None else reducing.wait()), None, None, *found
+            results += adapters.weight_gradients(gradient, inner_gradient, inner, x, gather)
+        return (None if reducing is None else reducing.wait()), None, None, *results
 
 
 def _trained(layers: Sequence[Fused], adapters: Adapters | None) -> torch.Tensor | None:
@@ -286,13 +286,13 @@ class _RowLinear(torch.autograd.Function):
         if ctx.shard.sequence:
             gradient = all_gather(gradient, ctx.shard.tensor)
         grad_x = _input_gradient(gradient, ctx.weight, ctx.shard) if ctx.needs_input_grad[0] else None
-        found = [weight_gradient(ctx.weight, gradient, x), None, None, None]
+        results = [weight_gradient(ctx.weight, gradient, x), None, None, None]
         if adapters is not None:
             inner_gradient = adapters.inner_gradient(gradient)
             if grad_x is not None:
                 adapters.add_input_gradient_(grad_x, inner_gradient)
-            found += adapters.weight_gradients(gradient, inner_gradient, inner, x)
-        return grad_x, *found
+            results += adapters.weight_gradients(gradient, inner_gradient, inner, x)
+        return grad_x, *results
 
 
 def _plain(shard: Shard) -> bool:

@@ -55,13 +55,13 @@ class AdaptersSpec:
             partial = frozenset() if self.row else frozenset({"tensor"})
             shape = (rank, self.inputs)
             first.append(_weight(f"{name}.lora_a", shape, matrix, divided, partial, std))
-        found = [Parameter(f"{self.name}.lora_a", tuple(first))]
+        parameters = [Parameter(f"{self.name}.lora_a", tuple(first))]
         for name, matrix in self.matrices.items():
             partial = frozenset({"tensor"}) if self.row else matrix.partial
             divided = {} if self.row else dict(matrix.divided)
             weight = _weight(f"{name}.lora_b", (self.outputs[name], rank), matrix, divided, partial, 0.0)
-            found.append(Parameter(f"{self.name}.{b_name(name)}", (weight,)))
-        return tuple(found)
+            parameters.append(Parameter(f"{self.name}.{b_name(name)}", (weight,)))
+        return tuple(parameters)
 
     @property
     def width(self) -> int:
@@ -72,18 +72,18 @@ class AdaptersSpec:
         """Of both halves in each action, for ``local`` input features and output features ``widths`` on a
         rank."""
         tokens, rank, every = run.tokens, self.kind.rank, self.width
-        found = [
+        products = [
             Product("F", tokens, every, local),
             Product("B", tokens, local, every),
             Product("W", every, local, tokens),
         ]
         for name in self.outputs:
-            found += [
+            products += [
                 Product("F", tokens, widths[name], rank),
                 Product("B", tokens, rank, widths[name]),
                 Product("W", widths[name], rank, tokens),
             ]
-        return found
+        return products
 
     def kept(self, run: Execution) -> int:
         """Bytes from forward to backward: what lies between ``A`` and ``B``."""
@@ -175,12 +175,12 @@ class LinearSpec:
         divided = Weight("", (), {"tensor": 1 if self.row else 0}, unit=self.unit)
         # A row-parallel layer's bias is whole on every rank, which in sequence parallel sees its own tokens.
         whole = Weight("", (), partial=frozenset({"tensor"} if self.sequence else ()), unit=self.unit)
-        found = self._fused("", own, divided, whole if self.row else divided)
+        parameters = self._fused("", own, divided, whole if self.row else divided)
         if not copied:
-            return found
+            return parameters
         over, copies = KV_AXES
         kind = Weight("", (), {over: 0}, frozenset({copies}), unit=self.unit)
-        return (*found, *self._fused("copied_", copied, kind, kind))
+        return (*parameters, *self._fused("copied_", copied, kind, kind))
 
     def _fused(
         self, prefix: str, outputs: Mapping[str, int], weight: Weight, bias: Weight
@@ -188,11 +188,11 @@ class LinearSpec:
         """Some outputs' weights, and their biases, divided like ``weight`` and ``bias``."""
         matrix, inputs = replace(weight, decay=True, std=self.std), self.inputs
         weights = [self._named(matrix, f"{n}.weight", (size, inputs)) for n, size in outputs.items()]
-        found = (Parameter(f"{self.name}.{prefix}weight", tuple(weights)),)
+        parameters = (Parameter(f"{self.name}.{prefix}weight", tuple(weights)),)
         if not self.bias:
-            return found
+            return parameters
         biases = [self._named(bias, f"{n}.bias", (size,)) for n, size in outputs.items()]
-        return (*found, Parameter(f"{self.name}.{prefix}bias", tuple(biases)))
+        return (*parameters, Parameter(f"{self.name}.{prefix}bias", tuple(biases)))
 
     def _named(self, kind: Weight, name: str, shape: tuple[int, ...]) -> Weight:
         return replace(kind, name=name, shape=shape, frozen=name in self.frozen)
@@ -220,7 +220,7 @@ class LinearSpec:
     @property
     def matrices(self) -> tuple[Parameter, ...]:
         """The trained weights, without biases."""
-        return tuple(each for each in self.parameters if each.matrix and not each.frozen)
+        return tuple(parameter for parameter in self.parameters if parameter.matrix and not parameter.frozen)
 
     @property
     def trained(self) -> bool:
@@ -230,7 +230,7 @@ class LinearSpec:
     @property
     def _own_trained(self) -> bool:
         """Whether the layer's own weights are trained, besides adapters."""
-        return any(each.matrix and not each.frozen for each in self.layers)
+        return any(layer.matrix and not layer.frozen for layer in self.layers)
 
     def local(self, run: Execution) -> tuple[int, int]:
         """(input, output) features on a rank."""
@@ -248,14 +248,14 @@ class LinearSpec:
     def products(self, run: Execution) -> list[Product]:
         """One of each matrix in each action, for frozen ones none in ``W``."""
         inputs, _ = self.local(run)
-        found = []
+        products = []
         for outputs in self._widths(run):
-            found += [Product("F", run.tokens, outputs, inputs), Product("B", run.tokens, inputs, outputs)]
-            found += [Product("W", outputs, inputs, run.tokens)] if self._own_trained else []
+            products += [Product("F", run.tokens, outputs, inputs), Product("B", run.tokens, inputs, outputs)]
+            products += [Product("W", outputs, inputs, run.tokens)] if self._own_trained else []
         if self.adapters is None:
-            return found
+            return products
         widths = {name: self._width(name, run) for name in self.adapters.outputs}
-        return found + self.adapters.products(run, inputs, widths)
+        return products + self.adapters.products(run, inputs, widths)
 
     def _width(self, name: str, run: Execution) -> int:
         """Features of one output on a rank."""

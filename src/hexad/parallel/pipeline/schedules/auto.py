@@ -60,9 +60,9 @@ def search(
         ScheduleError: the memory is less than one microbatch needs, or there is no placement to consider.
     """
     options = [
-        (placement, found)
+        (placement, predicted)
         for placement in (placements(pipeline, virtual_stages) if among is None else among)
-        if (found := _costs(costs, placement, pipeline)) is not None
+        if (predicted := _costs(costs, placement, pipeline)) is not None
     ]
     if not options:
         raise ScheduleError(f"auto: no placement of {virtual_stages} stages per rank has costs")
@@ -76,12 +76,12 @@ def search(
         )
     best: Schedule | None = None
     best_key = (float("inf"), float("inf"))
-    for schedule, found in _candidates(pipeline, microbatches, options, memory, effort):
-        peak = max(peak_memory(schedule, found))
+    for schedule, predicted in _candidates(pipeline, microbatches, options, memory, effort):
+        peak = max(peak_memory(schedule, predicted))
         if peak > memory * (1 + 2 * _SLACK) + _SLACK:
             continue
         # Rounded, so that the order of summation does not decide.
-        key = (float(f"{simulate(schedule, found).makespan:.9e}"), peak)
+        key = (float(f"{simulate(schedule, predicted).makespan:.9e}"), peak)
         if key < best_key:
             best, best_key = schedule, key
     assert best is not None
@@ -144,9 +144,9 @@ def _candidates(
                 return
             left -= size
             follow = known[placement, name] if name else None
-            found = greedy(placement, microbatches, costs, memory, preference, follow)
-            if found is not None:
-                yield found, costs
+            schedule_ = greedy(placement, microbatches, costs, memory, preference, follow)
+            if schedule_ is not None:
+                yield schedule_, costs
 
 
 def _recipes(

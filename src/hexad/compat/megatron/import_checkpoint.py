@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 
-from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
-from hexad.checkpoint.hugging_face.importing import check_target, with_precision, with_tokenizer
+from hexad.checkpoint.hugging_face.importing import check_target, with_precision
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config, load_config
-from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.inventory import ModelInventory
 from hexad.parallel.rectangle import Rectangle
 
-from ..facade.imported import ForeignTensor, ImportResult, model_directory, write_foreign
+from ..facade.imported import ForeignTensor, ImportResult, model_directory, published_config, write_import
 from ..facade.inert import Inert, load_inert, unpickle_inert
 
 METADATA, COMMON = ".metadata", "common.pt"
@@ -271,23 +269,15 @@ def import_checkpoint(
     if folder is None:
         config = check(load_config(model))
     else:
-        settings = model_settings(read_config(folder), folder / CONFIG_FILE)
-        config = check(build_config({"model": settings, "data": {"sequence": settings["max_positions"]}}))
+        config = check(build_config(published_config(folder)))
         own = given.tensors.get(_OUTSIDE["embedding.weight"])
         config = config if own is None else with_precision(config, own.dtype)
     if not weights_only:
         _check_sharding(given)
     kinds = ("",) if weights_only else ("", *MOMENTS)
-    tensors = [each for kind in kinds for each in _tensors(given, config.model, kind)]
+    tensors = [tensor for kind in kinds for tensor in _tensors(given, config.model, kind)]
     progress = {"step": 0, "updates": 0, "samples": 0} if weights_only else _progress(given, options)
-    with appearing(to, "--to") as directory:
-        others = None
-        if folder is not None:
-            config, others = with_tokenizer(config, folder, directory, to.resolve())
-        write_foreign(tensors, directory, source, progress, config, others)
-    count = sum(math.prod(each.shape) for each in tensors) // len(kinds)
-    found = folder is not None and has_tokenizer(folder)
-    return ImportResult(config, progress["step"], progress["samples"], count, not weights_only, found)
+    return write_import(tensors, to, source, progress, config, folder)
 
 
 def _check_sharding(given: TorchDistCheckpoint) -> None:

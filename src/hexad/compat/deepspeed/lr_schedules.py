@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules, which set the rate of every group of an optimizer.
+"""DeepSpeed's learning-rate schedules, which set the rate of every group of an optimizer. No torch.
 
 A schedule is at iteration -1 before its first step, so that the first update has the rate that is set when
 the schedule is created, and the second one that of iteration 0.
@@ -11,17 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 log = logging.getLogger("hexad")
 
 
 class LRSchedule:
-    """What all schedules have.
+    """The base class of all schedules.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or what wraps one as ``optimizer.optimizer``.
-        last_batch_iteration: number of the last iteration that was made; -1 before the first one, which sets
+        last_batch_iteration: number of the last iteration; -1 before the first one, which sets
             the first rate.
 
     Raises:
@@ -38,7 +36,7 @@ class LRSchedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
+        """The rate of every group that was set last."""
         assert self._last_lr is not None, "need to call step() first"
         return self._last_lr
 
@@ -58,7 +56,7 @@ class LRSchedule:
 
     def _set(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates):
-            if isinstance(group["lr"], torch.Tensor):
+            if hasattr(group["lr"], "fill_"):  # a tensor
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -74,10 +72,11 @@ class LRSchedule:
         return list(value)
 
 
-def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    for each in (optimizer, getattr(optimizer, "optimizer", None)):
-        if isinstance(each, torch.optim.Optimizer):
-            return each
+def _torch_optimizer(optimizer: Any) -> Any:
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        kinds = type(candidate).__mro__
+        if any(f"{kind.__module__}.{kind.__name__}" == "torch.optim.optimizer.Optimizer" for kind in kinds):
+            return candidate
     raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
 
 
@@ -105,14 +104,14 @@ class WarmupLR(LRSchedule):
             self._set(self.min_lrs)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`LRSchedule`."""
+        """The rate of every group at ``last_batch_iteration``."""
         if self.last_batch_iteration < 0:
             return self.min_lrs
         part = self._part(self.last_batch_iteration)
         return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs)]
 
     def _part(self, iteration: int) -> float:
-        """Of the way from the smallest to the largest rate."""
+        """The position between the smallest and the largest rate, from 0 to 1."""
         return self.warmup.part(iteration) if iteration < self.warmup.steps else 1.0
 
 
@@ -180,13 +179,13 @@ class WarmupCosineLR(LRSchedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * part)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`LRSchedule`."""
+        """The rate of every group at ``last_batch_iteration``."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
 
 class Warmup:
-    """The first iterations.
+    """The factor of the rate in the first iterations.
 
     Raises:
         ValueError: ``steps`` is not a positive integer.
@@ -201,7 +200,7 @@ class Warmup:
         self.steps, self.kind = max(2, steps), kind
 
     def part(self, iteration: int) -> float:
-        """Of the way, below 1, at an iteration below ``steps``."""
+        """The part of warm-up, below 1, that is done at an iteration below ``steps``."""
         if self.kind == "log":
             return math.log(iteration + 1) / math.log(self.steps)
         return iteration / self.steps
@@ -229,16 +228,13 @@ class LRRangeTest(LRSchedule):
         if not isinstance(size, int) or size <= 0:
             raise ValueError(f"lr_range_test_step_size must be a positive integer, got {size}")
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size, self.step_rate, self.staircase = (
-            size,
-            lr_range_test_step_rate,
-            lr_range_test_staircase,
-        )
+        self.step_size, self.step_rate = size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         if last_batch_iteration == -1:
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`LRSchedule`."""
+        """The rate of every group at ``last_batch_iteration``."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [rate * factor for rate in self.min_lr]
@@ -293,7 +289,7 @@ class OneCycle(LRSchedule):
                 self._set_moms(self.min_moms)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`LRSchedule`."""
+        """The rate of every group at ``last_batch_iteration``."""
         after = self._after()
         if after is None:
             part = self._part()
@@ -313,7 +309,7 @@ class OneCycle(LRSchedule):
         return [(first, 0.99) for first in firsts]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """As of :class:`LRSchedule`; sets betas too."""
+        """Set the rates and betas of the next iteration, or of the one named."""
         super().step(batch_iteration)
         moms = self.get_mom()
         if moms is not None:
@@ -332,7 +328,7 @@ class OneCycle(LRSchedule):
         return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
 
     def _part(self) -> float:
-        """Of the way from the smallest to the largest rate."""
+        """The position between the smallest and the largest rate, from 0 to 1."""
         iteration = (self.last_batch_iteration + 1) % self.total_size
         if iteration <= self.first_step_size:
             place, size, stairs = iteration, self.first_step_size, self.stairs[0]
@@ -342,9 +338,10 @@ class OneCycle(LRSchedule):
 
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
-    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    schedule.__name__: schedule
+    for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
-"""By the name in ``scheduler.type``; any other is one of ``torch.optim.lr_scheduler``."""
+"""DeepSpeed's schedules, by the name in ``scheduler.type``; any other name is one of torch's."""
 
 VALID_LR_SCHEDULES = list(SCHEDULES)
-"""Their names."""
+"""The names of DeepSpeed's schedules."""

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
 from hexad.config import Config, ConfigError
 from hexad.model.configuration import load_config
 
 from .config import CheckedConfig, without_effect
-from .keys import Keys, Offload, Section
+from .keys import Keys, NoEffect, Offload, Section
+from .lr_schedules import LRSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from .sections import checked, given
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[Finite, Field(ge=0)]
 Beta = Annotated[Finite, Field(ge=0, lt=1)]
-Steps = Annotated[int, Field(ge=1)]
+ONE_ADAM = NoEffect("a run.yaml has one AdamW")
 
 
 def _required(wanted: Any, why: str) -> BeforeValidator:
@@ -32,11 +34,8 @@ def _required(wanted: Any, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-BeginsAnew = Annotated[int, _required(-1, "a run.yaml begins with the first step; remove it")]
-
-
 class AdamParams(Section):
-    """Of Adam and AdamW, from DeepSpeed or torch."""
+    """The parameters of Adam and AdamW, from DeepSpeed or torch."""
 
     lr: Rate = 1e-3
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -47,53 +46,32 @@ class AdamParams(Section):
     amsgrad: Annotated[bool, _required(False, "a run.yaml has AdamW without it")] = False
     maximize: Annotated[bool, _required(False, "a run.yaml minimizes the loss")] = False
     max_grad_norm: Rate | None = None
-    torch_adam: bool = False
-    fused: bool | None = None
-    foreach: bool | None = None
-    capturable: bool = False
-    differentiable: bool = False
-    set_grad_none: bool = True
-    fp32_optimizer_states: bool = True
+    torch_adam: Annotated[bool, ONE_ADAM] = False
+    fused: Annotated[bool | None, ONE_ADAM] = None
+    foreach: Annotated[bool | None, ONE_ADAM] = None
+    capturable: Annotated[bool, ONE_ADAM] = False
+    differentiable: Annotated[bool, ONE_ADAM] = False
+    set_grad_none: Annotated[bool, ONE_ADAM] = True
+    fp32_optimizer_states: Annotated[bool, ONE_ADAM] = True
 
 
-SAME_RESULT = (
-    "torch_adam",
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "set_grad_none",
-    "fp32_optimizer_states",
-)
-"""Parameters of Adam that do not change what it computes here."""
+_TYPES: dict[str, Any] = {
+    "warmup_max_lr": Rate | None,
+    "warmup_num_steps": Annotated[int, Field(ge=1)],
+    "total_num_steps": Annotated[int, Field(ge=1)],
+    "warmup_type": Literal["log", "linear"],
+    "last_batch_iteration": Annotated[int, _required(-1, "a run.yaml begins with the first step; remove it")],
+}
+"""Types of the schedules' parameters that are not plain rates."""
 
 
-class WarmupParams(Section):
-    """Of ``WarmupLR``."""
-
-    warmup_min_lr: Rate = 0.0
-    warmup_max_lr: Rate | None = None
-    warmup_num_steps: Steps = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-    last_batch_iteration: BeginsAnew = -1
-
-
-class WarmupDecayParams(WarmupParams):
-    """Of ``WarmupDecayLR``."""
-
-    total_num_steps: Steps
-    warmup_max_lr: Rate | None = 1e-3
-
-
-class WarmupCosineParams(Section):
-    """Of ``WarmupCosineLR``."""
-
-    total_num_steps: Steps
-    warmup_min_ratio: Rate = 0.0
-    warmup_num_steps: Steps = 1000
-    cos_min_ratio: Rate = 0.0001
-    warmup_type: Literal["log", "linear"] = "log"
-    last_batch_iteration: BeginsAnew = -1
+def _parameters(schedule: type[LRSchedule]) -> type[Section]:
+    """The parameters of a schedule, with the names and defaults of its constructor."""
+    fields: dict[str, Any] = {
+        name: (_TYPES.get(name, Rate), ... if parameter.default is parameter.empty else parameter.default)
+        for name, parameter in list(signature(schedule).parameters.items())[1:]
+    }
+    return create_model(schedule.__name__, __base__=Section, **fields)
 
 
 @dataclass(frozen=True)
@@ -142,7 +120,7 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
         tree["lr_schedule"] = {"kind": "constant", "warmup": 0}
     if keys.steps_per_print is not None:
         tree["log"] = {"every": keys.steps_per_print}
-    notes += [f"{each}: no effect" for each in without_effect(keys)]
+    notes += [f"{key}: no effect" for key in without_effect(keys)]
     return FileTranslation({name: group for name, group in tree.items() if group}, notes)
 
 
@@ -204,14 +182,14 @@ def _of_modules(keys: Keys) -> list[str]:
 def _formats(config: CheckedConfig) -> list[str]:
     """A note for each format of gradients that is not honoured."""
     reduce, accumulate = config.keys.communication_data_type, config.keys.data_types.grad_accum_dtype
-    reduced, found = reduce == config.dtype == "bf16", list[str]()
+    reduced, notes = reduce == config.dtype == "bf16", list[str]()
     if reduce not in (None, "fp32") and not reduced:
         why = "bf16 needs bf16.enabled" if reduce == "bf16" else "fp16 is not supported"
-        found.append(f"communication_data_type: no effect: {why}; gradients are sent in fp32")
+        notes.append(f"communication_data_type: no effect: {why}; gradients are sent in fp32")
     if accumulate not in (None, "fp32") and not (reduced and accumulate == "bf16"):
         why = "bf16 needs communication_data_type: bf16" if accumulate == "bf16" else "fp16 is not supported"
-        found.append(f"data_types.grad_accum_dtype: no effect: {why}; gradients are added in fp32")
-    return found
+        notes.append(f"data_types.grad_accum_dtype: no effect: {why}; gradients are added in fp32")
+    return notes
 
 
 def _common(config: CheckedConfig, gpu: bool) -> dict[str, Any]:
@@ -262,7 +240,7 @@ def _check_offload(keys: Keys, gpu: bool) -> None:
 
 
 def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, Any]:
-    """Of AdamW, the one optimizer of a ``run.yaml``."""
+    """The settings of AdamW, the one optimizer of a ``run.yaml``."""
     optimizer = config.keys.optimizer
     if optimizer is None:
         notes.append("optimizer: the script's own; the settings here are AdamW's defaults in DeepSpeed")
@@ -280,8 +258,8 @@ def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, A
         )
     if params.weight_decay:
         notes.append("optimizer.params.weight_decay: norms and biases are excluded here")
-    unused = [each for each in SAME_RESULT if each in written]
-    notes += [f"optimizer.params.{each}: no effect: a run.yaml has one AdamW" for each in unused]
+    unused = [name for name, info in AdamParams.model_fields.items() if ONE_ADAM in info.metadata]
+    notes += [f"optimizer.params.{name}: no effect: {ONE_ADAM.why}" for name in unused if name in written]
     return {
         "lr": params.lr,
         "betas": list(params.betas),
@@ -290,30 +268,27 @@ def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, A
     }
 
 
-_SCHEDULES: dict[str, tuple[str, type[WarmupParams] | type[WarmupCosineParams]]] = {
-    "WarmupLR": ("constant", WarmupParams),
-    "WarmupDecayLR": ("linear", WarmupDecayParams),
-    "WarmupCosineLR": ("cosine", WarmupCosineParams),
-}
-"""``scheduler.type`` -> ``lr_schedule.kind`` and what the parameters are."""
+_KINDS = {WarmupLR: "constant", WarmupDecayLR: "linear", WarmupCosineLR: "cosine"}
+"""DeepSpeed's schedule -> ``lr_schedule.kind``."""
 
 
 def _schedule(
     config: CheckedConfig, optimizer: dict[str, Any], notes: list[str], strict: bool
 ) -> dict[str, Any]:
-    """Of the learning rate; its peak goes to the optimizer's settings."""
+    """The settings of the learning-rate schedule; its peak goes to the optimizer's settings."""
     scheduler = config.keys.scheduler
     assert scheduler is not None
-    if scheduler.type not in _SCHEDULES:
+    schedules = {schedule.__name__: schedule for schedule in _KINDS}
+    if scheduler.type not in schedules:
         raise ConfigError(
             "scheduler.type",
-            f"found {scheduler.type}, which has no counterpart in a run.yaml; use {', '.join(_SCHEDULES)}, "
+            f"found {scheduler.type}, which has no counterpart in a run.yaml; use {', '.join(schedules)}, "
             "or hexad.compat.deepspeed.initialize",
         )
-    kind, section = _SCHEDULES[scheduler.type]
-    params = checked(scheduler.params, section, "scheduler.params.", strict)
-    found: dict[str, Any] = {"kind": kind, "warmup": params.warmup_num_steps}
-    if isinstance(params, WarmupCosineParams):
+    schedule = schedules[scheduler.type]
+    params: Any = checked(scheduler.params, _parameters(schedule), "scheduler.params.", strict)
+    settings: dict[str, Any] = {"kind": _KINDS[schedule], "warmup": params.warmup_num_steps}
+    if schedule is WarmupCosineLR:
         low, least = params.warmup_min_ratio, optimizer["lr"] * params.cos_min_ratio
     else:
         low = least = params.warmup_min_lr
@@ -323,9 +298,9 @@ def _schedule(
         notes.append("scheduler.params.warmup_type: log there, linear here")
     if low:
         notes.append(f"scheduler: warm-up begins at {low} there, at 0 here")
-    if not isinstance(params, WarmupParams) or isinstance(params, WarmupDecayParams):
-        found |= {"decay_steps": params.total_num_steps, "min_lr": least}
+    if schedule is not WarmupLR:
+        settings |= {"decay_steps": params.total_num_steps, "min_lr": least}
     notes.append(
         "scheduler: step n there has the rate of step n - 2 here, since the first two have the smallest"
     )
-    return found
+    return settings

@@ -28,7 +28,25 @@ _PUBLIC = {
 }
 _MODULES = ("mappings", "parallel_state")
 
-__all__ = [*_PUBLIC, *_MODULES]
+__all__ = [
+    "ColumnParallelLinear",
+    "GPTModel",
+    "ModelParallelConfig",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "destroy_megatron",
+    "get_args",
+    "get_config",
+    "get_forward_backward_func",
+    "get_mesh",
+    "get_num_microbatches",
+    "get_tokenizer",
+    "initialize_megatron",
+    "mappings",
+    "parallel_state",
+    "setup_model",
+    "vocab_parallel_cross_entropy",
+]
 
 if TYPE_CHECKING:
     from . import mappings, parallel_state

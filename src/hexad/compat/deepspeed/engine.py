@@ -94,9 +94,9 @@ class DeepSpeedEngine(nn.Module):
         if self._keeps_groups or self._engine.mesh.pipeline.size == 1:
             groups = self._engine.optimizer.rule.numbers()["groups"]
             identical("optimizer.param_groups", dict(enumerate(groups)), self._engine.mesh.world)
-        self.optimizer = (
-            None if basic is None else EngineOptimizer(basic, self._engine, self._optimizer_discards())
-        )
+        # With ZeRO 3 the optimizer's zero_grad discards more than the engine's, as in DeepSpeed.
+        discard = None if self.zero_optimization_stage() == 2 else self._discard
+        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, discard)
         self.basic_optimizer = basic
         self.lr_scheduler = client_scheduler(scheduler, basic, config.keys)
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
@@ -176,15 +176,12 @@ class DeepSpeedEngine(nn.Module):
     # A step
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the module computes."""
+        """The module's result."""
         keys = self._config.keys
         if keys.fp16.enabled and keys.fp16.auto_cast:
             inputs, named = cast_tensors(inputs, torch.float16), cast_tensors(named, torch.float16)
-        autocast = nullcontext()
-        if keys.torch_autocast.enabled:
-            kind = getattr(torch, keys.torch_autocast.dtype)
-            autocast = torch.autocast(self.device.type, kind)  # type: ignore[assignment]
-        with autocast:
+        kind = getattr(torch, keys.torch_autocast.dtype)
+        with torch.autocast(self.device.type, kind) if keys.torch_autocast.enabled else nullcontext():
             return self._module(*inputs, **named)
 
     def backward(
@@ -219,10 +216,6 @@ class DeepSpeedEngine(nn.Module):
         3, as in DeepSpeed. Needless otherwise: a step begins without gradients."""
         if self.zero_optimization_stage() < 2:
             self._discard()
-
-    def _optimizer_discards(self) -> Callable[[], None] | None:
-        """What the optimizer's ``zero_grad`` does: with ZeRO 3 more than the engine's, as in DeepSpeed."""
-        return None if self.zero_optimization_stage() == 2 else self._discard
 
     def _discard(self) -> None:
         self._accumulation.discard(self._limit())
@@ -270,7 +263,7 @@ class DeepSpeedEngine(nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set it explicitly."""
+        """Determine whether the next :meth:`step` updates, in place of counting."""
         self._boundary = is_boundary
         if not self._accumulation.pending:
             self._accumulation.begin(self._limit())
@@ -431,7 +424,9 @@ class DeepSpeedEngine(nn.Module):
             **self._engine.progress(),
             "deepspeed": {
                 "counters": {name: getattr(self, name) for name in _COUNTERS},
-                "scheduler": None if scheduler is None else _encoded_schedule(scheduler),
+                "scheduler": None
+                if scheduler is None
+                else tags.encoded(scheduler.state_dict(), "lr_scheduler"),
                 "client_state": tags.encoded(dict(client_state), "client_state"),
             },
         }
@@ -518,10 +513,10 @@ class DeepSpeedEngine(nn.Module):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """As :meth:`module_state_dict`, on the first rank; None on others. transformers and accelerate call
-        it by this name."""
-        found = self._state_dict(exclude_frozen_parameters, first_only=True)
-        return None if self.global_rank else found
+        """The module's complete ``state_dict`` on the first rank; None on others. transformers and accelerate
+        call it by this name."""
+        state = self._state_dict(exclude_frozen_parameters, first_only=True)
+        return None if self.global_rank else state
 
     def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, torch.Tensor]:
         mesh = self._engine.mesh
@@ -552,7 +547,7 @@ class DeepSpeedEngine(nn.Module):
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             names = {*vars(self), *dir(type(self))} - _OF_MODULES
-            own = sorted(each for each in names if not each.startswith("_"))
+            own = sorted(known for known in names if not known.startswith("_"))
             hint = did_you_mean(name, own)
             raise AttributeError(
                 f"{type(self).__name__} and its module have no {name!r}{hint or '; see docs/deepspeed.md'}"
@@ -560,7 +555,7 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What was read."""
+        """The configuration as it was read."""
         return self._config.tree
 
     @property
@@ -575,7 +570,7 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self._engine.mesh.layout.world
 
     @property
@@ -609,7 +604,7 @@ class DeepSpeedEngine(nn.Module):
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """0 to 3."""
+        """The level of sharding, 0 to 3."""
         return self._config.keys.zero_optimization.stage
 
     def fp16_enabled(self) -> bool:
@@ -629,48 +624,42 @@ class DeepSpeedEngine(nn.Module):
         return self._config.keys.steps_per_print
 
     def loss_scale(self) -> float:
-        """Of the next step."""
+        """The loss scale of the next step."""
         return self._engine.scaler.scale
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step, before clipping; None before the first."""
+        """The gradient norm of the last step, before clipping; None before the first."""
         return self._norm
 
     def was_step_applied(self) -> bool:
         """Whether the last :meth:`step` changed the weights."""
         return self._applied
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
+
     def get_lr(self) -> list[float]:
-        """Of every group."""
-        return (
-            []
-            if self.basic_optimizer is None
-            else [group["lr"] for group in self.basic_optimizer.param_groups]
-        )
+        """The learning rate of every parameter group."""
+        return [group["lr"] for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
-        """Momentum or betas of every group."""
-        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        return [group.get("betas", group.get("momentum")) for group in groups]
+        """Momentum or betas of every parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
     def set_lr(self, lr: float) -> None:
-        """Of every group."""
-        for group in [] if self.basic_optimizer is None else self.basic_optimizer.param_groups:
+        """Set the learning rate of every parameter group."""
+        for group in self._groups():
             group["lr"] = lr
 
     def empty_partition_cache(self) -> None:
-        """Nothing: complete values of sharded parameters are released after use."""
+        """No effect: complete values of sharded parameters are released after use."""
 
     def destroy(self) -> None:
         """No effect: an engine is freed when nothing refers to it."""
 
 
-def _encoded_schedule(scheduler: Any) -> dict[str, Any]:
-    return tags.encoded(scheduler.state_dict(), "lr_scheduler")
-
-
 def _of_deepspeed(path: Path) -> str | None:
-    """What to do with a checkpoint that DeepSpeed has written; None where it is none."""
+    """The instruction for a checkpoint that DeepSpeed has written; None for others."""
     command = f"'hexad checkpoint import --from ds:{path} --to DIR'"
     written = any(path.glob("*_states.pt"))
     return f"found a checkpoint that DeepSpeed has written; convert it with {command}" if written else None

@@ -12,6 +12,7 @@ from hexad.config import Config, ConfigError, HexadError
 from hexad.engine.engine import Engine
 from hexad.topology.mesh import Axis
 
+from ..facade.optimizer import refused
 from ..megatron import parallel_state
 from ..megatron.gpt import GPTEngine, GPTModel, check_tied, resolved_model
 from .engine import DeepSpeedEngine
@@ -26,7 +27,7 @@ class _Link:
     """What a rank's stage exchanges with its neighbours.
 
     Attributes:
-        axis: of the pipeline.
+        axis: the pipeline's.
         device: of this rank.
         shape, dtype: of hidden states.
     """
@@ -37,16 +38,16 @@ class _Link:
     dtype: torch.dtype
 
     def receive(self, source: int, tag: int) -> torch.Tensor:
-        """Hidden states, or their gradient."""
+        """Receive hidden states, or their gradient, from a neighbour."""
         empty = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return receive_async(empty, self.axis, source, tag).wait()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """To a neighbour."""
+        """Send hidden states, or their gradient, to a neighbour."""
         send_async(tensor.contiguous(), self.axis, to, tag).wait()
 
 
-class _HandOver(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     """Returns the last stage's result in place of this stage's, so that every rank computes and
     differentiates the loss. The gradient of this stage's result comes from the next stage."""
 
@@ -97,15 +98,9 @@ class MegatronEngine(DeepSpeedEngine):
             initialise=False,
         )
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError(
-            "set_train_micro_batch_size: found a GPTModel, whose ranks exchange --micro-batch-size sequences"
-        )
+    set_train_micro_batch_size = refused(
+        "set_train_micro_batch_size", "found a GPTModel, whose ranks exchange --micro-batch-size sequences"
+    )
 
     def _settings(self, flags: Config) -> Config:
         """The flags' settings, with the file's for state, precision and clipping.
@@ -126,10 +121,9 @@ class MegatronEngine(DeepSpeedEngine):
                 "train_micro_batch_size_per_gpu",
                 f"found {micro}, but --micro-batch-size is {flags.batch.micro}; use the same",
             )
-        parallel = flags.parallel.model_copy(update={"zero": file.parallel.zero})
         return flags.model_copy(
             update={
-                "parallel": parallel,
+                "parallel": flags.parallel.model_copy(update={"zero": file.parallel.zero}),
                 "precision": file.precision,
                 "optimizer": file.optimizer,
                 # GPTModel wraps its own layers in recompute.
@@ -152,16 +146,16 @@ class MegatronEngine(DeepSpeedEngine):
                 received.requires_grad_()
                 received.register_post_accumulate_grad_hook(self._send_back)
         module.set_input_tensor(received)
-        found: torch.Tensor = super().forward(*inputs, **named)
+        output: torch.Tensor = super().forward(*inputs, **named)
         last = pipeline.rank == pipeline.size - 1
         if not last:
-            self._link.send(found.detach(), pipeline.rank + 1, _RESULT)
-        final = found.detach().contiguous() if last else self._empty(inputs, named)
+            self._link.send(output.detach(), pipeline.rank + 1, _RESULT)
+        final = output.detach().contiguous() if last else self._empty(inputs, named)
         final = broadcast(final, pipeline, pipeline.size - 1)
-        if last or not found.requires_grad:
-            return found if last else final
-        handed: torch.Tensor = _HandOver.apply(found, final, self._link)
-        return handed
+        if last or not output.requires_grad:
+            return output if last else final
+        exchanged: torch.Tensor = _Exchange.apply(output, final, self._link)
+        return exchanged
 
     def _send_back(self, received: torch.Tensor) -> None:
         assert received.grad is not None
@@ -169,7 +163,7 @@ class MegatronEngine(DeepSpeedEngine):
         received.grad = None
 
     def _empty(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
-        """Like the last stage's result: losses, or logits."""
+        """An empty tensor like the last stage's result: losses, or logits."""
         tokens = inputs[0] if inputs else named["input_ids"]
         labels = named.get("labels", inputs[3] if len(inputs) > 3 else None)
         if labels is not None:

@@ -17,7 +17,8 @@ from hexad.comm import Pending, agreed, all_reduce, gather_objects, merged, rece
 from hexad.config import ConfigError, HexadError
 from hexad.engine.engine import Engine
 
-from .data import cast_tensors
+from ..facade.optimizer import refused
+from .data import RepeatingLoader, cast_tensors
 from .engine import DeepSpeedEngine
 from .pipe import PipelineModule, PipeStage
 from .translate import engine_config
@@ -25,10 +26,10 @@ from .translate import engine_config
 
 @dataclass(frozen=True)
 class MessagePart:
-    """A tensor of a result.
+    """A tensor of a stage's result.
 
     Attributes:
-        shape, dtype: of it.
+        shape, dtype: of the tensor.
         trained: a gradient is sent back for it.
     """
 
@@ -38,7 +39,7 @@ class MessagePart:
 
     @property
     def elements(self) -> int:
-        """Of the tensor."""
+        """The number of the tensor's elements."""
         return prod(self.shape)
 
 
@@ -70,9 +71,7 @@ class Form:
         """
         single = isinstance(result, torch.Tensor)
         tensors = (result,) if single else result
-        if not isinstance(tensors, list | tuple) or not all(
-            isinstance(each, torch.Tensor) for each in tensors
-        ):
+        if not isinstance(tensors, list | tuple) or not all(isinstance(t, torch.Tensor) for t in tensors):
             raise HexadError(
                 f"PipelineModule: found a {type(result).__name__} as the result of a stage's last layer, "
                 "expected a tensor or a tuple of tensors"
@@ -87,7 +86,7 @@ class Form:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the message."""
+        """The format of the message."""
         kinds = [part.dtype for part in self.parts if part.trained]
         return max(kinds, key=lambda kind: kind.itemsize) if kinds else torch.float32
 
@@ -97,8 +96,8 @@ class Form:
             tensor: torch.Tensor = result
             return tensor
         tensors = (result,) if self.single else result
-        kept = [each.reshape(-1).to(self.dtype) for each, part in zip(tensors, self.parts) if part.trained]
-        raw = [_raw(each, self.dtype) for each, part in zip(tensors, self.parts) if not part.trained]
+        kept = [t.reshape(-1).to(self.dtype) for t, part in zip(tensors, self.parts) if part.trained]
+        raw = [_raw(t, self.dtype) for t, part in zip(tensors, self.parts) if not part.trained]
         return torch.cat([*kept, *raw])
 
     def empty(self, device: torch.device) -> torch.Tensor:
@@ -111,22 +110,20 @@ class Form:
         """The result in a message."""
         if self.plain:
             return message
-        found: dict[int, torch.Tensor] = {}
         order = sorted(range(len(self.parts)), key=lambda number: not self.parts[number].trained)
         sizes = [self._size(self.parts[number]) for number in order]
+        tensors: dict[int, torch.Tensor] = {}
         for number, piece in zip(order, message.split(sizes)):
             part = self.parts[number]
             if part.trained:
-                found[number] = piece.view(part.shape).to(part.dtype)
+                tensors[number] = piece.view(part.shape).to(part.dtype)
             else:
                 raw = piece.detach().clone().view(torch.uint8)[: part.elements * part.dtype.itemsize]
-                found[number] = raw.view(part.dtype).view(part.shape)
-        if self.single:
-            return found[0]
-        return tuple(found[number] for number in range(len(self.parts)))
+                tensors[number] = raw.view(part.dtype).view(part.shape)
+        return tensors[0] if self.single else tuple(tensors[number] for number in range(len(self.parts)))
 
     def _size(self, part: MessagePart) -> int:
-        """Elements of the message."""
+        """The number of the message's elements that a part takes."""
         if part.trained:
             return part.elements
         return -(-part.elements * part.dtype.itemsize // self.dtype.itemsize)
@@ -252,9 +249,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """As :meth:`set_dataiterator`, of one pass over a loader after the other."""
-        from .data import RepeatingLoader
-
+        """Set :meth:`set_dataiterator` to one pass over a loader after the other."""
         self._data_iterator = iter(RepeatingLoader(loader))
 
     def is_first_stage(self) -> bool:
@@ -335,29 +330,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     # Not available in pipelines
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("engine(...): a pipeline makes complete steps; call train_batch or eval_batch")
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("backward: a pipeline makes complete steps; call train_batch")
-
-    def step(self, lr_kwargs: Any = None) -> None:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("step: a pipeline makes complete steps; call train_batch")
+    forward = refused("engine(...)", "a pipeline makes complete steps; call train_batch or eval_batch")
+    backward = refused("backward", "a pipeline makes complete steps; call train_batch")
+    step = refused("step", "a pipeline makes complete steps; call train_batch")
 
 
 def _compute(

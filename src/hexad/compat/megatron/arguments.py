@@ -71,22 +71,26 @@ def parse(
         for flag in group:
             _declare(section, flag)
     if extra is not None:
-        given_back = extra(parser)
-        parser = given_back if isinstance(given_back, argparse.ArgumentParser) else parser
-    found, unknown = parser.parse_known_args(list(words))
+        extended = extra(parser)
+        parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
+    arguments, unknown = parser.parse_known_args(list(words))
     if unknown and not ignore_unknown:
         raise _unknown(unknown[0], parser, others)
-    written = frozenset(vars(found))
-    attributes, flags = vars(found), [flag for group in GROUPS.values() for flag in group]
+    attributes, written = vars(arguments), frozenset(vars(arguments))
+    flags = list(dict.fromkeys(FLAGS.values()))
     for flag in flags:
-        attributes.setdefault(flag.attribute, _copied(flag.default))
+        value = list(flag.default) if isinstance(flag.default, tuple) else flag.default
+        attributes.setdefault(flag.attribute, value)
     for name, value in (defaults or {}).items():
         if attributes.get(name) is None:
             attributes[name] = value
     given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
-    refuse(found, given)
-    notes = _notes(found, [flag for flag in given if flag.attribute in written])
-    return Line(found, given, written, notes)
+    for flag in given:
+        if flag.effect == "refused":
+            shown_value = f"found {shown(attributes[flag.attribute])}, but " if flag.kind is not bool else ""
+            raise ConfigError(flag.name, f"{shown_value}{flag.note}; leave it out")
+    notes = _notes(arguments, [flag for flag in given if flag.attribute in written])
+    return Line(arguments, given, written, notes)
 
 
 def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -104,10 +108,6 @@ def _differs(flag: Flag, value: Any) -> bool:
     return bool((tuple(value) if isinstance(value, list) else value) != flag.default)
 
 
-def _copied(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _unknown(word: str, parser: argparse.ArgumentParser, others: Sequence[str]) -> ConfigError:
     """The error for a word that no flag takes."""
     if not word.startswith("-"):
@@ -117,19 +117,6 @@ def _unknown(word: str, parser: argparse.ArgumentParser, others: Sequence[str]) 
         return ConfigError(name, "an option of hexad megatron; give it before --")
     known = {*others, *(option for action in parser._actions for option in action.option_strings)}
     return ConfigError(name, f"not a flag of Megatron-LM that Hexad knows{did_you_mean(name, known)}")
-
-
-def refuse(arguments: Namespace, given: Sequence[Flag]) -> None:
-    """Refuse what Hexad cannot honour.
-
-    Raises:
-        ConfigError: the first such flag, with what was found and what to do.
-    """
-    for flag in given:
-        if flag.effect == "refused":
-            value = getattr(arguments, flag.attribute)
-            found = "" if flag.kind is bool else f"found {shown(value)}, but "
-            raise ConfigError(flag.name, f"{found}{flag.note}; leave it out")
 
 
 @contextmanager
@@ -143,7 +130,7 @@ def naming_flags() -> Iterator[None]:
         yield
     except ConfigError as error:
         setting = error.field.partition("[")[0]
-        flags = [flag.name for group in GROUPS.values() for flag in group if flag.target == setting]
+        flags = list(dict.fromkeys(flag.name for flag in FLAGS.values() if flag.target == setting))
         if not flags or error.field == "checkpoint.resume":
             raise
         raise ConfigError(error.field, f"{error.problem} ({' or '.join(flags[:3])})") from None
@@ -166,7 +153,7 @@ def _notes(arguments: Namespace, given: Sequence[Flag]) -> tuple[str, ...]:
     for flag in given:
         if flag.effect == "none":
             reasons.setdefault(f": {flag.note}", []).append(flag.name)
-        elif flag.needs and not any(_holds(arguments, each) for each in flag.needs):
+        elif flag.needs and not any(_holds(arguments, condition) for condition in flag.needs):
             reasons.setdefault(f" without {alternatives(flag.needs)}", []).append(flag.name)
     return tuple(f"{', '.join(names)}: no effect{reason}" for reason, names in reasons.items())
 
@@ -174,9 +161,8 @@ def _notes(arguments: Namespace, given: Sequence[Flag]) -> tuple[str, ...]:
 def _holds(arguments: Namespace, condition: str) -> bool:
     """Whether one of :attr:`Flag.needs` is met."""
     name, _, value = condition.partition(" ")
-    flag = FLAGS[name]
-    found = getattr(arguments, flag.attribute)
-    return found == value if value else _differs(flag, found)
+    given = getattr(arguments, FLAGS[name].attribute)
+    return given == value if value else _differs(FLAGS[name], given)
 
 
 _REQUIRED = (
@@ -224,7 +210,7 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
 
 
 def _layout(arguments: Namespace, world: int | None) -> None:
-    """World size, data ranks and global batch size."""
+    """Compute world size, data ranks and global batch size."""
     tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     model = tensor * pipeline * arguments.context_parallel_size
     arguments.world_size = model if world is None else world
@@ -243,7 +229,7 @@ def _layout(arguments: Namespace, world: int | None) -> None:
 
 
 def _model(arguments: Namespace) -> None:
-    """Sizes that follow from others."""
+    """Compute the sizes that follow from others."""
     hidden, heads = arguments.hidden_size, arguments.num_attention_heads
     if arguments.ffn_hidden_size is None:
         arguments.ffn_hidden_size = 8 * hidden // (3 * 64) * 64 if arguments.swiglu else 4 * hidden
@@ -264,23 +250,23 @@ def _model(arguments: Namespace) -> None:
 
 def _exclude(arguments: Namespace, *flags: str) -> None:
     """Refuse two of some flags together."""
-    given = [flag for flag in flags if getattr(arguments, flag.removeprefix("--").replace("-", "_"))]
+    given = [flag for flag in flags if getattr(arguments, FLAGS[flag].attribute)]
     if len(given) > 1:
         raise ConfigError(given[1], f"found beside {given[0]}; give one of them")
 
 
 def _iterations(arguments: Namespace) -> None:
-    """``train_iters``; flags that count samples and flags that count iterations do not mix."""
+    """Compute ``train_iters``; flags that count samples and flags that count iterations do not mix."""
     _exclude(arguments, "--train-iters", "--train-samples")
     _exclude(arguments, "--lr-warmup-fraction", "--lr-warmup-iters")
     _exclude(arguments, "--lr-warmup-fraction", "--lr-warmup-samples")
     samples = arguments.train_samples is not None
     unit, other = ("iters", "--train-samples") if samples else ("samples", "--train-iters")
-    for name in (f"lr_decay_{unit}", f"lr_warmup_{unit}", f"lr_wsd_decay_{unit}"):
-        if getattr(arguments, name):
-            flag, found = f"--{name.replace('_', '-')}", shown(getattr(arguments, name))
+    for flag in (f"--lr-decay-{unit}", f"--lr-warmup-{unit}", f"--lr-wsd-decay-{unit}"):
+        value = getattr(arguments, FLAGS[flag].attribute)
+        if value:
             wanted = flag.replace(unit, "samples" if samples else "iters")
-            raise ConfigError(flag, f"found {found} with {other}; use {wanted}")
+            raise ConfigError(flag, f"found {value} with {other}; use {wanted}")
     if samples:
         arguments.train_iters = arguments.train_samples // arguments.global_batch_size
     if not arguments.train_iters:

@@ -69,7 +69,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
         alone, other = (
             ("--deepspeed", "--deepspeed_config") if used else ("--deepspeed_config", "--deepspeed")
         )
-        return [f"{alone}: no effect without {other}"] if (used or path is not None) and not script else []
+        return [f"{alone}: no effect without {other}"] if (used or path) and not script else []
     notes: list[str] = []
     with _naming(path):
         keys, content = read_keys(path)
@@ -96,7 +96,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
     arguments.zero_stage, arguments.clip_grad = tree["parallel"]["zero"], tree["optimizer"]["clip"]
     if script:
         return []
-    notes += _of_flags(keys, kind) + [f"{each}: no effect" for each in without_effect(keys)]
+    notes += _of_flags(keys, kind) + [f"{key}: no effect" for key in without_effect(keys)]
     return [f"{path}: {note}" for note in notes]
 
 
@@ -114,14 +114,12 @@ def _with_flags(keys: Keys, tree: dict[str, dict[str, Any]]) -> Keys:
 
 def _of_flags(keys: Keys, dtype: str) -> list[str]:
     """A note for each key of the file in whose place a flag has an effect."""
-    names = ("optimizer", "scheduler", "steps_per_print")
-    found = [
-        f"{name}: no effect: the flags determine it" for name in names if getattr(keys, name) is not None
-    ]
+    names = [key for key in ("optimizer", "scheduler", "steps_per_print") if given(keys, key) is not None]
+    notes = [f"{name}: no effect: the flags determine it" for name in names]
     if dtype == "fp16" and not keys.fp16.enabled:
         scaler = [key for key in _PRECISION.values() if key.startswith("fp16.")]
-        found += [f"{key}: no effect without fp16.enabled" for key in scaler if given(keys, key) is not None]
-    return found
+        notes += [f"{key}: no effect without fp16.enabled" for key in scaler if given(keys, key) is not None]
+    return notes
 
 
 @contextmanager

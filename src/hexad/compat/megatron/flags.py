@@ -50,6 +50,11 @@ class Flag:
         return self.dest or self.name.removeprefix("--").replace("-", "_")
 
 
+def flag_of(attribute: str) -> str:
+    """The flag of an attribute that has its name."""
+    return f"--{attribute.replace('_', '-')}"
+
+
 def alternatives(flags: Sequence[str]) -> str:
     """Flags in words: ``--a, --b or --c``."""
     return " or ".join(filter(None, (", ".join(flags[:-1]), flags[-1])))

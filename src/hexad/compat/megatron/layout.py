@@ -8,6 +8,8 @@ from typing import Any
 
 from hexad.config import ConfigError
 
+from .flags import flag_of
+
 _CONTEXT = {"p2p": "ring", "a2a": "ulysses", "allgather": "all_gather", "a2a+p2p": "ulysses_ring"}
 """``--cp-comm-type`` -> ``parallel.context_method``."""
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -52,14 +54,12 @@ def _refuse_without_pipeline(arguments: Namespace) -> None:
         "pipeline_model_parallel_layout",
     ):
         if getattr(arguments, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                flag, f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
-            )
+            problem = f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
+            raise ConfigError(flag_of(name), problem)
 
 
 def _zero(arguments: Namespace) -> int:
-    """The level that flags determine; several need to agree."""
+    """``parallel.zero``; several flags that determine it need to agree."""
     stage, strategy = arguments.zero_stage, arguments.data_parallel_sharding_strategy
     if stage is not None and not 0 <= stage <= 3:
         raise ConfigError("--zero-stage", f"found {stage}, expected 0, 1, 2 or 3")
@@ -126,24 +126,24 @@ def _stages(arguments: Namespace) -> dict[str, Any]:
 
 def _virtual(arguments: Namespace, pipeline: int) -> int:
     """Stages per pipeline rank."""
-    each, number = (
+    size, number = (
         arguments.num_layers_per_virtual_pipeline_stage,
         arguments.num_virtual_stages_per_pipeline_rank,
     )
-    if number is not None or each is None:
+    if number is not None or size is None:
         return number or 1
-    layers = arguments.num_layers + _extra(arguments)[0] + _extra(arguments)[1]
-    if layers % (pipeline * each):
+    layers = arguments.num_layers + sum(_extra(arguments))
+    if layers % (pipeline * size):
         raise ConfigError(
             "--num-layers-per-virtual-pipeline-stage",
-            f"found {each}, which with pipeline {pipeline} does not divide {layers} layers; use a divisor of "
+            f"found {size}, which with pipeline {pipeline} does not divide {layers} layers; use a divisor of "
             f"{layers / pipeline:g}",
         )
-    return int(layers // pipeline // each)
+    return int(layers // pipeline // size)
 
 
 def _extra(arguments: Namespace) -> tuple[int, int]:
-    """What embedding and loss count as, in layers."""
+    """The numbers of layers that embedding and loss count as."""
     return (
         int(arguments.account_for_embedding_in_pipeline_split),
         int(arguments.account_for_loss_in_pipeline_split),
@@ -156,7 +156,7 @@ def _split(arguments: Namespace, pipeline: int, virtual: int) -> str | list[int]
     first, last = arguments.decoder_first_pipeline_num_layers, arguments.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
         end = "first" if first is not None else "last"
-        ends = [each for each in (first, last) if each is not None]
+        ends = [count for count in (first, last) if count is not None]
         others, left = pipeline - len(ends), layers - sum(ends)
         sizes = [*ends[: first is not None], *[left // max(others, 1)] * others, *ends[first is not None :]]
         if sum(sizes) != layers or any(size % virtual for size in sizes):
@@ -186,8 +186,8 @@ def _split(arguments: Namespace, pipeline: int, virtual: int) -> str | list[int]
             f"found {layers}, with embedding and loss {layers + embedding + loss}, which do not divide by "
             f"{stages} stages; change one of them",
         )
-    each = (layers + embedding + loss) // stages
-    return [each - embedding * (n == 0) - loss * (n == stages - 1) for n in range(stages)]
+    size = (layers + embedding + loss) // stages
+    return [size - embedding * (n == 0) - loss * (n == stages - 1) for n in range(stages)]
 
 
 def _from_text(text: str, layers: int, pipeline: int) -> list[int]:
@@ -232,7 +232,7 @@ def _memory(arguments: Namespace) -> dict[str, Any]:
 
 
 def _recompute(arguments: Namespace) -> tuple[str, str]:
-    """What is recomputed, and the flag that determines it; several need to agree."""
+    """``memory.recompute``, and the flag that determines it; several need to agree."""
     kind = arguments.recompute_granularity
     given = {f"--recompute-granularity {kind}": kind} if kind is not None else {}
     if arguments.checkpoint_activations:

@@ -16,6 +16,7 @@ from hexad.config import ConfigError
 from .arguments import Line, derive, parse
 from .data import Gpt2Tokenizer, MockData, data_settings
 from .deepspeed_file import merge_file
+from .flags import flag_of
 from .layout import layout_settings
 
 
@@ -56,8 +57,8 @@ def refuse_experts(arguments: Namespace) -> None:
     """
     for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         if (getattr(arguments, name) or 1) > 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(flag, f"found {getattr(arguments, name)} without --num-experts; leave it out")
+            problem = f"found {getattr(arguments, name)} without --num-experts; leave it out"
+            raise ConfigError(flag_of(name), problem)
 
 
 def _family(arguments: Namespace) -> str:
@@ -110,7 +111,7 @@ def _rotary(arguments: Namespace) -> dict[str, Any]:
 def _window(text: str) -> int | None:
     """``sliding_window`` of Megatron-LM's (tokens to the left, tokens to the right); -1 is no limit."""
     try:
-        left, right = (int(each) for each in text.strip("()").split(","))
+        left, right = (int(word) for word in text.strip("()").split(","))
     except ValueError:
         left, right = -2, 0
     if left < -1 or right not in (0, -1):
@@ -136,21 +137,20 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
         ConfigError: a shape that Hexad does not have.
     """
     steps, notes = arguments.train_iters, []
+    unit = "iters" if arguments.train_samples is None else "samples"
 
     def iterations(name: str) -> float | None:
         """``lr_..._iters``, or ``lr_..._samples`` of one batch size."""
-        if arguments.train_samples is None:
-            found = getattr(arguments, f"{name}_iters")
-            return None if found is None else float(found)
-        found = getattr(arguments, f"{name}_samples")
-        return None if found is None else float(found / arguments.global_batch_size)
+        count = getattr(arguments, f"{name}_{unit}")
+        return (
+            None if count is None else float(count / (1 if unit == "iters" else arguments.global_batch_size))
+        )
 
     def rounded(flag: str, number: float) -> int:
         if number != round(number):
             notes.append(f"{flag}: {number:,.2f} iterations, rounded to {round(number):,}")
         return round(number)
 
-    unit = "iters" if arguments.train_samples is None else "samples"
     given = iterations("lr_decay")
     decay = float(steps) if given is None else given
     if arguments.lr_warmup_fraction is not None:
@@ -161,15 +161,20 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
         flag, length = "--lr-warmup-fraction", arguments.lr_warmup_fraction * decay
     else:
         flag, length = f"--lr-warmup-{unit}", iterations("lr_warmup") or 0.0
-    _check_warmup(flag, length, decay, f"--train-{unit}" if given is None else f"--lr-decay-{unit}")
+    if length and length >= decay:
+        whole = f"--train-{unit}" if given is None else f"--lr-decay-{unit}"
+        raise ConfigError(
+            flag,
+            f"found {length:g} iterations of warm-up, expected less than the {decay:g} of {whole}; lower it",
+        )
     warmup = rounded(flag, length)
     end = rounded(f"--lr-decay-{unit}", decay)
     kind = _KINDS[arguments.lr_decay_style]
-    found: dict[str, Any] = {"kind": kind, "warmup": warmup}
+    settings: dict[str, Any] = {"kind": kind, "warmup": warmup}
     if warmup:
         notes.append(SHIFT)
     if kind == "constant":
-        return found, notes
+        return settings, notes
     if kind in ("wsd", "inverse_sqrt") and end != steps:
         raise ConfigError(
             f"--lr-decay-{unit}",
@@ -185,19 +190,10 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
                 "--lr-wsd-decay-style",
                 f"found {arguments.lr_wsd_decay_style}; Hexad's wsd decays linearly: use linear",
             )
-        found["decay_steps"] = rounded(f"--lr-wsd-decay-{unit}", length)
+        settings["decay_steps"] = rounded(f"--lr-wsd-decay-{unit}", length)
     elif kind != "inverse_sqrt":
-        found["decay_steps"] = end
-    return {**found, "min_lr": arguments.min_lr}, notes
-
-
-def _check_warmup(flag: str, length: float, decay: float, whole: str) -> None:
-    """Refuse warm-up that does not end before the schedule of ``decay`` iterations, those of ``whole``."""
-    if length and length >= decay:
-        raise ConfigError(
-            flag,
-            f"found {length:g} iterations of warm-up, expected less than the {decay:g} of {whole}; lower it",
-        )
+        settings["decay_steps"] = end
+    return {**settings, "min_lr": arguments.min_lr}, notes
 
 
 DEFAULT_DIRECTORY = "runs/megatron"
@@ -280,7 +276,7 @@ def _refuse_foreign(flag: str, directory: str | None) -> None:
 
 @dataclass(frozen=True)
 class LineTranslation:
-    """What a launch line means.
+    """A launch line as Hexad's settings.
 
     Attributes:
         tree: the settings that it determines, by group, as a ``run.yaml`` has them.
@@ -306,12 +302,12 @@ class LineTranslation:
         Raises:
             HexadError: they cannot be written.
         """
-        for each in self.files:
-            if not kinds or each.kind in kinds:
+        for file in self.files:
+            if not kinds or file.kind in kinds:
                 try:
-                    each.write()
+                    file.write()
                 except OSError as error:
-                    problem = f"{each.kind} cannot be written to {self.tree['run']['dir']}: {error.strerror}"
+                    problem = f"{file.kind} cannot be written to {self.tree['run']['dir']}: {error.strerror}"
                     raise ConfigError("--save", f"{problem}; name another directory") from None
 
 

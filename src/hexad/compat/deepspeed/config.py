@@ -84,8 +84,8 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, str | os.PathLike):
-        found = type(source).__name__
-        raise HexadError(f"config: found a {found}, expected a path or a dictionary of DeepSpeed's keys")
+        kind = type(source).__name__
+        raise HexadError(f"config: found a {kind}, expected a path or a dictionary of DeepSpeed's keys")
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
@@ -95,12 +95,11 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise HexadError(f"{path}: cannot be read: {error}") from None
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
                 raise HexadError(f"{path}: key '{key}' is given twice")
-            found[key] = value
-        return found
+        return dict(pairs)
 
     try:
         tree = json.loads(text, object_pairs_hook=once)
@@ -168,20 +167,18 @@ def with_autos_filled(
 
     What the Trainer does not fill in stays ``auto``.
     """
-    values, filled = trainer.values(data_ranks), []
+    values, filled = trainer.values(data_ranks), list[str]()
 
     def fill(branch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in branch.items():
-            full = prefix + key
-            if isinstance(value, Mapping):
-                found[key] = fill(value, full + ".")
-            elif value == "auto" and full in values:
-                found[key] = values[full]
-                filled.append(f"{full}: auto, which the Trainer sets; here {values[full]}")
-            else:
-                found[key] = value
-        return found
+        return {key: filled_value(prefix + key, value) for key, value in branch.items()}
+
+    def filled_value(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return fill(value, name + ".")
+        if value != "auto" or name not in values:
+            return value
+        filled.append(f"{name}: auto, which the Trainer sets; here {values[name]}")
+        return values[name]
 
     return fill(tree, ""), filled
 
@@ -233,7 +230,9 @@ def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tu
     if left is not None:
         raise ConfigError(left, "found auto, which transformers' Trainer fills in; give a value")
     keys = checked(_without_autos(tree), Keys)
-    _refuse(keys, "")
+    for name, mark, value in _marked(keys, Refused, ""):
+        enabled = "it enabled" if isinstance(value, dict) else repr(value)
+        raise ConfigError(name, f"found {enabled}, which is not supported: {mark.fix}")
     if keys.fp16.enabled and keys.bf16.enabled:
         raise ConfigError("bf16.enabled", "found true with fp16.enabled: true; enable one of them")
     return keys, tree
@@ -272,14 +271,14 @@ def batch_sizes(keys: Keys, ranks: int) -> Batch:
 
 def effective(section: BaseModel) -> dict[str, Any]:
     """The values of a section that change what is computed, as a tree: all ranks need the same."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            found[spelling(name, info)] = effective(value)
+            values[spelling(name, info)] = effective(value)
         elif not _has_no_effect(info) and name != "steps_per_print":
-            found[spelling(name, info)] = value
-    return found
+            values[spelling(name, info)] = value
+    return values
 
 
 def without_effect(keys: Keys) -> list[str]:
@@ -292,25 +291,19 @@ def _marked(section: BaseModel, mark: type, prefix: str) -> Iterator[tuple[str, 
     for name in section.model_fields_set:
         info, value = type(section).model_fields[name], getattr(section, name)
         full = prefix + spelling(name, info)
-        found = next((each for each in info.metadata if isinstance(each, mark)), None)
-        if found is not None:
+        own = next((other for other in info.metadata if isinstance(other, mark)), None)
+        if own is not None:
             off = isinstance(value, dict) and not _enabled(value, mark is NoEffect)
             if value != info.default and not off:
-                yield full, found, value
+                yield full, own, value
         elif isinstance(value, Section):
             yield from _marked(value, mark, full + ".")
 
 
 def _enabled(section: Mapping[str, Any], default: bool) -> bool:
     """Whether a section is enabled; where it does not say so, whether one in it is (compression_training)."""
-    inner = [each for each in section.values() if isinstance(each, Mapping)]
-    return bool(section.get("enabled", default or any(_enabled(each, False) for each in inner)))
-
-
-def _refuse(keys: Keys, prefix: str) -> None:
-    for name, mark, value in _marked(keys, Refused, prefix):
-        found = "it enabled" if isinstance(value, dict) else repr(value)
-        raise ConfigError(name, f"found {found}, which is not supported: {mark.fix}")
+    inner = [value for value in section.values() if isinstance(value, Mapping)]
+    return bool(section.get("enabled", default or any(_enabled(value, False) for value in inner)))
 
 
 _AUTO_IS_DEFAULT = (

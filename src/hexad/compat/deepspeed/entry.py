@@ -72,8 +72,8 @@ def initialize(
         HexadError: arguments that do not fit.
     """
     if not isinstance(model, nn.Module):
-        found = "no model" if model is None else f"a model of type {type(model).__name__}"
-        raise HexadError(f"initialize: found {found}; pass a torch.nn.Module as model=")
+        problem = "no model" if model is None else f"a model of type {type(model).__name__}"
+        raise HexadError(f"initialize: found {problem}; pass a torch.nn.Module as model=")
     _log_to_terminal()
     source = _source(args, config, config_params)
     device = world.join()
@@ -102,14 +102,14 @@ def _source(args: Any, *given: Any) -> Any:
         HexadError: there is none, or one in both places.
     """
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    found = [each for each in (*given, named) if each is not None]
-    if not found:
+    sources = [source for source in (*given, named) if source is not None]
+    if not sources:
         raise HexadError("initialize: found no configuration; pass config=, or --deepspeed_config")
-    if named is not None and len(found) > 1:
+    if named is not None and len(sources) > 1:
         raise HexadError(
             f"initialize: found --deepspeed_config {named} and config= too; pass the configuration once"
         )
-    return found[0]
+    return sources[0]
 
 
 def _log_to_terminal() -> None:

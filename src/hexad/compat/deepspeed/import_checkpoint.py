@@ -130,7 +130,7 @@ def _of_module(state: SavedState) -> Iterator[ForeignTensor]:
             if dtype.is_complex:
                 dtype, shape = dtype.to_real(), (*shape, 2)
             if dtype not in SAFETENSORS:
-                known = ", ".join(dtype_name(each) for each in SAFETENSORS)
+                known = ", ".join(dtype_name(supported) for supported in SAFETENSORS)
                 raise HexadError(f"{saved.file}: {name} is {dtype_name(dtype)}; supported: {known}")
 
             def read(name: str = name, saved: SavedTensor = saved) -> torch.Tensor:

@@ -82,12 +82,12 @@ def install(package: ModuleType) -> None:
         for part in packages:
             path = f"{path}.{part}"
             parent = _package(path, part, parent)
-        found = import_module(f"{package.__name__}.{module}")
+        target = import_module(f"{package.__name__}.{module}")
         if isinstance(sys.modules.get(f"{path}.{last}"), ModuleType):
             continue
-        sys.modules[f"{path}.{last}"] = found
+        sys.modules[f"{path}.{last}"] = target
         if parent is not package:
-            setattr(parent, last, found)
+            setattr(parent, last, target)
 
 
 def _package(path: str, name: str, parent: ModuleType) -> ModuleType:

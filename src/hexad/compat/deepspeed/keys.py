@@ -87,9 +87,10 @@ class Autocast(Section):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("dtype"), str):
-            plain = value["dtype"].removeprefix("torch.")
-            return {**value, "dtype": {"bf16": "bfloat16", "fp16": "float16"}.get(plain, plain)}
+        short = {"bf16": "bfloat16", "fp16": "float16"}
+        names = {**short, **{f"torch.{name}": name for name in short.values()}}
+        if isinstance(value, dict) and value.get("dtype") in list(names):
+            return {**value, "dtype": names[value["dtype"]]}
         return value
 
 
@@ -276,8 +277,9 @@ class CheckpointKeys(Section):
     @model_validator(mode="before")
     @classmethod
     def _capitals(cls, value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(value.get("tag_validation"), str):
-            return {**value, "tag_validation": value["tag_validation"].capitalize()}
+        tag = value.get("tag_validation") if isinstance(value, dict) else None
+        if isinstance(tag, str) and tag.lower() in ("ignore", "warn", "fail"):
+            return {**value, "tag_validation": tag.capitalize()}
         return value
 
 

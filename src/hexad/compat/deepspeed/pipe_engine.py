@@ -163,12 +163,12 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         module, keys = self._module, self._config.keys
-        for name, found in (
+        for name, enabled in (
             ("torch_autocast.enabled", keys.torch_autocast.enabled),
             ("fp16.auto_cast", keys.fp16.enabled and keys.fp16.auto_cast),
             ("managed_gradient_accumulation", not keys.managed_gradient_accumulation),
         ):
-            if found:
+            if enabled:
                 raise ConfigError(
                     name, "is not supported with a PipelineModule; remove it, or cast in a layer"
                 )
@@ -266,11 +266,14 @@ class PipelineEngine(DeepSpeedEngine):
         pairs, mine = agreed(lambda: self._read(data_iter, count), self._engine.mesh.world)
         signatures = self._signatures(mine)
         # Data ranks may have different shapes, but gather weights together (ZeRO 3).
-        new = list(dict.fromkeys(each for each in signatures if each not in self._forms))
+        new = list(dict.fromkeys(signature for signature in signatures if signature not in self._forms))
         for number in range(merged(len(new), self._engine.mesh.world, max)):
             wanted = new[number] if number < len(new) else signatures[0]
             self._forms[wanted] = self._probe(pairs[signatures.index(wanted)][0])
-        return [PipelineBatch(one, two, self._forms[each]) for (one, two), each in zip(pairs, signatures)]
+        return [
+            PipelineBatch(one, two, self._forms[signature])
+            for (one, two), signature in zip(pairs, signatures)
+        ]
 
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Any], list[object] | None]:
         """This rank's microbatches, and on the first stage's rank what their shapes follow from.
@@ -281,7 +284,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not (self.is_first_stage() or self.is_last_stage()):
             return [(None, None)] * count, None
         source = self._data(data_iter if data_iter is not None else self._data_iterator)
-        pairs = [cast_tensors(_pair(each), self.device) for each in islice(source, count)]
+        pairs = [cast_tensors(_pair(batch), self.device) for batch in islice(source, count)]
         if len(pairs) < count:
             raise HexadError(
                 f"train_batch: found {len(pairs)} microbatches left in the data, expected {count}; end the "
@@ -292,14 +295,14 @@ class PipelineEngine(DeepSpeedEngine):
     def _signatures(self, mine: list[object] | None) -> list[object]:
         """What the shapes of each microbatch follow from, the same on all pipeline ranks."""
         pipeline, first = self._engine.mesh.pipeline, self._module.plan.schedule.placement[0]
-        found = gather_objects(mine, pipeline)[first] if pipeline.size > 1 else mine
-        return list(found or [])
+        signatures = gather_objects(mine, pipeline)[first] if pipeline.size > 1 else mine
+        return list(signatures or [])
 
     @torch.no_grad()
     def _probe(self, x: Any) -> tuple[Form, ...]:
         """The forms of all stages' results for one microbatch: by a forward pass without side effects."""
         module, pipeline = self._module, self._engine.mesh.pipeline
-        placement, found, training = module.plan.schedule.placement, [], module.training
+        placement, forms, training = module.plan.schedule.placement, [], module.training
         module.eval()  # running averages are not updated
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -311,9 +314,9 @@ class PipelineEngine(DeepSpeedEngine):
                 form = gather_objects(form, pipeline)[rank] if pipeline.size > 1 else form
                 assert form is not None
                 x = self._pass_on(form, x, rank, placement[number + 1])
-                found.append(form)
+                forms.append(form)
         module.train(training)
-        return tuple(found)
+        return tuple(forms)
 
     def _pass_on(self, form: Form, x: Any, source: int, target: int) -> Any:
         """A result, on the rank that needs it."""
@@ -365,5 +368,5 @@ def _signature(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, list | tuple):
-        return tuple(_signature(each) for each in value)
+        return tuple(_signature(item) for item in value)
     raise HexadError(f"train_batch: found a {type(value).__name__} among the inputs, expected tensors")

@@ -68,12 +68,12 @@ def field_of(section: type[Section] | None, key: str) -> FieldInfo | None:
 
 def given(section: Section, key: str) -> Any:
     """The value of a dotted key in what was read; None if it has none."""
-    found: Any = section
+    value: Any = section
     for part in key.split("."):
-        if found is None or part not in found.model_fields_set:
+        if value is None or part not in value.model_fields_set:
             return None
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def checked(
@@ -98,7 +98,7 @@ def checked(
 
 def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> dict[str, Any]:
     """The tree without unknown keys, about which it warns."""
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for key, value in tree.items():
         info = field_of(section, key)
         if info is None and key not in _OLDER.get(prefix, ()):
@@ -106,8 +106,8 @@ def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> 
             continue
         inner = nested(info) if info is not None else None
         inside = isinstance(value, Mapping) and inner is not None
-        found[key] = known(value, inner, f"{prefix}{key}.") if inside and inner else value
-    return found
+        kept[key] = known(value, inner, f"{prefix}{key}.") if inside and inner else value
+    return kept
 
 
 def _names(section: type[Section]) -> list[str]:
@@ -125,12 +125,14 @@ def _readable(error: ValidationError, root: type[Section], prefix: str) -> Confi
     if problem["type"] == "missing" and len(parts) == len(problem["loc"]):
         return ConfigError(name, "is missing; give it")
     # Of what a key may be, each alternative is a problem of its own.
-    same = [each for each in problems if _located(each["loc"], root)[0] == parts]
-    expected = " or ".join(dict.fromkeys(_expectation(each["type"], each["msg"]) for each in same))
+    same = [alternative for alternative in problems if _located(alternative["loc"], root)[0] == parts]
+    expected = " or ".join(
+        dict.fromkeys(_expectation(alternative["type"], alternative["msg"]) for alternative in same)
+    )
     form = None if problem["type"] in _BOUNDS else _FORMS.get(parts[-1])
     value = problem["input"]
-    found = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return ConfigError(name, f"found {found}, expected {form or expected}")
+    written = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return ConfigError(name, f"found {written}, expected {form or expected}")
 
 
 def _located(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], type[Section]]:
@@ -169,7 +171,7 @@ def _elsewhere(key: str, section: type[Section], prefix: str) -> str | None:
         if key in (name, info.alias):
             return prefix + spelling(name, info)
         inner = nested(info)
-        found = _elsewhere(key, inner, f"{prefix}{spelling(name, info)}.") if inner is not None else None
-        if found is not None:
-            return found
+        inside = _elsewhere(key, inner, f"{prefix}{spelling(name, info)}.") if inner is not None else None
+        if inside is not None:
+            return inside
     return None

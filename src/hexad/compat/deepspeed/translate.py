@@ -250,10 +250,10 @@ def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, A
     params = checked(written, AdamParams, "optimizer.params.", strict)
     plain_adam = name.lower() == "adam" and not params.adam_w_mode
     if not adam or plain_adam:
-        found = "Adam with adam_w_mode: false" if plain_adam else name
+        kind = "Adam with adam_w_mode: false" if plain_adam else name
         raise ConfigError(
             "optimizer.type",
-            f"found {found}, but a run.yaml has AdamW; use it, or hexad.compat.deepspeed.initialize, which "
+            f"found {kind}, but a run.yaml has AdamW; use it, or hexad.compat.deepspeed.initialize, which "
             "takes any optimizer",
         )
     if params.weight_decay:

@@ -306,7 +306,7 @@ def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     Raises:
         HexadError: one is missing, or they are those of a model-parallel run or of several checkpoints.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     kinds = set()
     for path in sorted(directory.iterdir()):
         named = pattern.fullmatch(path.name)
@@ -319,12 +319,12 @@ def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
             raise HexadError(
                 f"{path}: found beside files that begin with {min(kinds - {named[1]})}; {_MIXED}"
             )
-        found[int(named[2])] = path
-    missing = set(range(len(found))) - set(found)
+        paths[int(named[2])] = path
+    missing = set(range(len(paths))) - set(paths)
     if missing:
-        example = next(iter(found.values()))
+        example = next(iter(paths.values()))
         raise HexadError(f"{directory}: the file of rank {min(missing)} is missing; found {example.name}")
-    return [found[rank] for rank in sorted(found)]
+    return [paths[rank] for rank in sorted(paths)]
 
 
 def _model_parallel(path: Path) -> HexadError:

@@ -134,11 +134,11 @@ def state_dict(
         for declared in bucket.members if keeps else ():
             values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
         engine.gatherer.leave(bucket)
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     with _collecting():
         held = module.state_dict(keep_vars=True) if keeps else {}
     for name, value in held.items():
         frozen = isinstance(value, nn.Parameter) and not value.requires_grad
         if not (frozen and exclude_frozen):
-            found[name] = values[value] if value in values else value.detach().to("cpu", copy=True)
-    return found
+            state[name] = values[value] if value in values else value.detach().to("cpu", copy=True)
+    return state

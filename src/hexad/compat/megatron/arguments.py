@@ -270,5 +270,5 @@ def _iterations(arguments: Namespace) -> None:
     if samples:
         arguments.train_iters = arguments.train_samples // arguments.global_batch_size
     if not arguments.train_iters:
-        found = f"found {arguments.train_samples} samples, less than one batch" if samples else "is missing"
-        raise ConfigError("--train-samples" if samples else "--train-iters", f"{found}; give it")
+        problem = f"found {arguments.train_samples} samples, less than one batch" if samples else "is missing"
+        raise ConfigError("--train-samples" if samples else "--train-iters", f"{problem}; give it")

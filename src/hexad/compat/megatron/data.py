@@ -149,11 +149,11 @@ def _source(
         files.append(data)
         return {"train": data.prefix, "split": _split(arguments.split)}
     if arguments.train_data_path:
-        found: dict[str, Any] = {}
-        found["train"] = _blend("--train-data-path", arguments.train_data_path)
+        settings: dict[str, Any] = {}
+        settings["train"] = _blend("--train-data-path", arguments.train_data_path)
         if arguments.valid_data_path:
-            found["validation"] = _blend("--valid-data-path", arguments.valid_data_path)
-        return found
+            settings["validation"] = _blend("--valid-data-path", arguments.valid_data_path)
+        return settings
     words = arguments.data_path
     if arguments.data_args_path:
         try:

@@ -87,10 +87,10 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
     merge.determine("parallel.zero", _KEYS["parallel.zero"], keys.zero_optimization.stage)
     with _naming(path):
         config = CheckedConfig(_with_flags(keys, tree), batch, content)
-        found = shared_settings(config) if script else settings_beside_optimizer(config, notes)
-    merge.determine("memory.offload", _KEYS["memory.offload"], found["memory"].get("offload", "none"))
+        settings = shared_settings(config) if script else settings_beside_optimizer(config, notes)
+    merge.determine("memory.offload", _KEYS["memory.offload"], settings["memory"].get("offload", "none"))
     merge.determine("optimizer.clip", _KEYS["optimizer.clip"], keys.gradient_clipping)
-    merge.precision(found["precision"])
+    merge.precision(settings["precision"])
     kind = tree["precision"]["dtype"]
     arguments.fp16, arguments.bf16 = kind == "fp16", kind == "bf16"
     arguments.zero_stage, arguments.clip_grad = tree["parallel"]["zero"], tree["optimizer"]["clip"]
@@ -169,18 +169,18 @@ class _Merge:
         if self._value(key) is not None:
             self._set(setting, key, value)
 
-    def precision(self, found: dict[str, Any]) -> None:
+    def precision(self, settings: dict[str, Any]) -> None:
         """As :meth:`determine`, of all of ``precision``."""
         kinds = ("fp16", "bf16")
         for kind in kinds:
             if self._value(f"{kind}.enabled") is False and self._known("precision.dtype") == kind:
                 raise self._contradiction(f"--{kind}", "precision.dtype", f"{kind}.enabled", False)
-        if found["dtype"] in kinds:
-            self._set("precision.dtype", f"{found['dtype']}.enabled", found["dtype"])
+        if settings["dtype"] in kinds:
+            self._set("precision.dtype", f"{settings['dtype']}.enabled", settings["dtype"])
             for name, key in _PRECISION.items():
                 setting, value = f"precision.{name}", self._value(key)
-                if name in found:
-                    self._set(setting, key, found[name])
+                if name in settings:
+                    self._set(setting, key, settings[name])
                 elif value == "fp32" or (value is not None and self._flags(setting)):
                     self._set(setting, key, value)
 
@@ -204,9 +204,9 @@ class _Merge:
 
     def _value(self, key: str) -> Any:
         """The file's; None if it has none."""
-        found = given(self.keys, key)
-        return found.device if isinstance(found, Offload) else found
+        value = given(self.keys, key)
+        return value.device if isinstance(value, Offload) else value
 
     def _contradiction(self, flag: str, setting: str, key: str, value: Any) -> ConfigError:
-        found = f"found {self._known(setting)} ({setting})"
-        return ConfigError(flag, f"{found}, but {self.path} has {key} {json.dumps(value)}; make them equal")
+        problem = f"found {self._known(setting)} ({setting})"
+        return ConfigError(flag, f"{problem}, but {self.path} has {key} {json.dumps(value)}; make them equal")

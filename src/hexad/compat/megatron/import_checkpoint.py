@@ -117,13 +117,13 @@ class TorchDistCheckpoint:
             HexadError: a piece is damaged, or is not what ``.metadata`` says.
         """
         wanted = Rectangle(tensor.key, tensor.shape, offset, sizes)
-        found = torch.empty(sizes, dtype=tensor.dtype)
+        values_read = torch.empty(sizes, dtype=tensor.dtype)
         for piece in tensor.pieces:
             common = wanted.intersection(piece.rectangle)
             if common is not None:
                 values = self._values(tensor, piece)
-                found[_within(common, wanted)] = values[_within(common, piece.rectangle)]
-        return found
+                values_read[_within(common, wanted)] = values[_within(common, piece.rectangle)]
+        return values_read
 
     def _values(self, tensor: DistTensor, piece: _Piece) -> torch.Tensor:
         path = self.directory / piece.file
@@ -162,20 +162,20 @@ def _within(part: Rectangle, whole: Rectangle) -> tuple[slice, ...]:
 def _iteration(directory: Path) -> Path:
     """The directory of the newest iteration, or the given one."""
     latest = directory / "latest_checkpointed_iteration.txt"
-    found = directory
+    newest = directory
     if latest.is_file():
         text = latest.read_text(encoding="utf-8", errors="replace").strip()
-        found = directory / (f"iter_{int(text):07d}" if text.isdigit() else text)
-    if not (found / METADATA).is_file():
+        newest = directory / (f"iter_{int(text):07d}" if text.isdigit() else text)
+    if not (newest / METADATA).is_file():
         raise HexadError(
-            f"{found}: holds no {METADATA}; expected a checkpoint of Megatron-Core in the torch_dist format"
+            f"{newest}: holds no {METADATA}; expected a checkpoint of Megatron-Core in the torch_dist format"
         )
-    return found
+    return newest
 
 
 def _described_tensors(metadata: Inert) -> dict[str, DistTensor]:
     """The tensors that the metadata describe."""
-    found: dict[str, DistTensor] = {}
+    tensors: dict[str, DistTensor] = {}
     sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for key, entry in metadata.held["state_dict_metadata"].items():
         if "chunks" not in entry.held:
@@ -183,19 +183,21 @@ def _described_tensors(metadata: Inert) -> dict[str, DistTensor]:
         dtype = entry.held["properties"].state[0]
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{key}: dtype {dtype}")
-        found[key] = DistTensor(key, tuple(entry.held["size"]), dtype)
-        sizes[key] = {tuple(each.held["offsets"]): tuple(each.held["sizes"]) for each in entry.held["chunks"]}
+        tensors[key] = DistTensor(key, tuple(entry.held["size"]), dtype)
+        sizes[key] = {
+            tuple(chunk.held["offsets"]): tuple(chunk.held["sizes"]) for chunk in entry.held["chunks"]
+        }
     for index, info in metadata.held["storage_data"].items():
         key, held = index.held["fqn"], info.held
-        if key not in found:
+        if key not in tensors:
             continue
         if held.get("transform_descriptors"):
             raise ValueError(f"{held['relative_path']}: files of extensions, which are not read")
         offset = tuple(index.held["offset"])
-        rectangle = Rectangle(key, found[key].shape, offset, sizes[key][offset])
+        rectangle = Rectangle(key, tensors[key].shape, offset, sizes[key][offset])
         place = str(held["relative_path"]), int(held["offset"]), int(held["length"])
-        found[key].pieces.append(_Piece(rectangle, *place))
-    return found
+        tensors[key].pieces.append(_Piece(rectangle, *place))
+    return tensors
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -287,10 +289,10 @@ def _check_sharding(given: TorchDistCheckpoint) -> None:
         HexadError: they are those of buckets, or of flattened parts.
     """
     optimizer = given.common.get("optimizer")
-    found = optimizer.get("param_state_sharding_type") if isinstance(optimizer, Mapping) else None
-    if found not in (None, "fully_reshardable"):
+    kind = optimizer.get("param_state_sharding_type") if isinstance(optimizer, Mapping) else None
+    if kind not in (None, "fully_reshardable"):
         raise HexadError(
-            f"{given.directory}: found optimizer states as {found}; save with "
+            f"{given.directory}: found optimizer states as {kind}; save with "
             "--dist-ckpt-optim-fully-reshardable, or add --weights-only to import the weights"
         )
 
@@ -382,9 +384,13 @@ def _part(name: str, theirs: torch.Tensor, model: ModelSettings) -> torch.Tensor
     may be padded."""
     module = name.split(".", 2)[-1].rpartition(".")[0]
     if module in ("attention.q", "attention.k", "attention.v"):
-        groups, each = int(model.kv_heads), int(model.heads) // int(model.kv_heads)
-        by_group = theirs.unflatten(0, (groups, each + 2, int(model.head_dim)))
-        place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}
+        groups, queries = int(model.kv_heads), int(model.heads) // int(model.kv_heads)
+        by_group = theirs.unflatten(0, (groups, queries + 2, int(model.head_dim)))
+        place = {
+            "q": slice(0, queries),
+            "k": slice(queries, queries + 1),
+            "v": slice(queries + 1, queries + 2),
+        }
         return by_group[:, place[module[-1]]]
     if module in ("ffn.gate", "ffn.up") and _gated(model):
         return theirs.chunk(2)[module == "ffn.up"]
@@ -410,13 +416,13 @@ def _progress(given: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[st
         raise HexadError(
             f"{given.directory}: common.pt: found different numbers of updates {sorted(updates)}"
         )
-    found = {"step": step, "updates": updates.pop() if updates else step}
-    found["samples"] = int(options.get("consumed_train_samples") or 0)
+    progress = {"step": step, "updates": updates.pop() if updates else step}
+    progress["samples"] = int(options.get("consumed_train_samples") or 0)
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
     names = {"scale": "scale", "growth_tracker": "clean", "hysteresis_tracker": "patience"}
     if isinstance(scaler, Mapping) and scaler.keys() >= names.keys():
-        return {**found, "loss_scale": {ours: float(scaler[theirs]) for theirs, ours in names.items()}}
-    return found
+        return {**progress, "loss_scale": {ours: float(scaler[theirs]) for theirs, ours in names.items()}}
+    return progress
 
 
 def _steps(state: Any) -> Iterator[int]:
@@ -428,5 +434,5 @@ def _steps(state: Any) -> Iterator[int]:
             else:
                 yield from _steps(value)
     elif isinstance(state, (list, tuple)):
-        for each in state:
-            yield from _steps(each)
+        for item in state:
+            yield from _steps(item)

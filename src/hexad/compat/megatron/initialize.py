@@ -91,9 +91,9 @@ def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> Megat
     translation.write_files("tokenizer")
     with blaming("--tokenizer-type"):
         backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
-    found = MegatronTokenizer(backend, vocab or backend.vocab_size)
-    arguments.padded_vocab_size = -(-found.vocab_size // multiple) * multiple
-    return found
+    tokenizer = MegatronTokenizer(backend, vocab or backend.vocab_size)
+    arguments.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,9 @@ def _start(arguments: Namespace, common: dict[str, Any]) -> None:
 def _divide_heads(config: Config) -> None:
     """Where several tensor ranks hold each key/value head, the mesh knows which ones."""
     mesh = parallel_state.get_mesh()
-    found = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
-    if found is not mesh:
-        parallel_state.use_mesh(found, parallel_state.get_virtual_pipeline_model_parallel_world_size())
+    factored = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
+    if factored is not mesh:
+        parallel_state.use_mesh(factored, parallel_state.get_virtual_pipeline_model_parallel_world_size())
 
 
 def _dtype(arguments: Namespace) -> torch.dtype:

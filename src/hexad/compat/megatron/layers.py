@@ -203,8 +203,8 @@ class ColumnParallelLinear(_Layer):
         weight = self.weight if weight is None else weight
         shape = self.output_size_per_partition, self.input_size
         if weight is None or tuple(weight.shape) != shape:
-            found = None if weight is None else tuple(weight.shape)
-            raise HexadError(f"ColumnParallelLinear: found a weight of shape {found}, expected {shape}")
+            given_shape = None if weight is None else tuple(weight.shape)
+            raise HexadError(f"ColumnParallelLinear: found a weight of shape {given_shape}, expected {shape}")
         added = None if self.skip_bias_add else self.bias
         y = column_linear(_rows(input_), weight, added, self.shard)
         y = y.unflatten(0, (-1, *input_.shape[1:-1]))

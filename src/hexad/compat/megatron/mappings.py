@@ -204,5 +204,5 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        found = rows * gradient.reshape(-1, 1)
-        return found.view(*gradient.shape, -1).to(ctx.dtype), None, None
+        scaled = rows * gradient.reshape(-1, 1)
+        return scaled.view(*gradient.shape, -1).to(ctx.dtype), None, None

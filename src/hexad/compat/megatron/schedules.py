@@ -135,8 +135,8 @@ def forward_backward(
         HexadError: another ``model``, other shapes than those of the flags, or too few iterators.
     """
     if not isinstance(model, Engine):
-        found = "None" if model is None else f"a {type(model).__name__}"
-        raise HexadError(f"model: found {found}; pass what setup_model returns")
+        kind = "None" if model is None else f"a {type(model).__name__}"
+        raise HexadError(f"model: found {kind}; pass what setup_model returns")
     arguments = get_args()
     for name, given in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
         if given not in (None, getattr(arguments, name)):

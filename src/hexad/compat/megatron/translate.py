@@ -27,7 +27,7 @@ def model_settings(arguments: Namespace) -> dict[str, Any]:
         ConfigError: an architecture that no family has, or experts.
     """
     refuse_experts(arguments)
-    found = {
+    settings = {
         "family": _family(arguments),
         "layers": arguments.num_layers,
         "hidden": arguments.hidden_size,
@@ -42,11 +42,11 @@ def model_settings(arguments: Namespace) -> dict[str, Any]:
         "attention_dropout": arguments.attention_dropout,
         "init_std": arguments.init_method_std,
     }
-    if found["family"] != "gpt2":
-        found |= _rotary(arguments)
+    if settings["family"] != "gpt2":
+        settings |= _rotary(arguments)
     if arguments.window_size is not None:
-        found["sliding_window"] = _window(arguments.window_size)
-    return found
+        settings["sliding_window"] = _window(arguments.window_size)
+    return settings
 
 
 def refuse_experts(arguments: Namespace) -> None:
@@ -75,8 +75,8 @@ def _family(arguments: Namespace) -> str:
     }
     if not arguments.add_position_embedding and arguments.position_embedding_type != "rope":
         raise ConfigError("--no-position-embedding", "found without rope; leave it out, or use rope")
-    gpt2 = [flag for flag, (found, one, _) in traits.items() if found != one]
-    llama = [flag for flag, (found, _, other) in traits.items() if found != other]
+    gpt2 = [flag for flag, (value, one, _) in traits.items() if value != one]
+    llama = [flag for flag, (value, _, other) in traits.items() if value != other]
     if not gpt2:
         if arguments.qk_layernorm:
             raise ConfigError("--qk-layernorm", "found with LayerNorm; it needs RMSNorm: leave it out")
@@ -84,8 +84,8 @@ def _family(arguments: Namespace) -> str:
     if not llama:
         return "qwen3" if arguments.qk_layernorm else "qwen2" if arguments.add_qkv_bias else "llama"
     wrong = gpt2 if len(gpt2) <= len(llama) else llama
-    found = traits[wrong[0]][0]
-    what = f"found {found}" if isinstance(found, str) else "is set" if found else "is missing"
+    value = traits[wrong[0]][0]
+    what = f"found {value}" if isinstance(value, str) else "is set" if value else "is missing"
     raise ConfigError(
         wrong[0],
         f"{what}: the flags fit neither GPT-2 (LayerNorm, learned_absolute, GELU, biases) nor Llama "
@@ -95,7 +95,7 @@ def _family(arguments: Namespace) -> str:
 
 
 def _rotary(arguments: Namespace) -> dict[str, Any]:
-    found = {
+    settings = {
         "qkv_bias": arguments.add_qkv_bias,
         "qk_norm": arguments.qk_layernorm,
         "rope_theta": arguments.rotary_base,
@@ -104,8 +104,8 @@ def _rotary(arguments: Namespace) -> dict[str, Any]:
     if arguments.use_rope_scaling:
         # Megatron-LM has a flag for the factor only.
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
-        found["rope_scaling"] = {"factor": arguments.rope_scaling_factor, **fixed}
-    return found
+        settings["rope_scaling"] = {"factor": arguments.rope_scaling_factor, **fixed}
+    return settings
 
 
 def _window(text: str) -> int | None:
@@ -211,7 +211,7 @@ def checkpoint_settings(arguments: Namespace) -> tuple[dict[str, Any], str | Non
     notes: list[str] = []
     load, save, weights = arguments.load, arguments.save, arguments.pretrained_checkpoint
     resumes = load is not None and save is not None and Path(load) == Path(save)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "every": (arguments.save_interval or 0) if save else 0,
         "keep": 10**9,  # Megatron-LM deletes none
         "asynchronous": arguments.async_save,
@@ -232,13 +232,13 @@ def checkpoint_settings(arguments: Namespace) -> tuple[dict[str, Any], str | Non
             "add --finetune to begin with the weights only",
         )
     if resumes and arguments.exit_on_missing_checkpoint:
-        found["resume"] = "must"
+        settings["resume"] = "must"
     elif load is not None and not resumes:
         if Path(load).is_dir() or arguments.exit_on_missing_checkpoint:
-            found["load"] = load
+            settings["load"] = load
         else:
             notes.append(f"--load: {load} does not exist: the run begins with initial weights")
-    return found, weights, notes
+    return settings, weights, notes
 
 
 def refuse_forgotten(directory: str, resume: str) -> None:
@@ -374,17 +374,17 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
 
 
 def _run(arguments: Namespace, directory: str) -> dict[str, Any]:
-    found = {
+    settings = {
         "dir": directory,
         "seed": arguments.seed,
         "steps": arguments.train_iters,
         "timeout": 60.0 * arguments.distributed_timeout_minutes,
     }
     if arguments.distributed_backend == "gloo":
-        found["device"] = "cpu"
+        settings["device"] = "cpu"
     if arguments.deterministic_mode:
-        found["deterministic"] = True
-    return found
+        settings["deterministic"] = True
+    return settings
 
 
 def _optimizer(arguments: Namespace) -> dict[str, Any]:
@@ -406,8 +406,8 @@ def _precision(arguments: Namespace) -> dict[str, Any]:
     if arguments.grad_reduce_in_bf16 and not arguments.bf16:
         raise ConfigError("--grad-reduce-in-bf16", "found without --bf16; add that, or leave it out")
     if not arguments.fp16:
-        found = {"dtype": "bf16" if arguments.bf16 else "fp32"}
-        return found | ({"reduce": "bf16", "accumulate": "bf16"} if arguments.grad_reduce_in_bf16 else {})
+        settings = {"dtype": "bf16" if arguments.bf16 else "fp32"}
+        return settings | ({"reduce": "bf16", "accumulate": "bf16"} if arguments.grad_reduce_in_bf16 else {})
     if arguments.loss_scale:
         return {"dtype": "fp16", "loss_scale": arguments.loss_scale}
     return {
@@ -421,16 +421,16 @@ def _precision(arguments: Namespace) -> dict[str, Any]:
 
 
 def _log(arguments: Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"every": arguments.log_interval}
+    settings: dict[str, Any] = {"every": arguments.log_interval}
     if arguments.tensorboard_dir:
-        found["tensorboard"] = True
+        settings["tensorboard"] = True
     if arguments.wandb_project:
-        found["wandb"] = arguments.wandb_project
+        settings["wandb"] = arguments.wandb_project
     if arguments.profile:
         first, end = arguments.profile_step_start, arguments.profile_step_end
         if end <= first:
             raise ConfigError(
                 "--profile-step-end", f"found {end}, expected more than --profile-step-start {first}"
             )
-        found["profile"] = {"start": first + 1, "steps": end - first}
-    return found
+        settings["profile"] = {"start": first + 1, "steps": end - first}
+    return settings

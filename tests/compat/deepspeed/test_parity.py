@@ -1,4 +1,4 @@
-"""One script with the installed ``deepspeed`` package and with its face: losses, norms, rates and scales."""
+"""One script with the ``deepspeed`` package and with ours: losses, norms, rates and scales."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def errors(theirs: list[Any], ours: list[Any]) -> float:
 
 
 def same(both: Both, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    theirs, ours = (each[name] for each in both(name))
+    theirs, ours = (results[name] for results in both(name))
     assert "error" not in theirs, theirs["error"]
     assert "error" not in ours, ours["error"]
     for what in ("steps", "skipped", "samples", "scale"):

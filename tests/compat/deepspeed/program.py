@@ -118,7 +118,7 @@ def run_pipeline(deepspeed: Any, case: Case, rank: int) -> dict[str, Any]:
 
 
 def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
-    """The script."""
+    """Train one case as a script does; returns what it computes."""
     if case.model == "pipe":
         return run_pipeline(deepspeed, case, rank)
     module = model_of(case.model)
@@ -170,7 +170,7 @@ def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
 
 
 def results_of(cases: Mapping[str, Case]) -> tuple[Results, Results]:
-    """What the script computes with the package, and with its compatibility layer, on two ranks."""
+    """The results of the script with the package, and with its compatibility layer, on two ranks."""
     text = json.dumps([asdict(case) for case in cases.values()])
     with written_by(__name__, text) as directory:
         theirs, ours = (

@@ -87,12 +87,12 @@ class Wrapped(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    """Of all ranks: a row for each, and a token more than the inputs."""
+    """The samples of all ranks: a row for each, with one token more than the inputs."""
     return torch.randint(0, 13, (RANKS, 6), generator=torch.Generator().manual_seed(step))
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The mean over tokens."""
+    """The mean loss over tokens."""
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -121,13 +121,13 @@ def _written() -> tempfile.TemporaryDirectory[str]:
 
 
 def saved(name: str) -> Path:
-    """What is written, once per session: ``<case>`` (DeepSpeed's directory), ``<case>-universal``,
-    ``<case>.pt`` (the expected values), and ``<model>-config`` with a published model's ``config.json``."""
+    """A path among the checkpoints, which are written once per session: ``<case>`` (DeepSpeed's directory),
+    ``<case>-universal``, ``<case>.pt`` (the expected values), or ``<model>-config`` (``config.json``)."""
     return Path(_written().name) / name
 
 
 def config_of(case: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's."""
+    """The settings of DeepSpeed for a case."""
     kind, stage = case["dtype"], {"stage": case["stage"]}
     if case["stage"] == 3:
         stage |= {"sub_group_size": case.get("sub_group", 10**9), "stage3_param_persistence_threshold": 0}

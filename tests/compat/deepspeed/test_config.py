@@ -298,7 +298,7 @@ def test_lines_of_the_log_are_as_far_apart() -> None:
 
 
 def reduced(tree: dict[str, Any]) -> dict[str, Any]:
-    """At a size that a test can train."""
+    """A configuration at a size that a test can train."""
     tree, _ = with_autos_filled(tree, TrainerValues(learning_rate=1e-2), 2)
     sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "train_batch_size": 12}
     tree = {**tree, **sizes}

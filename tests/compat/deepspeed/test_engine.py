@@ -160,7 +160,7 @@ def test_checkpoints_of_other_modules_are_refused(tmp_path: Path, caplog: pytest
 
 
 def test_counters_are_loaded_without_optimizer_states(tmp_path: Path) -> None:
-    """As DeepSpeed does; accumulation begins anew."""
+    """Batch sizes change as in DeepSpeed; accumulation restarts."""
     one, two = (engine_of(1, gradient_accumulation_steps=2) for _ in range(2))
     steps(one, 0, 2)
     one.skipped_steps = 1
@@ -280,7 +280,7 @@ def written(stage: int, directory: str) -> None:
 
 
 def copies(stage: int, directory: str) -> int:
-    """How many parameters a rank copies to its host to write a model."""
+    """The number of parameters that a rank copies to its host to write a model."""
     engine, count = engine_of(stage), 0
     move = torch.Tensor.to
 
@@ -385,7 +385,7 @@ def test_any_number_of_losses(pool: Pool, stage: int) -> None:
 
 
 def test_one_process_trains_without_a_launcher() -> None:
-    """As ``python script.py``, by ``import deepspeed`` after one line."""
+    """A script, ``python script.py``, imports deepspeed after one added line."""
     text = """
 from hexad.compat import deepspeed as compat
 compat.install()

@@ -50,12 +50,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def imported(source: Path, to: Path, **options: Any) -> ImportResult:
-    """As the command does it."""
+    """Import as the command does."""
     return import_checkpoint(source, to, lambda config: resolve(config, Layout(world=1)), **options)
 
 
 def check_values(checkpoint: Path, name: str) -> None:
-    """All values to the last bit, and nothing else."""
+    """Check that a checkpoint has all values to the last bit, and no others."""
     case, expected = CASES[name], torch.load(saved(f"{name}.pt"))
     with Checkpoint(checkpoint) as opened:
         assert verify_files(checkpoint, opened.manifest) == []

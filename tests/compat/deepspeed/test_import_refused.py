@@ -82,7 +82,7 @@ def test_code_is_not_run(file: str, function: Callable[..., Any], tmp_path: Path
 
 
 def test_members_of_enumerations_are_inert(tmp_path: Path) -> None:
-    """As Python 3.11.0 to 3.11.3 pickles them: by ``getattr``, which is not called."""
+    """Enumerations are inert as Python 3.11.0 to 3.11.3 pickles them: by ``getattr``, which is not called."""
     torch.save({"stage": Evil(getattr, "real", "imag")}, tmp_path / "extra.pt")
     member = load_file(tmp_path / "extra.pt")["stage"]
     assert isinstance(member, Inert)
@@ -210,7 +210,7 @@ def test_ambiguous_state_without_names(tmp_path: Path) -> None:
 
 
 def as_vectors(content: dict[str, Any]) -> None:
-    """As with DeepSpeed's fused Adam, which needs a GPU: each group is one vector."""
+    """Store the state as DeepSpeed's fused Adam does, which needs a GPU: each group is one vector."""
     optimizer = content["optimizer"]
     groups = optimizer.pop("fp32_groups")
     optimizer["fp32_groups_flat"] = [torch.cat([tensor.flatten() for tensor in group]) for group in groups]

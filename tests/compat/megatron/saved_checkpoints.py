@@ -51,7 +51,8 @@ def _written() -> tempfile.TemporaryDirectory[str]:
 
 
 def saved(name: str) -> Path:
-    """What is written, once per session: ``<case>`` (Megatron's directory), and ``<case>.pt`` (losses)."""
+    """A path among the checkpoints, which are written once per session: ``<case>`` (Megatron's directory), or
+    ``<case>.pt`` (losses)."""
     return Path(_written().name) / name
 
 

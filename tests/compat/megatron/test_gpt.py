@@ -172,7 +172,7 @@ def test_losses_are_megatron_cores(pool: Pool, llama: bool) -> None:
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    """As scripts write it: every stage reads its microbatch; the mean loss is reported."""
+    """A forward step as scripts write it: every stage reads its microbatch; the mean loss is reported."""
     batch = next(data_iterator)
     output = model(batch[:, :-1], None, None, labels=batch[:, 1:] if model.post_process else None)
 

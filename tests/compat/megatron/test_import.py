@@ -42,7 +42,7 @@ def run_file(kind: str, directory: Path, **changes: Any) -> Path:
 
 
 def imported(source: Path, to: Path, model: Path, weights_only: bool = False) -> ImportResult:
-    """As the command does it."""
+    """Import as the command does."""
     return import_checkpoint(
         source, to, lambda config: resolve(config, Layout(world=1)).config, model, weights_only
     )

@@ -92,7 +92,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float 
 
 
 def _layers(world: int) -> list[int]:
-    """How many tensors were compared, per case."""
+    """The number of tensors that were compared, per case."""
     counts = []
     with both(tensor_model_parallel_size=world) as core:
         rank = parallel_state.get_tensor_model_parallel_rank()

@@ -46,7 +46,7 @@ def without(line: list[str], *flags: str) -> list[str]:
 
 
 def resolved(translation: LineTranslation, vocab: int = 50257) -> Resolved:
-    """What a run makes of it, wherever data and tokenizer are."""
+    """The resolved configuration of a translation, wherever data and tokenizer are."""
     config = build_config(translation.tree)
     return resolve(config, planned_layout(config), None if config.model.vocab != "auto" else vocab)
 

@@ -24,7 +24,7 @@ def _message(attempt: Callable[[], object]) -> str:
 
 
 def _configs() -> list[str]:
-    """What is said about a layer's ``config``, where there are two tensor ranks."""
+    """The messages about a layer's ``config`` with two tensor ranks."""
     parallel_state.initialize_model_parallel(2)
     four, two = (megatron.ModelParallelConfig(tensor_model_parallel_size=number) for number in (4, 2))
     kinds = (megatron.ColumnParallelLinear, megatron.VocabParallelEmbedding)

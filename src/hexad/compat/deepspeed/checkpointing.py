@@ -52,5 +52,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """As :func:`checkpoint`."""
+    """The same as :func:`checkpoint`."""
     return checkpoint(function, *args, **named)

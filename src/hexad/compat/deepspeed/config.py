@@ -20,7 +20,7 @@ from .sections import checked, field_of, known, nested, spelling
 
 @dataclass(frozen=True)
 class Batch:
-    """How many samples make a step.
+    """The batch sizes of a step.
 
     Attributes:
         micro: samples per backward pass and data rank.
@@ -35,7 +35,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A checked file.
+    """A checked configuration.
 
     Attributes:
         keys: all values.
@@ -71,7 +71,7 @@ class CheckedConfig:
 
     @property
     def dtype(self) -> str:
-        """Of parameters, as ``precision.dtype``."""
+        """The format of parameters, as ``precision.dtype``."""
         return "fp16" if self.keys.fp16.enabled else "bf16" if self.keys.bf16.enabled else "fp32"
 
 
@@ -113,8 +113,8 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainerValues:
-    """What transformers' Trainer fills in for ``auto``: its arguments, by their names there and with their
-    defaults, and the model's width."""
+    """The values that transformers' Trainer fills in for ``auto``: its arguments, by their names there and
+    with their defaults, and the model's width."""
 
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
@@ -222,7 +222,7 @@ def read_config(
 
 
 def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tuple[Keys, Mapping[str, Any]]:
-    """As :func:`read_config`, but for batch sizes: the values, and what was read."""
+    """Read and check a configuration except its batch sizes; returns the keys, and the tree that was read."""
     tree = read_json(source)
     if not strict:
         tree = known(tree, Keys)

@@ -25,7 +25,7 @@ class Loader(DataLoader[Any]):
         return super().__iter__()
 
     def endless(self) -> Iterator[Any]:
-        """Epochs without end."""
+        """An iterator over any number of epochs."""
         if self._endless is None:
             self._endless = iter(RepeatingLoader(self))
         return self._endless
@@ -62,7 +62,7 @@ def loader_of(
     shuffle: bool = True,
     workers: int = 0,
 ) -> Loader:
-    """The loader of a rank.
+    """Create the loader of a rank's microbatches.
 
     Args:
         dataset: map-style, of which ranks get different samples; an iterable one is read as it is.

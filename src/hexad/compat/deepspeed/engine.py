@@ -616,7 +616,7 @@ class DeepSpeedEngine(nn.Module):
         return self._config.keys.bf16.enabled
 
     def wall_clock_breakdown(self) -> bool:
-        """As configured; it has no effect."""
+        """The value of the key, which has no effect."""
         return self._config.keys.wall_clock_breakdown
 
     def steps_per_print(self) -> int | None:

@@ -233,5 +233,5 @@ class DeepSpeedConfig(CheckedConfig):
 
 
 def _data_ranks(mpu: Any) -> int:
-    """Of the world that was joined; 1 before that."""
+    """The number of data ranks, by default of the world that was joined; 1 before that."""
     return int(mpu.get_data_parallel_world_size()) if mpu is not None else world.world_size()

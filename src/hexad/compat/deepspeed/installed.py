@@ -53,13 +53,13 @@ class _Finder(DistributionFinder):
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
-        """None: see the class."""
+        """Find no module: see the class."""
 
     def find_distributions(
         self,
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[Distribution]:
-        """The one distribution."""
+        """The distribution ``deepspeed``, where it or any is asked for."""
         return [_Found()] if context.name in (None, "deepspeed") else []
 
 

@@ -45,7 +45,7 @@ Tree = dict[str, Any]
 
 
 class Section(BaseModel):
-    """A group of keys."""
+    """A section of the file: a group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -289,7 +289,7 @@ CHANGES = Refused("it changes the training; remove the section")
 
 
 class Keys(Section):
-    """The whole file."""
+    """All keys of a configuration file."""
 
     model_config = ConfigDict(populate_by_name=True)
 

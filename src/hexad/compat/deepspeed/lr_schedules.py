@@ -116,7 +116,7 @@ class WarmupLR(LRSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Warm-up as in :class:`WarmupLR`, then linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class OneCycle(LRSchedule):
             group["betas"] = (first, 0.99)
 
     def _after(self) -> float | None:
-        """Intervals of decay since the cycle; None within it."""
+        """The number of decay intervals since the cycle; None within it."""
         if self.last_batch_iteration < self.total_size:
             return None
         if not self.decay_step_size:

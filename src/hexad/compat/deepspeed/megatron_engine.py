@@ -24,7 +24,7 @@ _RESULT, _GRADIENT = 1 << 20, (1 << 20) + 1
 
 @dataclass
 class _Link:
-    """What a rank's stage exchanges with its neighbours.
+    """Messages between a rank's stage and its neighbours.
 
     Attributes:
         axis: the pipeline's.

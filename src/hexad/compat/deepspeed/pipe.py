@@ -65,7 +65,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipeStage(nn.Module):
-    """Some of the layers, under their numbers in the list; those with a key under ``tied_modules``."""
+    """Consecutive layers, under their numbers in the list; those with a key are under ``tied_modules``."""
 
     def __init__(self, owner: PipelineModule, layers: range) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class PipelineModule(nn.Module):
         return [stage for stage in self.stages.values() if isinstance(stage, PipeStage)]
 
     def stages_by_number(self) -> dict[int, nn.Module]:
-        """This rank's stages."""
+        """This rank's stages, by number."""
         return {int(number): stage for number, stage in self.stages.items()}
 
     def _holders(self) -> dict[str, list[int]]:

@@ -221,7 +221,7 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> torch.Tensor:
-        """As :meth:`train_batch`, without gradients; the modules are in evaluation mode meanwhile.
+        """The mean loss of a step's microbatches, in evaluation mode and without gradients.
 
         Raises:
             HexadError: ``return_logits``, no ``compute_loss``, or another ``reduce_output`` than ``avg``.
@@ -245,7 +245,7 @@ class PipelineEngine(DeepSpeedEngine):
     # Data
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Where :meth:`train_batch` reads microbatches by default."""
+        """Set the microbatches that :meth:`train_batch` reads by default."""
         self._data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
@@ -293,7 +293,7 @@ class PipelineEngine(DeepSpeedEngine):
         return pairs, [_signature(inputs) for inputs, _ in pairs] if self.is_first_stage() else None
 
     def _signatures(self, mine: list[object] | None) -> list[object]:
-        """What the shapes of each microbatch follow from, the same on all pipeline ranks."""
+        """The shapes and formats of each microbatch's inputs, the same on all pipeline ranks."""
         pipeline, first = self._engine.mesh.pipeline, self._module.plan.schedule.placement[0]
         signatures = gather_objects(mine, pipeline)[first] if pipeline.size > 1 else mine
         return list(signatures or [])
@@ -319,7 +319,7 @@ class PipelineEngine(DeepSpeedEngine):
         return tuple(forms)
 
     def _pass_on(self, form: Form, x: Any, source: int, target: int) -> Any:
-        """A result, on the rank that needs it."""
+        """Send a stage's result to the rank of the next stage; returns it there, None elsewhere."""
         pipeline = self._engine.mesh.pipeline
         pending: Pending | None = None
         if source == target:
@@ -345,7 +345,7 @@ def _compute(
     message: torch.Tensor | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """What a stage computes of a microbatch: a message, or the loss."""
+    """Compute a stage's result for a microbatch: a message, or the loss."""
     assert isinstance(stage, PipeStage)
     number = next(n for n, part in enumerate(module.parts) if part == stage.layers)
     x = batch.inputs if message is None else batch.forms[number - 1].result(message)

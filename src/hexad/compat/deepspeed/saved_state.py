@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint holds, under the names of the module's parameters; and the reading of
+"""The content of a DeepSpeed checkpoint, under the names of the module's parameters; and the reading of
 checkpoints without ZeRO, which have one file and an optimizer state without names."""
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SavedTensor:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """All its values, of its shape.
+        """Read all values, in the tensor's shape.
 
         Raises:
             HexadError: the module has another weight than its master.
@@ -203,7 +203,7 @@ def adam_step(states: Iterable[Any], groups: Iterable[Any]) -> set[int]:
 def progress(
     model: Mapping[str, Any], path: Path, updates: set[int], optimizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What Hexad's engine resumes from.
+    """The progress that Hexad's engine resumes from.
 
     Args:
         model: the content of a ``*model_states.pt``.
@@ -235,8 +235,8 @@ def progress(
 
 
 def _of_script(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine's ``load_checkpoint`` resumes and returns: the schedule's state, and of ``client_state``
-    all but objects of classes, which are not loaded."""
+    """The state that an engine's ``load_checkpoint`` restores and returns: the schedule's, and of
+    ``client_state`` all but objects of classes, which are not loaded."""
     others = {name: value for name, value in model.items() if name not in _OF_DEEPSPEED}
     kept = {name: value for name, value in others.items() if _encoded(value, name) is not None}
     schedule = model.get("lr_scheduler")

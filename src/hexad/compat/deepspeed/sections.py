@@ -48,18 +48,18 @@ _KINDS = {
 
 
 def nested(info: FieldInfo) -> type[Section] | None:
-    """The section that a key is."""
+    """The class of a key's section; None if the key is none."""
     kinds = (info.annotation, *get_args(info.annotation))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
 def spelling(name: str, info: FieldInfo) -> str:
-    """A key as it stands in the file."""
+    """The name of a key in the file."""
     return info.alias or name
 
 
 def field_of(section: type[Section] | None, key: str) -> FieldInfo | None:
-    """What a section has under a key; None: nothing."""
+    """The declaration of a section's key; None for an unknown one."""
     if section is None:
         return None
     fields = section.model_fields.items()
@@ -79,7 +79,7 @@ def given(section: Section, key: str) -> Any:
 def checked(
     tree: Mapping[str, Any], section: type[Checked], prefix: str = "", strict: bool = True
 ) -> Checked:
-    """A section's values.
+    """Check a section and return its values.
 
     Args:
         tree: what was read.
@@ -158,7 +158,7 @@ def _expectation(kind: str, message: str) -> str:
 
 
 def _hint(key: str, section: type[Section], root: type[Section]) -> str:
-    """Which key an unknown one may mean."""
+    """A hint at the key that an unknown one may mean."""
     elsewhere = _elsewhere(key, root, "")
     if elsewhere is not None:
         return f" (did you mean '{elsewhere}'?)"

@@ -1,4 +1,4 @@
-"""From DeepSpeed's keys to Hexad's settings: of an engine around modules, and of a ``run.yaml``. No torch."""
+"""DeepSpeed's keys as Hexad's settings: of an engine around modules, or of a ``run.yaml``. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_ADAM = NoEffect("a run.yaml has one AdamW")
 
 
 def _required(wanted: Any, why: str) -> BeforeValidator:
-    """Refuses every value but one."""
+    """A check that refuses every value but one."""
 
     def check(value: Any) -> Any:
         if value != wanted:
@@ -76,11 +76,11 @@ def _parameters(schedule: type[LRSchedule]) -> type[Section]:
 
 @dataclass(frozen=True)
 class FileTranslation:
-    """A ``run.yaml`` and what is different there.
+    """A ``run.yaml`` and its differences from the file.
 
     Attributes:
         tree: settings that differ from Hexad's defaults, and those that the file names.
-        notes: a line for everything that is different there.
+        notes: a line for every difference.
     """
 
     tree: dict[str, Any]
@@ -125,11 +125,11 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
 
 
 def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
-    """What a ``run.yaml`` has of everything but the optimizer and the learning rate.
+    """The settings of a ``run.yaml`` except the optimizer's and the learning rate's.
 
     Args:
         config: checked.
-        notes: receives a line for everything that is different there.
+        notes: receives a line for every difference.
 
     Raises:
         ConfigError: keys that have no counterpart.
@@ -147,7 +147,7 @@ def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[s
 
 
 def shared_settings(config: CheckedConfig) -> dict[str, Any]:
-    """As :func:`settings_beside_optimizer`, without checks and notes."""
+    """The settings of :func:`settings_beside_optimizer`, without its checks and notes."""
     keys, tree = config.keys, _common(config, gpu=True)
     if keys.tensor_parallel.autotp_size > 1:
         tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size

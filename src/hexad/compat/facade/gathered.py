@@ -79,7 +79,7 @@ def _buckets(params: Any) -> dict[Bucket, Engine]:
 
 @torch.no_grad()
 def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
-    """Adopt what a rank has changed."""
+    """Take over a rank's changes on all ranks."""
     assert bucket.whole is not None
     axis = engine.mesh.gradient_axis()
     if axis.size > 1:

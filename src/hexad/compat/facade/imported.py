@@ -61,7 +61,7 @@ class ImportResult:
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """A tensor to write.
+    """A tensor of another system to write to a checkpoint.
 
     Attributes:
         name: in our checkpoint: ``model.<name>`` or ``optimizer.<moment>.<name>``.

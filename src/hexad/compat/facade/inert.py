@@ -64,7 +64,7 @@ _OF_ENUMS = "builtins.getattr"
 
 
 def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None) -> Any:
-    """What ``torch.save`` wrote: tensors on the CPU, in Python's containers.
+    """Load a file of ``torch.save``: tensors on the CPU, in Python's containers.
 
     Args:
         path: of the file, which is mapped: tensors are read when they are used.

@@ -115,7 +115,7 @@ def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> An
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """What ``initialize`` returns as the optimizer: the groups of the inner one, which the engine steps.
+    """The optimizer that ``initialize`` returns: the groups of the inner one, which the engine steps.
 
     Args:
         optimizer: the inner one.

@@ -20,7 +20,7 @@ ExtraArguments = Callable[[argparse.ArgumentParser], object]
 
 @dataclass(frozen=True)
 class Line:
-    """A launch line.
+    """A parsed launch line.
 
     Attributes:
         arguments: every known flag's value, and those of the script's own flags.

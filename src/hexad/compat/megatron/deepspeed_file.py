@@ -170,7 +170,7 @@ class _Merge:
             self._set(setting, key, value)
 
     def precision(self, settings: dict[str, Any]) -> None:
-        """As :meth:`determine`, of all of ``precision``."""
+        """Set what the file has of ``precision`` and no flag; refuse other values than the flags'."""
         kinds = ("fp16", "bf16")
         for kind in kinds:
             if self._value(f"{kind}.enabled") is False and self._known("precision.dtype") == kind:
@@ -203,7 +203,7 @@ class _Merge:
         return self.tree[group].get(name)
 
     def _value(self, key: str) -> Any:
-        """The file's; None if it has none."""
+        """The file's value of a key; None if it has none."""
         value = given(self.keys, key)
         return value.device if isinstance(value, Offload) else value
 

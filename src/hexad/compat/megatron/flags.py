@@ -46,7 +46,7 @@ class Flag:
 
     @property
     def attribute(self) -> str:
-        """Its attribute in ``get_args()``."""
+        """The name of its attribute in ``get_args()``."""
         return self.dest or self.name.removeprefix("--").replace("-", "_")
 
 

@@ -192,7 +192,7 @@ class GPTEngine(Engine):
     """An engine around stages with a :class:`GPTModel`, whose dropout continues after resuming."""
 
     def progress(self) -> dict[str, Any]:
-        """As of an :class:`~hexad.Engine`, with the number of passes, which is that of every stage."""
+        """The progress of an :class:`~hexad.Engine`, with the number of passes, equal on all stages."""
         passes = max((model.passes for model in self._models()), default=0)
         return {**super().progress(), "passes": passes}
 

@@ -402,7 +402,7 @@ def _gated(model: ModelSettings) -> bool:
 
 
 def _progress(given: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What Hexad's engine resumes from.
+    """The progress that Hexad's engine resumes from.
 
     Raises:
         HexadError: there is no iteration, or parameters have different numbers of updates.

@@ -59,7 +59,7 @@ class MegatronTokenizer:
         return self.backend.encode(text)
 
     def detokenize(self, token_ids: Iterable[int]) -> str:
-        """The text of ids."""
+        """The text of some ids."""
         return self.backend.decode(token_ids)
 
 
@@ -98,7 +98,7 @@ def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> Megat
 
 @dataclass(frozen=True)
 class _Started:
-    """What the functions below return."""
+    """The state between ``initialize_megatron`` and ``destroy_megatron``."""
 
     arguments: Namespace
     translation: LineTranslation
@@ -209,7 +209,7 @@ def _start(arguments: Namespace, common: dict[str, Any]) -> None:
 
 
 def _divide_heads(config: Config) -> None:
-    """Where several tensor ranks hold each key/value head, the mesh knows which ones."""
+    """Use a mesh with the groups of tensor ranks that hold the same key/value head, if any do."""
     mesh = parallel_state.get_mesh()
     factored = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
     if factored is not mesh:

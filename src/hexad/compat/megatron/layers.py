@@ -34,7 +34,7 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class ModelParallelConfig:
-    """What the layers read of Megatron-LM's class of this name, which may be passed in its place.
+    """The attributes that layers read of Megatron-LM's class of this name, which may be passed instead.
 
     Attributes:
         params_dtype: of parameters and activations.
@@ -53,7 +53,7 @@ class ModelParallelConfig:
 
 
 class _Layer(ShardedModule):
-    """What the layers have in common.
+    """The base class of the parallel linear layers.
 
     Args:
         config: Megatron-LM's, or :class:`ModelParallelConfig`.

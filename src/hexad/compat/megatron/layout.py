@@ -128,7 +128,7 @@ def _stages(arguments: Namespace) -> dict[str, Any]:
 
 
 def _virtual(arguments: Namespace, pipeline: int) -> int:
-    """Stages per pipeline rank."""
+    """``parallel.virtual_stages``: the number of stages per pipeline rank."""
     size, number = (
         arguments.num_layers_per_virtual_pipeline_stage,
         arguments.num_virtual_stages_per_pipeline_rank,
@@ -154,7 +154,7 @@ def _extra(arguments: Namespace) -> tuple[int, int]:
 
 
 def _split(arguments: Namespace, pipeline: int, virtual: int) -> str | list[int]:
-    """Layers per stage."""
+    """``parallel.split``: the number of layers per stage."""
     layers = arguments.num_layers
     first, last = arguments.decoder_first_pipeline_num_layers, arguments.decoder_last_pipeline_num_layers
     if first is not None or last is not None:

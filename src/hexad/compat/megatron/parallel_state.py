@@ -25,7 +25,7 @@ _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "p
 
 @dataclass
 class _State:
-    """The current mesh.
+    """The current mesh and the groups made from it.
 
     Attributes:
         mesh: of the run.
@@ -89,8 +89,8 @@ def initialize_model_parallel(
 
 
 def _same_number_of_groups() -> None:
-    """Torch numbers process groups per process: if ranks have created different numbers of them, creating
-    those of a mesh would hang."""
+    """Refuse ranks that have created different numbers of process groups: torch numbers groups per process,
+    and creating those of a mesh would hang."""
     everyone = Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
     counts = gather_objects(len(dist.distributed_c10d._world.pg_names), everyone)
     other = next((count for count in counts if count != counts[0]), None)

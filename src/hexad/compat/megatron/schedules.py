@@ -26,7 +26,7 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, LossFunction]]
 
 @dataclass
 class _Step:
-    """What the stages of one call compute with.
+    """The script's functions and data of one call.
 
     Attributes:
         forward: the script's ``forward_step``.

@@ -1,5 +1,5 @@
-"""From a launch line of Megatron-LM to Hexad's settings: architecture, schedule, checkpoints and the rest. No
-torch."""
+"""Translation of a launch line of Megatron-LM into Hexad's settings: architecture, schedule, checkpoints and
+the rest. No torch."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def translate(words: Sequence[str], world: int | None = None, others: Sequence[s
 
 
 def translated(line: Line, script: bool = False) -> LineTranslation:
-    """As :func:`translate`, of a completed namespace; that of a script may name no data.
+    """Translate a completed namespace; that of a script may name no data.
 
     Raises:
         ConfigError: as there.

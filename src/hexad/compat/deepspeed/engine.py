@@ -150,10 +150,11 @@ class DeepSpeedEngine(nn.Module):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Loader:
-        """A loader of this rank's samples of a data set.
+        """A loader of this rank's samples of a data set; the configuration says whether an incomplete last
+        microbatch is left out.
 
         Args:
-            dataset: see :func:`~hexad.compat.deepspeed.data.loader_of`.
+            dataset: map-style, of which ranks get different samples; an iterable one is read as it is.
             batch_size: samples of a microbatch; by default those of a backward pass.
             route: ``train`` shuffles, except in a pipeline.
             pin_memory: accepted without effect.

@@ -80,7 +80,35 @@ def _torch_optimizer(optimizer: Any) -> Any:
     raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
 
 
-class WarmupLR(LRSchedule):
+class _WarmupSchedule(LRSchedule):
+    """A schedule that begins with warm-up."""
+
+    def _set_warmup(self, steps: int, kind: str, total: int | None = None) -> None:
+        """Set the number of steps and the kind of warm-up, in a schedule of ``total`` steps.
+
+        Raises:
+            ValueError: ``steps`` is not a positive integer.
+        """
+        if not isinstance(steps, int) or steps <= 0:
+            raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
+        if kind not in ("log", "linear"):
+            log.warning("scheduler.params.warmup_type: found %r, expected log or linear; log is used", kind)
+            kind = "log"
+        self.warmup_num_steps, self.warmup_type = max(2, steps), kind
+        if total is not None and total < self.warmup_num_steps:
+            text = "scheduler.params.total_num_steps %d is less than warmup_num_steps %d"
+            log.warning(text, total, self.warmup_num_steps)
+
+    def _warmed(self, iteration: int) -> float | None:
+        """The part of warm-up that is done at an iteration; None after it."""
+        if iteration >= self.warmup_num_steps:
+            return None
+        if self.warmup_type == "log":
+            return math.log(iteration + 1) / math.log(self.warmup_num_steps)
+        return iteration / self.warmup_num_steps
+
+
+class WarmupLR(_WarmupSchedule):
     """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr`` over ``warmup_num_steps`` iterations, logarithmic
     (``warmup_type: log``) or ``linear``, then constant."""
 
@@ -98,8 +126,7 @@ class WarmupLR(LRSchedule):
             warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
-        self.warmup = Warmup(warmup_num_steps, warmup_type)
-        self.warmup_num_steps, self.warmup_type = self.warmup.steps, self.warmup.kind
+        self._set_warmup(warmup_num_steps, warmup_type)
         if last_batch_iteration == -1:
             self._set(self.min_lrs)
 
@@ -112,7 +139,8 @@ class WarmupLR(LRSchedule):
 
     def _part(self, iteration: int) -> float:
         """The position between the smallest and the largest rate, from 0 to 1."""
-        return self.warmup.part(iteration) if iteration < self.warmup.steps else 1.0
+        warmed = self._warmed(iteration)
+        return 1.0 if warmed is None else warmed
 
 
 class WarmupDecayLR(WarmupLR):
@@ -132,17 +160,15 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
-        _check_total(total_num_steps, self.warmup.steps)
+        self._set_warmup(warmup_num_steps, self.warmup_type, total_num_steps)
 
     def _part(self, iteration: int) -> float:
-        if iteration < self.warmup.steps:
-            return self.warmup.part(iteration)
-        return max(
-            0.0, (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup.steps)
-        )
+        warmed = self._warmed(iteration)
+        left = (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, left) if warmed is None else warmed
 
 
-class WarmupCosineLR(LRSchedule):
+class WarmupCosineLR(_WarmupSchedule):
     """Warm-up of a factor of the groups' own rates from ``warmup_min_ratio`` to 1, then cosine decay
     (Loshchilov & Hutter, arXiv 1608.03983) to ``cos_min_ratio`` at ``total_num_steps``."""
 
@@ -159,9 +185,7 @@ class WarmupCosineLR(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.total_num_steps, self.cos_min_ratio = total_num_steps, cos_min_ratio
         self.warmup_min_ratio = warmup_min_ratio
-        self.warmup = Warmup(warmup_num_steps, warmup_type)
-        self.warmup_num_steps, self.warmup_type = self.warmup.steps, self.warmup.kind
-        _check_total(total_num_steps, self.warmup.steps)
+        self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         if last_batch_iteration == -1:
             self._set(self.get_lr())
@@ -171,10 +195,11 @@ class WarmupCosineLR(LRSchedule):
         iteration, low = self.last_batch_iteration, self.warmup_min_ratio
         if iteration < 0:
             return 0.0
-        if iteration < self.warmup.steps:
-            return low + (1.0 - low) * self.warmup.part(iteration)
-        done = (iteration - self.warmup.steps + 1) / max(1, self.total_num_steps - self.warmup.steps)
-        done = min(1.0, done)
+        warmed = self._warmed(iteration)
+        if warmed is not None:
+            return low + (1.0 - low) * warmed
+        warmup = self.warmup_num_steps
+        done = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
         part = (1 + math.cos(math.pi * done)) / 2
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * part)
 
@@ -182,33 +207,6 @@ class WarmupCosineLR(LRSchedule):
         """The rate of every group at ``last_batch_iteration``."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
-
-
-class Warmup:
-    """The factor of the rate in the first iterations.
-
-    Raises:
-        ValueError: ``steps`` is not a positive integer.
-    """
-
-    def __init__(self, steps: int, kind: str) -> None:
-        if not isinstance(steps, int) or steps <= 0:
-            raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
-        if kind not in ("log", "linear"):
-            log.warning("scheduler.params.warmup_type: found %r, expected log or linear; log is used", kind)
-            kind = "log"
-        self.steps, self.kind = max(2, steps), kind
-
-    def part(self, iteration: int) -> float:
-        """The part of warm-up, below 1, that is done at an iteration below ``steps``."""
-        if self.kind == "log":
-            return math.log(iteration + 1) / math.log(self.steps)
-        return iteration / self.steps
-
-
-def _check_total(total: int, warmup: int) -> None:
-    if total < warmup:
-        log.warning("scheduler.params.total_num_steps %d is less than warmup_num_steps %d", total, warmup)
 
 
 class LRRangeTest(LRSchedule):

@@ -170,11 +170,8 @@ def client_optimizer(
     """The optimizer of a script, or that its configuration names; None if there is neither.
 
     Args:
-        module: whose parameters it updates; those that it does not list no longer require gradients.
         keys: of the configuration.
-        given: an optimizer, a function of parameters that returns one, or None.
-        parameters: parameters, or groups of them; by default all that require gradients.
-        keeps_groups: groups without parameters stay, so that their numbers agree on all ranks.
+        module, given, parameters, keeps_groups: see :func:`~hexad.compat.facade.optimizer.adopted_optimizer`.
 
     Raises:
         ConfigError: it may not be elementwise, and cannot be sharded.

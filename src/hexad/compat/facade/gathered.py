@@ -92,16 +92,6 @@ _collects = False
 """Whether :func:`state_dict` is calling that of a module."""
 
 
-@contextmanager
-def _collecting() -> Iterator[None]:
-    global _collects
-    _collects = True
-    try:
-        yield
-    finally:
-        _collects = False
-
-
 def refuse_shards(*_: Any) -> None:
     """Refuse the ``state_dict`` of a module that ZeRO 3 shards: it would have placeholders.
 
@@ -126,6 +116,7 @@ def state_dict(
         exclude_frozen: leave out parameters that are not trained.
         first_only: nothing on the other ranks, whose hosts hold no copy.
     """
+    global _collects
     keeps = not (first_only and engine.mesh.rank)
     engine.gatherer.settle()
     values: dict[torch.Tensor, torch.Tensor] = {}
@@ -135,8 +126,11 @@ def state_dict(
             values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
         engine.gatherer.leave(bucket)
     state: dict[str, Any] = {}
-    with _collecting():
+    _collects = True
+    try:
         held = module.state_dict(keep_vars=True) if keeps else {}
+    finally:
+        _collects = False
     for name, value in held.items():
         frozen = isinstance(value, nn.Parameter) and not value.requires_grad
         if not (frozen and exclude_frozen):

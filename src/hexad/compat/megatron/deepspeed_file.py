@@ -25,13 +25,6 @@ _EQUAL = {
 }
 """Settings that the flags determine -> the key that must be equal, where the file has it."""
 
-_KEYS = {
-    "parallel.zero": "zero_optimization.stage",
-    "memory.offload": "zero_optimization.offload_optimizer",
-    "optimizer.clip": "gradient_clipping",
-}
-"""Settings that the file determines where it has the key."""
-
 _PRECISION = {
     "loss_scale": "fp16.loss_scale",
     "loss_scale_initial": "fp16.initial_scale_power",
@@ -84,12 +77,13 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
             f"{arguments.data_parallel_size} data ranks, but {path} has gradient_accumulation_steps "
             f"{keys.gradient_accumulation_steps}; make them equal, or change the number of ranks",
         )
-    merge.determine("parallel.zero", _KEYS["parallel.zero"], keys.zero_optimization.stage)
+    merge.determine("parallel.zero", "zero_optimization.stage", keys.zero_optimization.stage)
     with _naming(path):
         config = CheckedConfig(_with_flags(keys, tree), batch, content)
         settings = shared_settings(config) if script else settings_beside_optimizer(config, notes)
-    merge.determine("memory.offload", _KEYS["memory.offload"], settings["memory"].get("offload", "none"))
-    merge.determine("optimizer.clip", _KEYS["optimizer.clip"], keys.gradient_clipping)
+    offload = settings["memory"].get("offload", "none")
+    merge.determine("memory.offload", "zero_optimization.offload_optimizer", offload)
+    merge.determine("optimizer.clip", "gradient_clipping", keys.gradient_clipping)
     merge.precision(settings["precision"])
     kind = tree["precision"]["dtype"]
     arguments.fp16, arguments.bf16 = kind == "fp16", kind == "bf16"

@@ -132,11 +132,8 @@ class TrainerValues:
 
     def values(self, data_ranks: int) -> dict[str, Any]:
         """Dotted key -> what ``auto`` means there."""
-        micro, steps, width = (
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            self.hidden_size,
-        )
+        micro, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        width = self.hidden_size
         return {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
@@ -300,7 +297,7 @@ def _autos(tree: Mapping[str, Any], prefix: str, section: type[Section] | None =
     for key, value in tree.items():
         full, info = prefix + key, field_of(section, key)
         if isinstance(value, Mapping):
-            yield from _autos(value, full + ".", nested(info) if info is not None else None)
+            yield from _autos(value, full + ".", nested(info))
         elif value == "auto" and full not in _AUTO_IS_DEFAULT and not _has_no_effect(info):
             yield full
 

@@ -18,6 +18,7 @@ from hexad.comm import agreed, first_difference, from_first, identical
 from hexad.config import AgreedError, HexadError, did_you_mean
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
+from hexad.model.transformer import DTYPES
 from hexad.topology.layout import Layout
 
 from ..facade import gathered, tags, world
@@ -109,11 +110,10 @@ class DeepSpeedEngine(nn.Module):
         self._accumulation.begin(self._limit())
         self._report()
 
-    _keeps_groups = False
-    """Whether groups without parameters stay: where ranks have other parameters, so that numbers agree."""
-
     # Construction
 
+    _keeps_groups = False
+    """Whether groups without parameters stay: where ranks have other parameters, so that numbers agree."""
     _shuffles = True
     """Whether the loader of ``training_data`` shuffles."""
 
@@ -124,11 +124,10 @@ class DeepSpeedEngine(nn.Module):
 
     def _cast_buffers(self) -> None:
         wanted = self._config.keys.data_types.buffer_dtype
-        kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, None: None}[wanted]
-        for module in self._module.modules() if kind is not None else ():
+        for module in self._module.modules() if wanted is not None else ():
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer is not None and buffer.is_floating_point():
-                    setattr(module, name, buffer.to(kind))
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(DTYPES[str(wanted)]))
 
     def _report(self) -> None:
         if self.global_rank:

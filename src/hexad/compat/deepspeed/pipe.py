@@ -172,11 +172,7 @@ class PipelineModule(nn.Module):
         self.plan = PipelinePlan(planned, self.parts)
         seed = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
         self.stages = nn.ModuleDict(
-            {
-                str(n): PipeStage(self, self.parts[n])
-                for n, r in enumerate(planned.placement)
-                if r == self.stage_id
-            }
+            {str(n): PipeStage(self, self.parts[n]) for n in planned.stages_of(self.stage_id)}
         )
         self._check_ties()
         self._build(seed)

@@ -10,8 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from hexad.config import ConfigError
-from hexad.config.errors import did_you_mean
+from hexad.config import ConfigError, did_you_mean, setting_names
 
 from .keys import Section
 
@@ -47,9 +46,9 @@ _KINDS = {
 """First word of a pydantic error's type -> what to write."""
 
 
-def nested(info: FieldInfo) -> type[Section] | None:
-    """The class of a key's section; None if the key is none."""
-    kinds = (info.annotation, *get_args(info.annotation))
+def nested(info: FieldInfo | None) -> type[Section] | None:
+    """The class of a key's section; None if the key is unknown or no section."""
+    kinds = (info.annotation, *get_args(info.annotation)) if info is not None else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
@@ -60,9 +59,7 @@ def spelling(name: str, info: FieldInfo) -> str:
 
 def field_of(section: type[Section] | None, key: str) -> FieldInfo | None:
     """The declaration of a section's key; None for an unknown one."""
-    if section is None:
-        return None
-    fields = section.model_fields.items()
+    fields = section.model_fields.items() if section is not None else ()
     return next((info for name, info in fields if key in (name, info.alias)), None)
 
 
@@ -104,9 +101,8 @@ def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> 
         if info is None and key not in _OLDER.get(prefix, ()):
             log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, _names(section)))
             continue
-        inner = nested(info) if info is not None else None
-        inside = isinstance(value, Mapping) and inner is not None
-        kept[key] = known(value, inner, f"{prefix}{key}.") if inside and inner else value
+        inner = nested(info)
+        kept[key] = known(value, inner, f"{prefix}{key}.") if inner and isinstance(value, Mapping) else value
     return kept
 
 
@@ -140,8 +136,7 @@ def _located(location: tuple[int | str, ...], root: type[Section]) -> tuple[list
     section, parts = root, list[str]()
     for part in location:
         parts.append(str(part))
-        info = field_of(section, str(part))
-        inner = nested(info) if info is not None else None
+        inner = nested(field_of(section, str(part)))
         if inner is None:
             break
         section = inner
@@ -158,20 +153,8 @@ def _expectation(kind: str, message: str) -> str:
 
 
 def _hint(key: str, section: type[Section], root: type[Section]) -> str:
-    """A hint at the key that an unknown one may mean."""
-    elsewhere = _elsewhere(key, root, "")
+    """A hint at the key that an unknown one may mean, in any section."""
+    elsewhere = next((name for name in setting_names(root) if name.rpartition(".")[2] == key), None)
     if elsewhere is not None:
         return f" (did you mean '{elsewhere}'?)"
     return did_you_mean(key, _names(section)) or f"; known here: {', '.join(_names(section))}"
-
-
-def _elsewhere(key: str, section: type[Section], prefix: str) -> str | None:
-    """The dotted name of a key in any section."""
-    for name, info in section.model_fields.items():
-        if key in (name, info.alias):
-            return prefix + spelling(name, info)
-        inner = nested(info)
-        inside = _elsewhere(key, inner, f"{prefix}{spelling(name, info)}.") if inner is not None else None
-        if inside is not None:
-            return inside
-    return None

@@ -416,12 +416,12 @@ def _progress(given: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[st
         raise HexadError(
             f"{given.directory}: common.pt: found different numbers of updates {sorted(updates)}"
         )
-    progress = {"step": step, "updates": updates.pop() if updates else step}
+    progress: dict[str, Any] = {"step": step, "updates": updates.pop() if updates else step}
     progress["samples"] = int(options.get("consumed_train_samples") or 0)
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
     names = {"scale": "scale", "growth_tracker": "clean", "hysteresis_tracker": "patience"}
     if isinstance(scaler, Mapping) and scaler.keys() >= names.keys():
-        return {**progress, "loss_scale": {ours: float(scaler[theirs]) for theirs, ours in names.items()}}
+        progress["loss_scale"] = {ours: float(scaler[theirs]) for theirs, ours in names.items()}
     return progress
 
 

@@ -151,7 +151,8 @@ def initialize_megatron(
     line, translation, common = agreed(read, world.everyone(world.join())) if joined else read()
     arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
-    arguments.params_dtype = _dtype(arguments)
+    half = torch.bfloat16 if arguments.bf16 else torch.float32
+    arguments.params_dtype = torch.half if arguments.fp16 else half
     arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
     if here.rank == 0:
         for note in translation.notes:
@@ -214,10 +215,6 @@ def _divide_heads(config: Config) -> None:
     factored = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
     if factored is not mesh:
         parallel_state.use_mesh(factored, parallel_state.get_virtual_pipeline_model_parallel_world_size())
-
-
-def _dtype(arguments: Namespace) -> torch.dtype:
-    return torch.half if arguments.fp16 else torch.bfloat16 if arguments.bf16 else torch.float32
 
 
 def _current() -> _Started:

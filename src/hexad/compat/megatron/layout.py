@@ -14,6 +14,14 @@ _CONTEXT = {"p2p": "ring", "a2a": "ulysses", "allgather": "all_gather", "a2a+p2p
 """``--cp-comm-type`` -> ``parallel.context_method``."""
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """``--data-parallel-sharding-strategy``, by level of ZeRO."""
+_OF_PIPELINES = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+"""Attributes of flags that divide layers among pipeline ranks."""
 
 
 def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
@@ -34,7 +42,12 @@ def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
     if arguments.pipeline_model_parallel_size > 1:
         parallel |= _stages(arguments)
     else:
-        _refuse_without_pipeline(arguments)
+        for name in _OF_PIPELINES:
+            if getattr(arguments, name) is not None:
+                problem = (
+                    f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
+                )
+                raise ConfigError(flag_of(name), problem)
     if arguments.num_distributed_optimizer_instances > 1:
         parallel["replicas"] = arguments.num_distributed_optimizer_instances
     if arguments.use_tp_pp_dp_mapping:
@@ -42,20 +55,6 @@ def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
     if arguments.ddp_bucket_size:
         parallel["bucket_mb"] = arguments.ddp_bucket_size * 4 / 2**20
     return {"parallel": parallel, "memory": _memory(arguments)}
-
-
-def _refuse_without_pipeline(arguments: Namespace) -> None:
-    """Refuse to divide layers among one pipeline rank."""
-    for name in (
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "pipeline_model_parallel_layout",
-    ):
-        if getattr(arguments, name) is not None:
-            problem = f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
-            raise ConfigError(flag_of(name), problem)
 
 
 def _zero(arguments: Namespace) -> int:

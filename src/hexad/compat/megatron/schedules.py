@@ -51,14 +51,14 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
         ConfigError: flags that do not fit each other.
     """
     resolved, mesh = resolved_model(), parallel_state.get_mesh()
-    placement = resolved.plan.schedule.placement
-    own = [number for number, rank in enumerate(placement) if rank == mesh.pipeline.rank]
+    schedule = resolved.plan.schedule
+    own = schedule.stages_of(mesh.pipeline.rank)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(len(own) if len(own) > 1 else None)
     stages: dict[int, nn.Module] = {}
     for place, number in enumerate(own):
         parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
-        stages[number] = model_provider(pre_process=number == 0, post_process=number == len(placement) - 1)
-    compute = partial(_compute, {stage: number for number, stage in stages.items()}, len(placement) - 1)
+        stages[number] = model_provider(pre_process=number == 0, post_process=number == schedule.stages - 1)
+    compute = partial(_compute, {stage: number for number, stage in stages.items()}, schedule.stages - 1)
     # GPTModel wraps its own layers in recompute; an engine does not know the layers of modules.
     config = resolved.config.model_copy(
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}

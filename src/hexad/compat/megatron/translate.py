@@ -26,7 +26,10 @@ def model_settings(arguments: Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: an architecture that no family has, or experts.
     """
-    refuse_experts(arguments)
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (getattr(arguments, name) or 1) > 1:  # as Megatron-LM does
+            problem = f"found {getattr(arguments, name)} without --num-experts; leave it out"
+            raise ConfigError(flag_of(name), problem)
     settings = {
         "family": _family(arguments),
         "layers": arguments.num_layers,
@@ -47,18 +50,6 @@ def model_settings(arguments: Namespace) -> dict[str, Any]:
     if arguments.window_size is not None:
         settings["sliding_window"] = _window(arguments.window_size)
     return settings
-
-
-def refuse_experts(arguments: Namespace) -> None:
-    """Refuse layouts of experts without experts, as Megatron-LM does.
-
-    Raises:
-        ConfigError: ``--expert-...`` without ``--num-experts``.
-    """
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if (getattr(arguments, name) or 1) > 1:
-            problem = f"found {getattr(arguments, name)} without --num-experts; leave it out"
-            raise ConfigError(flag_of(name), problem)
 
 
 def _family(arguments: Namespace) -> str:

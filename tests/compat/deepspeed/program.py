@@ -1,7 +1,7 @@
 """One training script, run with the ``deepspeed`` package or with ours: only the import differs.
 
 ``python -m tests.compat.deepspeed.program DIRECTORY CASES`` runs all cases with both, and writes what each
-computed. The package keeps global state, so that it runs in forks of its own.
+computed. The package keeps global state, so that it runs in separate processes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checkpoints that DeepSpeed itself writes, with what its own functions say they hold.
 
-DeepSpeed leaves state in a process, so two ranks of their own write all of them, once per test session.
+DeepSpeed leaves state in a process, so two separate ranks write all of them, once per test session.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ def test_parameters_of_a_schedule() -> None:
     tree = {"train_batch_size": 1, "scheduler": {"type": "WarmupDecayLR", "params": params}}
     settings = run_settings(read_config(tree, 1), strict=False).tree
     assert settings["lr_schedule"] == {"kind": "linear", "warmup": 5, "decay_steps": 20, "min_lr": 1e-5}
-    assert settings["optimizer"]["lr"] == 1e-3  # DeepSpeed's, whatever the optimizer has
+    assert settings["optimizer"]["lr"] == 1e-3  # DeepSpeed's, for any rate of the optimizer
 
 
 @pytest.mark.parametrize(

@@ -242,7 +242,7 @@ def masters(engine: Any) -> list[torch.Tensor]:
 
 
 def changed(stage: int) -> tuple[bool, list[float], float]:
-    """Whether values are complete inside, what rank 1 has changed, and how far apart ranks are."""
+    """Whether values are complete inside, the values that rank 1 has changed, and the ranks' difference."""
     engine = engine_of(stage, bf16={"enabled": True})
     steps(engine, 0, 2)
     layer = engine.module.last

@@ -55,7 +55,7 @@ def theirs(directory: Path) -> Any:
 def test_the_trainer_gives_the_same_numbers(directory: Path, theirs: Any, stage: int) -> None:
     first, resumed = log_of("compat", stage, directory / str(stage))
     close(first, theirs)
-    close(resumed[:4], theirs)  # the Trainer's log goes on after it has resumed
+    close(resumed[:4], theirs)  # the Trainer's log continues after it has resumed
     assert len(resumed) == 6
     assert resumed[-1]["loss"] < first[0]["loss"]
     assert (directory / str(stage) / "out" / "final" / "model.safetensors").stat().st_size > 10_000

@@ -1,6 +1,6 @@
 """Checkpoints that Megatron-Core itself writes on two tensor-parallel ranks, with the losses that follow.
 
-It needs a GPU in a few places, which are replaced, and leaves state in a process: two of their own write all,
+It needs a GPU in a few places, which are replaced, and leaves state in a process: two separate ranks write all,
 once per test session.
 """
 

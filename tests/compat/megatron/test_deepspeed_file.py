@@ -142,5 +142,5 @@ def test_keys_of_a_file_of_deepspeed_reach_the_run_or_are_reported(
     translation = translate([*SMALL, *FILE, *more.split()])
     resolved(translation)
     assert translation.tree["precision"].items() >= wanted.items()
-    told = [line for line in translation.notes if line.startswith("ds.json: ")]
-    assert [note in line for line in told] == ([True] if note else []), told
+    reported = [line for line in translation.notes if line.startswith("ds.json: ")]
+    assert [note in line for line in reported] == ([True] if note else []), reported

@@ -33,7 +33,7 @@ def test_flags_that_need_others(more: str, needed: str) -> None:
 
 
 def test_flags_with_what_they_need() -> None:
-    """Either of the flags that give it its effect; and defaults are not reported."""
+    """Any one of the needed flags suffices; defaults are not reported."""
     rope = "--rotary-base 5 --use-rotary-position-embeddings --normalization RMSNorm --swiglu"
     for more in (
         "--num-query-groups 2 --group-query-attention",

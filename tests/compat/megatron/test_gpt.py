@@ -351,7 +351,7 @@ def _documents(isolated: bool) -> torch.Tensor:
 
 
 def test_documents_are_isolated_by_positions(pool: Pool) -> None:
-    """The second document has the losses of a sequence of its own."""
+    """The second document has the losses of a separate sequence."""
     (losses,), (wanted,) = pool.run(1, _documents, True), pool.run(1, _documents, False)
     torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-10)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, read and checked: nothing is ignored in silence. No torch."""
+"""DeepSpeed's JSON, read and checked: nothing is ignored without notice. No torch."""
 
 from __future__ import annotations
 

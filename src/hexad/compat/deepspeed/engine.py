@@ -213,7 +213,7 @@ class DeepSpeedEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2 and
-        3, as in DeepSpeed. Needless otherwise: a step begins without gradients."""
+        3, as in DeepSpeed. Not needed otherwise: a step begins without gradients."""
         if self.zero_optimization_stage() < 2:
             self._discard()
 

@@ -66,7 +66,7 @@ class MegatronEngine(DeepSpeedEngine):
     """Trains a ``GPTModel``, whose ranks are those of ``initialize_megatron``.
 
     With pipeline ranks, ``engine(...)`` passes one microbatch through all stages, and every rank receives
-    the last stage's result; ``backward`` passes gradients back. Stages wait for each other meanwhile:
+    the last stage's result; ``backward`` passes gradients back. Stages do not overlap:
     ``get_forward_backward_func`` of :mod:`hexad.compat.megatron` runs schedules.
     """
 

@@ -30,7 +30,7 @@ _OLDER = {
 """Older spellings, which :class:`~hexad.compat.deepspeed.keys.Keys` replaces."""
 
 _FORMS = {"betas": "[beta1, beta2]"}
-"""Keys whose values have a form of their own."""
+"""Keys whose values have a special form."""
 
 _BOUNDS = ("greater_than_equal", "less_than", "finite_number")
 
@@ -120,7 +120,7 @@ def _readable(error: ValidationError, root: type[Section], prefix: str) -> Confi
         return ConfigError(name, f"unknown key{_hint(parts[-1], section, root)}")
     if problem["type"] == "missing" and len(parts) == len(problem["loc"]):
         return ConfigError(name, "is missing; give it")
-    # Of what a key may be, each alternative is a problem of its own.
+    # pydantic reports one problem per alternative that a key allows.
     same = [alternative for alternative in problems if _located(alternative["loc"], root)[0] == parts]
     expected = " or ".join(
         dict.fromkeys(_expectation(alternative["type"], alternative["msg"]) for alternative in same)

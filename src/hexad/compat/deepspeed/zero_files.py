@@ -361,7 +361,7 @@ def read_universal(directory: Path) -> SavedState:
 
 
 def _tensor(folder: Path, name: str, kind: str, shape: tuple[int, ...]) -> SavedTensor:
-    """A parameter's values, from a file of their own: a vector, or in a dictionary that says how parts of
+    """A parameter's values, from one file: a vector, or in a dictionary that says how parts of
     model-parallel ranks were joined."""
     path = folder / name / f"{kind}.pt"
     if not path.resolve().is_relative_to(folder.resolve()):

@@ -27,7 +27,7 @@ class Inert:
 
     Attributes:
         given: the arguments of its constructor.
-        state: of the object: a dictionary of attributes, unless its class has a form of its own.
+        state: of the object: a dictionary of attributes, unless its class pickles something else.
     """
 
     given: tuple[Any, ...]
@@ -98,7 +98,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise HexadError(f"{path}: missing") from None
     except zipfile.BadZipFile:
         raise HexadError(f"{path}: truncated, or not written by torch.save of torch 1.6 or later") from None
-    except Exception as error:  # of whatever kind a damaged pickle leads to
+    except Exception as error:  # of any kind: the pickle is damaged
         raise HexadError(f"{path}: {_reason(error)}") from None
 
 

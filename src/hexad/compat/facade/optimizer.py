@@ -167,7 +167,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as
-        in DeepSpeed. Needless otherwise: a step begins without gradients."""
+        in DeepSpeed. Not needed otherwise: a step begins without gradients."""
         discard = None if self._discard is None else self._discard()
         if discard is not None:
             discard()

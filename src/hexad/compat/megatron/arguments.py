@@ -59,7 +59,7 @@ def parse(
         defaults: values of attributes for which Megatron-LM has no default and that the line does not set.
         extra: adds a script's own flags to the parser, as Megatron-LM's ``extra_args_provider``.
         ignore_unknown: ignore unknown flags.
-        others: options that stand elsewhere, and that an unknown flag may mean.
+        others: options of the command, which an unknown flag may mean.
 
     Raises:
         ConfigError: a flag that is not known, naming the nearest one, that is malformed or that Hexad cannot
@@ -143,7 +143,7 @@ def values_of_flags(arguments: Namespace) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands on the line."""
+    """A value as it is written on the line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

@@ -48,7 +48,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
     Args:
         tree: the settings of the flags.
         line: with what :func:`~hexad.compat.megatron.arguments.derive` has added.
-        script: the line is a script's, whose ``deepspeed.initialize`` reads the whole file.
+        script: the line is a script's, whose ``deepspeed.initialize`` reads the complete file.
 
     Returns:
         what the user should know; nothing for a script.

@@ -213,7 +213,7 @@ _OUTSIDE = {
     "head.weight": "output_layer.weight",
 }
 _IN_LAYERS = {
-    # Layer norms are parts of the products that follow them, also where they are modules of their own.
+    # Layer norms are parts of the products that follow them, also where they are separate modules.
     "attention_norm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "attention_norm.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
     "ffn_norm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),

@@ -166,7 +166,7 @@ def initialize_megatron(
         translation.write_files("data")
         return build_tokenizer(translation, arguments)
 
-    # Hosts may have file systems of their own.
+    # Hosts may not share a file system.
     tokenizer = prepare() if skip_mpu_initialization else agreed(prepare, parallel_state.get_mesh().world)
     _started = _Started(arguments, translation, tokenizer, settings)
 

@@ -58,21 +58,20 @@ class _Layer(ShardedModule):
     Args:
         config: Megatron-LM's, or :class:`ModelParallelConfig`.
         group: of tensor ranks; None: those of the mesh.
-        sequence: activations outside are sharded over tokens; by default that of ``config``.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, config: Any, group: dist.ProcessGroup | None, sequence: bool | None = None) -> None:
+    def __init__(self, config: Any, group: dist.ProcessGroup | None) -> None:
         axis = parallel_state.axis_of(group)
         _check_config(type(self).__name__, config, group)
-        sequence = bool(config.sequence_parallel) if sequence is None else sequence
+        sequence = bool(config.sequence_parallel) and axis.size > 1
         device = parallel_state.get_mesh().device
-        super().__init__(Shard({"tensor": axis}, sequence and axis.size > 1, config.params_dtype, device))
+        super().__init__(Shard({"tensor": axis}, sequence, config.params_dtype, device))
         self.config = config
 
     def _weight(self, shape: tuple[int, int], dim: int, init_method: Initialise | None) -> None:
-        """The matrix, sharded along ``dim``."""
+        """Create the matrix, sharded along ``dim``."""
         std = getattr(self.config, "init_method_std", _STD)
         weight = Weight("weight", shape, {"tensor": dim}, decay=True, std=std)
         self._divisible(shape[dim])
@@ -82,7 +81,7 @@ class _Layer(ShardedModule):
             _initialise(self.weight, shape, dim, std, init_method, self.shard)
 
     def _bias(self, size: int, divided: bool) -> None:
-        """The bias, initialised with 0."""
+        """Create the bias, initialised with 0."""
         partial = frozenset({"tensor"} if self.shard.sequence and not divided else ())
         weight = Weight("bias", (size,), {"tensor": 0} if divided else {}, partial)
         self.declare(Parameter("bias", (weight,)))
@@ -120,7 +119,7 @@ def _check_config(layer: str, config: Any, group: dist.ProcessGroup | None) -> N
 
 
 def _describe(parameter: nn.Parameter, dim: int) -> None:
-    """The attributes by which Megatron-LM's scripts recognise sharded parameters."""
+    """Set the attributes by which Megatron-LM's scripts recognise sharded parameters."""
     for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
         setattr(parameter, name, value)
 
@@ -353,9 +352,9 @@ def _initialise(
     init_method: Initialise | None,
     shard: Shard,
 ) -> None:
-    """This rank's shard of what ``init_method`` fills.
+    """Set this rank's shard of the values that ``init_method`` draws.
 
-    All of it is drawn on every rank, as Megatron-LM does on CPUs: the same values for any number of ranks.
+    All values are drawn on every rank, as Megatron-LM does on CPUs: the same values for any number of ranks.
     """
     whole = torch.empty(shape, dtype=torch.float32)
     if init_method is None:

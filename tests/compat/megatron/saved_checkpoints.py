@@ -1,7 +1,7 @@
 """Checkpoints that Megatron-Core itself writes on two tensor-parallel ranks, with the losses that follow.
 
-It needs a GPU in a few places, which are replaced, and leaves state in a process: two separate ranks write all,
-once per test session.
+It needs a GPU in a few places, which are replaced, and leaves state in a process: two separate ranks write
+all, once per test session.
 """
 
 from __future__ import annotations

@@ -92,45 +92,31 @@ class Gpt2Tokenizer:
         temporary.replace(place)
 
 
-@dataclass(frozen=True)
-class Data:
-    """The data of a launch line.
-
-    Attributes:
-        settings: of the group ``data``.
-        vocab: ``model.vocab`` where it is not the tokenizer's.
-        notes: for the user.
-        files: what must be written before the run starts.
-    """
-
-    settings: dict[str, Any]
-    vocab: int | None
-    notes: tuple[str, ...]
-    files: tuple[MockData | Gpt2Tokenizer, ...]
+Files = list[MockData | Gpt2Tokenizer]
 
 
-def data_settings(arguments: Namespace, directory: str, need_data: bool = True) -> Data:
-    """Translate data and tokenizer.
+def data_settings(
+    arguments: Namespace, directory: str, notes: list[str], files: Files, need_data: bool = True
+) -> tuple[dict[str, Any], int | None]:
+    """The group ``data``, and ``model.vocab`` where it is not the tokenizer's.
 
     Args:
         arguments: completed.
         directory: of the run, for what is written.
+        notes: receives notes for the user.
+        files: receives what must be written before the run starts.
         need_data: the line must name some.
 
     Raises:
         ConfigError: flags that are missing, exclude each other, or that Hexad cannot honour.
     """
-    notes: list[str] = []
-    files: list[MockData | Gpt2Tokenizer] = []
     settings = {"sequence": arguments.seq_length, **_documents(arguments)}
     settings |= _source(arguments, directory, files, need_data)
     tokenizer, vocab = _tokenizer(arguments, directory, files, notes, need_data)
-    return Data(settings | tokenizer, vocab, tuple(notes), tuple(files))
+    return settings | tokenizer, vocab
 
 
-def _source(
-    arguments: Namespace, directory: str, files: list[MockData | Gpt2Tokenizer], need_data: bool
-) -> dict[str, Any]:
+def _source(arguments: Namespace, directory: str, files: Files, need_data: bool) -> dict[str, Any]:
     """The settings of the data set; adds what is to be written to ``files``."""
     sources = ["data_path", "data_args_path", "train_data_path", "mock_data"]
     given = [name for name in sources if getattr(arguments, name)]
@@ -149,8 +135,7 @@ def _source(
         files.append(data)
         return {"train": data.prefix, "split": _split(arguments.split)}
     if arguments.train_data_path:
-        settings: dict[str, Any] = {}
-        settings["train"] = _blend("--train-data-path", arguments.train_data_path)
+        settings: dict[str, Any] = {"train": _blend("--train-data-path", arguments.train_data_path)}
         if arguments.valid_data_path:
             settings["validation"] = _blend("--valid-data-path", arguments.valid_data_path)
         return settings
@@ -205,11 +190,7 @@ def _split(text: str) -> list[float]:
 
 
 def _tokenizer(
-    arguments: Namespace,
-    directory: str,
-    files: list[MockData | Gpt2Tokenizer],
-    notes: list[str],
-    need_data: bool,
+    arguments: Namespace, directory: str, files: Files, notes: list[str], need_data: bool
 ) -> tuple[dict[str, Any], int | None]:
     """``data.tokenizer``, and ``model.vocab`` where it is not the tokenizer's."""
     kind, model = arguments.tokenizer_type, arguments.tokenizer_model

@@ -14,7 +14,7 @@ import yaml
 from hexad.config import ConfigError
 
 from .arguments import Line, derive, parse
-from .data import Gpt2Tokenizer, MockData, data_settings
+from .data import Files, Gpt2Tokenizer, MockData, data_settings
 from .deepspeed_file import merge_file
 from .flags import flag_of
 from .layout import layout_settings
@@ -121,21 +121,20 @@ _KINDS = {
 SHIFT = "learning rate: that of step n is Megatron-LM's of iteration n + 1, whose first update has the rate 0"
 
 
-def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The group ``lr_schedule``, in iterations, and notes for the user.
+def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
+    """The group ``lr_schedule``, in iterations; adds notes for the user.
 
     Raises:
         ConfigError: a shape that Hexad does not have.
     """
-    steps, notes = arguments.train_iters, []
-    unit = "iters" if arguments.train_samples is None else "samples"
+    steps = arguments.train_iters
+    in_samples = arguments.train_samples is not None
+    unit, per_iteration = ("samples", arguments.global_batch_size) if in_samples else ("iters", 1)
 
     def iterations(name: str) -> float | None:
         """``lr_..._iters``, or ``lr_..._samples`` of one batch size."""
         count = getattr(arguments, f"{name}_{unit}")
-        return (
-            None if count is None else float(count / (1 if unit == "iters" else arguments.global_batch_size))
-        )
+        return None if count is None else float(count / per_iteration)
 
     def rounded(flag: str, number: float) -> int:
         if number != round(number):
@@ -165,7 +164,7 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
     if warmup:
         notes.append(SHIFT)
     if kind == "constant":
-        return settings, notes
+        return settings
     if kind in ("wsd", "inverse_sqrt") and end != steps:
         raise ConfigError(
             f"--lr-decay-{unit}",
@@ -184,22 +183,21 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
         settings["decay_steps"] = rounded(f"--lr-wsd-decay-{unit}", length)
     elif kind != "inverse_sqrt":
         settings["decay_steps"] = end
-    return {**settings, "min_lr": arguments.min_lr}, notes
+    return {**settings, "min_lr": arguments.min_lr}
 
 
 DEFAULT_DIRECTORY = "runs/megatron"
 """``run.dir`` without ``--save``."""
 
 
-def checkpoint_settings(arguments: Namespace) -> tuple[dict[str, Any], str | None, list[str]]:
-    """The group ``checkpoint``, ``model.load``, and notes for the user.
+def checkpoint_settings(arguments: Namespace, notes: list[str]) -> tuple[dict[str, Any], str | None]:
+    """The group ``checkpoint``, and ``model.load``; adds notes for the user.
 
     As in Megatron-LM, a run resumes only from what ``--load`` names.
 
     Raises:
         ConfigError: what Hexad cannot load, or flags that exclude each other.
     """
-    notes: list[str] = []
     load, save, weights = arguments.load, arguments.save, arguments.pretrained_checkpoint
     resumes = load is not None and save is not None and Path(load) == Path(save)
     settings: dict[str, Any] = {
@@ -229,7 +227,7 @@ def checkpoint_settings(arguments: Namespace) -> tuple[dict[str, Any], str | Non
             settings["load"] = load
         else:
             notes.append(f"--load: {load} does not exist: the run begins with initial weights")
-    return settings, weights, notes
+    return settings, weights
 
 
 def refuse_forgotten(directory: str, resume: str) -> None:
@@ -330,24 +328,21 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
         ConfigError: as there.
     """
     arguments = line.arguments
-    notes = list(line.notes)
+    notes, files = list(line.notes), Files()
     directory = arguments.save or DEFAULT_DIRECTORY
-    schedule, rounded = schedule_settings(arguments)
-    notes += rounded
-    data = data_settings(arguments, directory, need_data=not script)
-    notes += data.notes
+    schedule = schedule_settings(arguments, notes)
+    data, vocab = data_settings(arguments, directory, notes, files, need_data=not script)
     model = model_settings(arguments)
-    if data.vocab is not None:
-        model["vocab"] = data.vocab
-    checkpoint, weights, begun = checkpoint_settings(arguments)
-    notes += begun
+    if vocab is not None:
+        model["vocab"] = vocab
+    checkpoint, weights = checkpoint_settings(arguments, notes)
     if weights is not None:
         model["load"] = weights
-    validated = "validation" in data.settings or data.settings.get("split", (0, 0))[1]
+    validated = "validation" in data or data.get("split", (0, 0))[1]
     tree = {
         "run": _run(arguments, directory),
         "model": model,
-        "data": data.settings,
+        "data": data,
         "batch": {"micro": arguments.micro_batch_size, "global": arguments.global_batch_size},
         **layout_settings(arguments),
         "precision": _precision(arguments),
@@ -361,7 +356,7 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
         },
     }
     notes += merge_file(tree, line, script)
-    return LineTranslation(tree, tuple(notes), data.files)
+    return LineTranslation(tree, tuple(notes), tuple(files))
 
 
 def _run(arguments: Namespace, directory: str) -> dict[str, Any]:

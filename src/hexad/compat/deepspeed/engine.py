@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,17 @@ _OF_MODULES = frozenset(dir(nn.Module))
 """Names that are no hint for a misspelt one."""
 CLIP_EPSILON = 1e-6
 """DeepSpeed adds it to the norm that it divides by."""
+
+
+def _reads(path: str, what: str) -> Callable[[DeepSpeedEngine], Any]:
+    """A method that returns an engine's attribute, by its dotted path."""
+    read = attrgetter(path)
+
+    def method(self: DeepSpeedEngine) -> Any:
+        return read(self)
+
+    method.__doc__ = what
+    return method
 
 
 class DeepSpeedEngine(nn.Module):
@@ -554,86 +566,35 @@ class DeepSpeedEngine(nn.Module):
             ) from None
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        """The configuration as it was read."""
-        return self._config.tree
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number."""
-        return self._engine.mesh.rank
-
-    @property
     def local_rank(self) -> int:
         """This rank's number on its host."""
         return environment().local_rank
 
-    @property
-    def world_size(self) -> int:
-        """The number of all ranks."""
-        return self._engine.mesh.layout.world
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of data ranks."""
-        return self._engine.mesh.data.size
-
-    def train_batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self._config.batch.total
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a backward pass."""
-        return self._config.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backward passes of a step."""
-        return self._config.batch.accumulation
+    config = property(_reads("_config.tree", "The configuration as it was read."))
+    global_rank = property(_reads("_engine.mesh.rank", "This rank's number."))
+    world_size = property(_reads("_engine.mesh.layout.world", "The number of all ranks."))
+    dp_world_size = property(_reads("_engine.mesh.data.size", "The number of data ranks."))
+    train_batch_size = _reads("_config.batch.total", "Samples of a step, over all ranks.")
+    train_micro_batch_size_per_gpu = _reads("_config.batch.micro", "Samples of a backward pass.")
+    gradient_accumulation_steps = _reads("_config.batch.accumulation", "Backward passes of a step.")
+    gradient_clipping = _reads("_engine.optimizer.clip", "The largest gradient norm; 0 for none.")
+    zero_optimization_stage = _reads("_config.keys.zero_optimization.stage", "The level of sharding, 0 to 3.")
+    fp16_enabled = _reads("_config.keys.fp16.enabled", "Whether parameters are fp16.")
+    bfloat16_enabled = _reads("_config.keys.bf16.enabled", "Whether parameters are bf16.")
+    wall_clock_breakdown = _reads("_config.keys.wall_clock_breakdown", "The key's value, without effect.")
+    steps_per_print = _reads("_config.keys.steps_per_print", "Steps between lines of the log; None for none.")
+    loss_scale = _reads("_engine.scaler.scale", "The loss scale of the next step.")
+    get_global_grad_norm = _reads("_norm", "The gradient norm of the last step before clipping, or None.")
+    was_step_applied = _reads("_applied", "Whether the last :meth:`step` changed the weights.")
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, samples of a backward pass, and backward passes of a step."""
         batch = self._config.batch
         return batch.total, batch.micro, batch.accumulation
 
-    def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0 for none."""
-        return self._engine.optimizer.clip
-
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
         return self.zero_optimization_stage() > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The level of sharding, 0 to 3."""
-        return self._config.keys.zero_optimization.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
-        return self._config.keys.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
-        return self._config.keys.bf16.enabled
-
-    def wall_clock_breakdown(self) -> bool:
-        """The value of the key, which has no effect."""
-        return self._config.keys.wall_clock_breakdown
-
-    def steps_per_print(self) -> int | None:
-        """Steps between lines of the log."""
-        return self._config.keys.steps_per_print
-
-    def loss_scale(self) -> float:
-        """The loss scale of the next step."""
-        return self._engine.scaler.scale
-
-    def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last step, before clipping; None before the first."""
-        return self._norm
-
-    def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` changed the weights."""
-        return self._applied
 
     def _groups(self) -> list[dict[str, Any]]:
         return [] if self.basic_optimizer is None else self.basic_optimizer.param_groups

@@ -7,7 +7,7 @@ Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-j
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -48,6 +48,8 @@ class Section(BaseModel):
     """A section of the file: a group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    older: ClassVar[tuple[str, ...]] = ()
+    """Older spellings of keys, which the class replaces."""
 
 
 class Fp16(Section):
@@ -132,6 +134,12 @@ class Zero(Section):
     """``zero_optimization``; ``true`` is stage 1."""
 
     model_config = ConfigDict(populate_by_name=True)
+    older = (
+        "cpu_offload",
+        "cpu_offload_param",
+        "cpu_offload_use_pin_memory",
+        "stage3_gather_fp16_weights_on_model_save",
+    )
 
     stage: Annotated[int, Field(ge=0, le=3), Is("`parallel.zero`")] = 0
     offload_optimizer: Annotated[
@@ -292,6 +300,7 @@ class Keys(Section):
     """All keys of a configuration file."""
 
     model_config = ConfigDict(populate_by_name=True)
+    older = ("bfloat16",)
 
     train_batch_size: Annotated[At1 | None, Is("`batch.global`")] = None
     train_micro_batch_size_per_gpu: Annotated[At1 | None, Is("`batch.micro`")] = None

@@ -18,17 +18,6 @@ log = logging.getLogger("hexad")
 
 Checked = TypeVar("Checked", bound=Section)
 
-_OLDER = {
-    "": ("bfloat16",),
-    "zero_optimization.": (
-        "cpu_offload",
-        "cpu_offload_param",
-        "cpu_offload_use_pin_memory",
-        "stage3_gather_fp16_weights_on_model_save",
-    ),
-}
-"""Older spellings, which :class:`~hexad.compat.deepspeed.keys.Keys` replaces."""
-
 _FORMS = {"betas": "[beta1, beta2]"}
 """Keys whose values have a special form."""
 
@@ -98,7 +87,7 @@ def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> 
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         info = field_of(section, key)
-        if info is None and key not in _OLDER.get(prefix, ()):
+        if info is None and key not in section.older:
             log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, _names(section)))
             continue
         inner = nested(info)

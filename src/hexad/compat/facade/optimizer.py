@@ -153,10 +153,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """The factor of the loss; 1 except in fp16."""
         return self._engine.scaler.scale
 
-    @property
-    def cur_scale(self) -> float:
-        """The factor of the loss, under DeepSpeed's older name."""
-        return self.loss_scale
+    cur_scale = loss_scale
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard of the state, for inspection; see ``engine.save_checkpoint`` for saving."""

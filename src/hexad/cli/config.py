@@ -282,13 +282,14 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
         TrainerValues,
         read_config,
         read_json,
+        set_key,
         with_autos_filled,
     )
     from hexad.compat.deepspeed.translate import run_settings
 
     tree = read_json(path)
     for override in overrides:
-        apply_override(tree, override)
+        set_key(tree, override)
     tree, filled = with_autos_filled(tree, TrainerValues(), world)
     translation = run_settings(read_config(tree, world, strict=not lenient), strict=not lenient)
     load_config(translation.tree)

@@ -180,6 +180,26 @@ def with_autos_filled(
     return fill(tree, ""), filled
 
 
+def set_key(tree: dict[str, Any], assignment: str) -> None:
+    """Set ``a.b=value`` in a tree of keys, in place; the value is JSON, or else a text.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    name, equals, text = assignment.partition("=")
+    if not equals or not name:
+        raise ConfigError(assignment, "a key is set as name=value, such as zero_optimization.stage=2")
+    *sections, last = name.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(name, f"'{section}' is a value, not a section")
+    try:
+        tree[last] = json.loads(text)
+    except json.JSONDecodeError:
+        tree[last] = text
+
+
 def read_config(
     source: str | Path | Mapping[str, Any], data_ranks: int, strict: bool = True
 ) -> CheckedConfig:

@@ -60,12 +60,8 @@ class DeepSpeedEngine(nn.Module):
         module: the same on all ranks; the first rank's values are used.
         config: checked.
         device: of this rank.
-        optimizer: a ``torch.optim`` optimizer, or a function of parameters that returns one; by
-            default the one that the configuration names.
-        parameters: parameters, or groups of them, to train; by default all that require gradients.
-        scheduler: of the learning rate, or a function of the optimizer that returns one.
-        data: a data set, of which :attr:`training_dataloader` loads this rank's samples.
-        collate: of that loader.
+        optimizer, parameters, scheduler, data, collate: as of
+            :func:`~hexad.compat.deepspeed.entry.initialize`.
 
     Attributes:
         optimizer: an :class:`EngineOptimizer` around it; None without one: for evaluation only.

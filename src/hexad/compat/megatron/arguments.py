@@ -165,16 +165,7 @@ def _holds(arguments: Namespace, condition: str) -> bool:
     return given == value if value else _differs(FLAGS[name], given)
 
 
-_REQUIRED = (
-    "--num-layers",
-    "--hidden-size",
-    "--num-attention-heads",
-    "--seq-length",
-    "--max-position-embeddings",
-    "--micro-batch-size",
-)
 _POSITIVE = (
-    *_REQUIRED,
     "--global-batch-size",
     "--train-iters",
     "--tensor-model-parallel-size",
@@ -185,6 +176,7 @@ _POSITIVE = (
     "--recompute-num-layers",
     "--ddp-bucket-size",
 )
+"""Flags without which a line is complete, and whose numbers are at least 1."""
 
 
 def derive(arguments: Namespace, world: int | None = None) -> None:
@@ -197,12 +189,13 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
     Raises:
         ConfigError: a required flag is missing, a size is not positive, or flags exclude each other.
     """
-    for flag in _POSITIVE:
-        value = getattr(arguments, FLAGS[flag].attribute)
-        if value is None and flag in _REQUIRED:
-            raise ConfigError(flag, "is missing; give it")
-        if value is not None and value < 1:
-            raise ConfigError(flag, f"found {value}, expected at least 1")
+    required = [name for name, flag in FLAGS.items() if flag.note.startswith("required")]
+    for name in (*required, *_POSITIVE):
+        value = getattr(arguments, FLAGS[name].attribute)
+        if value is None and name in required:
+            raise ConfigError(name, "is missing; give it")
+        if value is not None and value < 1 and FLAGS[name].kind is int:
+            raise ConfigError(name, f"found {value}, expected at least 1")
     _layout(arguments, world)
     _model(arguments)
     _exclude(arguments, "--fp16", "--bf16")

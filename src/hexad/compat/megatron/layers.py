@@ -218,13 +218,10 @@ class RowParallelLinear(_Layer):
     Args:
         input_size, output_size: global features.
         config: as of :class:`ColumnParallelLinear`; in sequence parallel the output is sharded over tokens.
-        init_method: fills a float32 tensor ``[output_size, input_size]``; None: normal.
         bias: whether there is one; it is added after the sum.
         input_is_parallel: the input is this rank's features; otherwise all, of which it takes its own.
-        skip_bias_add: return the bias instead of adding it.
-        stride, is_expert: defaults only.
-        keep_master_weight_for_test, tp_comm_buffer_name: have no effect.
-        tp_group: of :mod:`~hexad.compat.megatron.parallel_state`.
+        init_method, skip_bias_add, stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name,
+            tp_group: as of :class:`ColumnParallelLinear`.
 
     Attributes:
         weight: ``[output_size, input_size / size]``.

@@ -376,8 +376,6 @@ def _run(arguments: Namespace, directory: str) -> dict[str, Any]:
 def _optimizer(arguments: Namespace) -> dict[str, Any]:
     if arguments.optimizer != "adam":
         raise ConfigError("--optimizer", f"found {arguments.optimizer}; Hexad has AdamW: use adam")
-    if arguments.lr is None:
-        raise ConfigError("--lr", "is missing; give it")
     return {
         "name": "adamw",
         "lr": arguments.lr,

@@ -15,6 +15,7 @@ from hexad.topology.mesh import Axis
 from ..facade.optimizer import refused
 from ..megatron import parallel_state
 from ..megatron.gpt import GPTEngine, GPTModel, check_tied, resolved_model
+from ..megatron.schedules import empty_hidden
 from .engine import DeepSpeedEngine
 from .translate import engine_config
 
@@ -83,18 +84,15 @@ class MegatronEngine(DeepSpeedEngine):
         settings = self._settings(resolved.config)
         if settings.model.tied_embeddings:
             check_tied(False, settings.parallel.zero)
-        hidden = settings.model.hidden
-        tokens = settings.batch.micro * settings.data.sequence
-        rows = tokens // (mesh.tensor.size if settings.parallel.sequence_parallel else 1)
-        self._link = _Link(mesh.pipeline, self.device, (rows, hidden), self._module.dtype)
-        number = mesh.pipeline.rank
+        shape = tuple(empty_hidden(settings, mesh).shape)
+        self._link = _Link(mesh.pipeline, self.device, shape, self._module.dtype)
         return GPTEngine(
-            {number: self._module},
+            {mesh.pipeline.rank: self._module},
             mesh,
             settings,
             plan=resolved.plan,
             optimizer=optimizer,
-            boundary=lambda *_: torch.empty(rows, hidden),
+            boundary=lambda *_: torch.empty(shape),
             initialise=False,
         )
 

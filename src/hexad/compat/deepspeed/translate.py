@@ -94,7 +94,7 @@ def engine_config(config: CheckedConfig, gpu: bool, tensor: int = 1, pipeline: i
         ConfigError: keys that cannot be honoured.
     """
     _check_offload(config.keys, gpu)
-    tree = _common(config, gpu)
+    tree = shared_settings(config)
     tree["run"] = {"timeout": 1800.0}
     tree["parallel"] |= {"tensor": tensor, "pipeline": pipeline}
     tree["checkpoint"] = {"asynchronous": False}
@@ -146,16 +146,6 @@ def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[s
     return shared_settings(config)
 
 
-def shared_settings(config: CheckedConfig) -> dict[str, Any]:
-    """The settings of :func:`settings_beside_optimizer`, without its checks and notes."""
-    keys, tree = config.keys, _common(config, gpu=True)
-    if keys.tensor_parallel.autotp_size > 1:
-        tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size
-    if keys.sequence_parallel_size > 1:
-        tree["parallel"] |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
-    return tree
-
-
 _OF_MODULES = {
     "managed_gradient_accumulation": "every step here has batch.global samples",
     "data_parallel_size": "the ranks that the other degrees leave are data ranks",
@@ -192,7 +182,8 @@ def _formats(config: CheckedConfig) -> list[str]:
     return notes
 
 
-def _common(config: CheckedConfig, gpu: bool) -> dict[str, Any]:
+def shared_settings(config: CheckedConfig) -> dict[str, Any]:
+    """The settings of :func:`settings_beside_optimizer`, without its checks and notes."""
     keys, batch = config.keys, config.batch
     precision: dict[str, Any] = {"dtype": config.dtype}
     if keys.communication_data_type == "bf16" and config.dtype == "bf16":
@@ -210,10 +201,15 @@ def _common(config: CheckedConfig, gpu: bool) -> dict[str, Any]:
             "loss_scale_consecutive": scaler.consecutive_hysteresis,
             "loss_scale_min": scaler.min_loss_scale,
         }
+    parallel: dict[str, Any] = {"zero": keys.zero_optimization.stage}
+    if keys.tensor_parallel.autotp_size > 1:
+        parallel["tensor"] = keys.tensor_parallel.autotp_size
+    if keys.sequence_parallel_size > 1:
+        parallel |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
     offload = keys.zero_optimization.offload_optimizer
     return {
         "batch": {"micro": batch.micro, "global": batch.total},
-        "parallel": {"zero": keys.zero_optimization.stage},
+        "parallel": parallel,
         "precision": precision,
         "memory": {"offload": "optimizer"} if _offloads(offload) else {},
         "optimizer": {"clip": config.clip},

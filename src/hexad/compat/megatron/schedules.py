@@ -63,14 +63,19 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
     config = resolved.config.model_copy(
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
     )
-    boundary = partial(_boundary, config, mesh)
     return GPTEngine(
-        stages, mesh, config, plan=resolved.plan, compute=compute, boundary=boundary, initialise=False
+        stages,
+        mesh,
+        config,
+        plan=resolved.plan,
+        compute=compute,
+        boundary=lambda *_: empty_hidden(config, mesh),
+        initialise=False,
     )
 
 
-def _boundary(config: Config, mesh: Mesh, _: Any, stage: int) -> torch.Tensor:
-    """An empty tensor for what crosses a stage boundary."""
+def empty_hidden(config: Config, mesh: Mesh) -> torch.Tensor:
+    """An empty tensor like the hidden states that cross a stage boundary."""
     tokens = config.batch.micro * config.data.sequence
     rows = tokens // (mesh.tensor.size if config.parallel.sequence_parallel else 1)
     dtype = DTYPES[config.precision.dtype]

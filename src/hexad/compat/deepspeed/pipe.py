@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -350,15 +351,19 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[range, ...]:
     if count < stages:
         raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
     sums = list(accumulate(weights, initial=0))
-
-    @cache
-    def best(end: int, runs: int) -> tuple[int, tuple[int, ...]]:
-        """The weight of the heaviest of some runs of the first layers, and where these runs begin."""
-        if runs == 1:
-            return sums[end], (0,)
-        divided = ((best(cut, runs - 1), cut) for cut in range(runs - 1, end))
-        choices = ((max(before[0], sums[end] - sums[cut]), (*before[1], cut)) for before, cut in divided)
-        return min(choices, key=lambda choice: choice[0])
-
-    bounds = (*best(count, stages)[1], count)
+    # By the end of some runs of the first layers: the weight of the heaviest, and where the runs begin.
+    best: list[tuple[int, tuple[int, ...]]] = [(total, (0,)) for total in sums]
+    for runs in range(2, stages + 1):
+        best = [
+            min(
+                (
+                    (max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut))
+                    for cut in range(runs - 1, end)
+                ),
+                key=itemgetter(0),
+                default=(0, ()),
+            )
+            for end in range(count + 1)
+        ]
+    bounds = (*best[count][1], count)
     return tuple(range(low, high) for low, high in pairwise(bounds))

@@ -152,11 +152,9 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
     else:
         flag, length = f"--lr-warmup-{unit}", iterations("lr_warmup") or 0.0
     if length and length >= decay:
-        whole = f"--train-{unit}" if given is None else f"--lr-decay-{unit}"
-        raise ConfigError(
-            flag,
-            f"found {length:g} iterations of warm-up, expected less than the {decay:g} of {whole}; lower it",
-        )
+        problem = f"found {length:g} iterations of warm-up, expected less than the {decay:g} of "
+        problem += f"--train-{unit}" if given is None else f"--lr-decay-{unit}"
+        raise ConfigError(flag, f"{problem}; lower it")
     warmup = rounded(flag, length)
     end = rounded(f"--lr-decay-{unit}", decay)
     kind = _KINDS[arguments.lr_decay_style]
@@ -176,10 +174,8 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
         if length is None:
             raise ConfigError(f"--lr-wsd-decay-{unit}", "is missing with WSD; give it")
         if arguments.lr_wsd_decay_style != "linear":
-            raise ConfigError(
-                "--lr-wsd-decay-style",
-                f"found {arguments.lr_wsd_decay_style}; Hexad's wsd decays linearly: use linear",
-            )
+            problem = f"found {arguments.lr_wsd_decay_style}; Hexad's wsd decays linearly: use linear"
+            raise ConfigError("--lr-wsd-decay-style", problem)
         settings["decay_steps"] = rounded(f"--lr-wsd-decay-{unit}", length)
     elif kind != "inverse_sqrt":
         settings["decay_steps"] = end

@@ -1,4 +1,4 @@
-"""Ranks of other systems, in processes of their own that have imported everything once."""
+"""Ranks of other systems, in forked processes that have imported everything once."""
 
 from __future__ import annotations
 

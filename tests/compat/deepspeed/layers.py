@@ -58,7 +58,7 @@ def specs(deepspeed: Any, blocks: int = 4) -> list[Any]:
 
 
 def batch_of(number: int, length: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two sequences."""
+    """A microbatch of two sequences."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(VOCAB, (2, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

@@ -1,7 +1,7 @@
-"""One training script, run with the ``deepspeed`` package or with its face: only the import differs.
+"""One training script, run with the ``deepspeed`` package or with ours: only the import differs.
 
 ``python -m tests.compat.deepspeed.program DIRECTORY CASES`` runs all cases with both, and writes what each
-computed. The package keeps global state, so that it runs in forks of its own.
+computed. The package keeps global state, so that it runs in separate processes.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def run_pipeline(deepspeed: Any, case: Case, rank: int) -> dict[str, Any]:
         model=module, model_parameters=module.parameters(), config={**config, **case.keys}
     )
     batches = iter([pipe_batch_of(number) for number in range(case.steps * case.accumulation)])
-    found: dict[str, Any] = {"loss": [], "norm": [], "lr": [], "scale": []}
+    record: dict[str, Any] = {"loss": [], "norm": [], "lr": [], "scale": []}
     for _ in range(case.steps):
-        found["loss"].append(float(engine.train_batch(batches)))
-    return found | {
+        record["loss"].append(float(engine.train_batch(batches)))
+    return record | {
         "steps": engine.global_steps,
         "skipped": engine.skipped_steps,
         "samples": engine.global_samples,
@@ -118,7 +118,7 @@ def run_pipeline(deepspeed: Any, case: Case, rank: int) -> dict[str, Any]:
 
 
 def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
-    """The script."""
+    """Train one case as a script does; returns what it computes."""
     if case.model == "pipe":
         return run_pipeline(deepspeed, case, rank)
     module = model_of(case.model)
@@ -144,7 +144,7 @@ def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
     engine, optimizer, _, _ = deepspeed.initialize(
         model=module, optimizer=optimizer, model_parameters=parameters, lr_scheduler=scheduler, config=config
     )
-    found: dict[str, Any] = {"loss": [], "norm": [], "lr": [], "scale": []}
+    record: dict[str, Any] = {"loss": [], "norm": [], "lr": [], "scale": []}
     for step in range(case.steps):
         total = 0.0
         for micro in range(case.accumulation):
@@ -155,18 +155,22 @@ def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
             total += loss.item() / case.accumulation
             engine.backward(loss)
             engine.step()
-        found["loss"].append(total)
+        record["loss"].append(total)
         norm = engine.get_global_grad_norm()
-        found["norm"].append(None if norm is None else float(norm))
-        found["lr"].append([float(group["lr"]) for group in optimizer.param_groups])
+        record["norm"].append(None if norm is None else float(norm))
+        record["lr"].append([float(group["lr"]) for group in optimizer.param_groups])
         scale = getattr(optimizer, "loss_scale", 1.0) if "fp16" in case.keys else 1.0
-        found["scale"].append(float(scale))
-    found |= {"steps": engine.global_steps, "skipped": engine.skipped_steps, "samples": engine.global_samples}
-    return found
+        record["scale"].append(float(scale))
+    record |= {
+        "steps": engine.global_steps,
+        "skipped": engine.skipped_steps,
+        "samples": engine.global_samples,
+    }
+    return record
 
 
 def results_of(cases: Mapping[str, Case]) -> tuple[Results, Results]:
-    """What the script computes with the package, and with its face, on two ranks."""
+    """The results of the script with the package, and with its compatibility layer, on two ranks."""
     text = json.dumps([asdict(case) for case in cases.values()])
     with written_by(__name__, text) as directory:
         theirs, ours = (
@@ -176,11 +180,11 @@ def results_of(cases: Mapping[str, Case]) -> tuple[Results, Results]:
 
 
 def main() -> None:
-    directory, cases = Path(sys.argv[1]), [Case(**each) for each in json.loads(sys.argv[2])]
+    directory, cases = Path(sys.argv[1]), [Case(**settings) for settings in json.loads(sys.argv[2])]
     import deepspeed
     import transformers
 
-    from hexad.compat import deepspeed as face
+    from hexad.compat import deepspeed as compat
 
     assert transformers.GPT2LMHeadModel  # imported once
     quiet_deepspeed()
@@ -196,7 +200,7 @@ def main() -> None:
             (directory / name).write_text(json.dumps(results))
 
     run_forked(2, directory, lambda rank: write(rank, deepspeed, "theirs"))
-    run_forked(2, directory, lambda rank: write(rank, face, "ours"))
+    run_forked(2, directory, lambda rank: write(rank, compat, "ours"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Checkpoints that DeepSpeed itself writes, with what its own functions say they hold.
 
-DeepSpeed leaves state in a process, so two ranks of their own write all of them, once per test session.
+DeepSpeed leaves state in a process, so two separate ranks write all of them, once per test session.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ class Wrapped(nn.Module):
 
 
 def batch(step: int) -> Tensor:
-    """Of all ranks: a row for each, and a token more than the inputs."""
+    """The samples of all ranks: a row for each, with one token more than the inputs."""
     return torch.randint(0, 13, (RANKS, 6), generator=torch.Generator().manual_seed(step))
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The mean over tokens."""
+    """The mean loss over tokens."""
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -121,13 +121,13 @@ def _written() -> tempfile.TemporaryDirectory[str]:
 
 
 def saved(name: str) -> Path:
-    """What is written, once per session: ``<case>`` (DeepSpeed's directory), ``<case>-universal``,
-    ``<case>.pt`` (the expected values), and ``<model>-config`` with a published model's ``config.json``."""
+    """A path among the checkpoints, which are written once per session: ``<case>`` (DeepSpeed's directory),
+    ``<case>-universal``, ``<case>.pt`` (the expected values), or ``<model>-config`` (``config.json``)."""
     return Path(_written().name) / name
 
 
 def config_of(case: dict[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's."""
+    """The settings of DeepSpeed for a case."""
     kind, stage = case["dtype"], {"stage": case["stage"]}
     if case["stage"] == 3:
         stage |= {"sub_group_size": case.get("sub_group", 10**9), "stage3_param_persistence_threshold": 0}
@@ -153,9 +153,12 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
 
 def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     """Matrices with weight decay, all else without."""
-    trained = [each for each in module.parameters() if each.requires_grad]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return [
-        {"params": [each for each in trained if (each.dim() > 1) == decay], "weight_decay": 0.1 * decay}
+        {
+            "params": [parameter for parameter in trained if (parameter.dim() > 1) == decay],
+            "weight_decay": 0.1 * decay,
+        }
         for decay in (True, False)
     ]
 
@@ -174,26 +177,26 @@ def _expected(engine: Any, stage: int) -> dict[str, dict[str, Tensor]]:
         # It links the state once the first group has been updated, when other groups have none yet.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("model", *MOMENTS)}
+    expected: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("model", *MOMENTS)}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             continue
         if stage:
-            found["model"][name] = safe_get_full_fp32_param(parameter).clone()
+            expected["model"][name] = safe_get_full_fp32_param(parameter).clone()
             for kind in MOMENTS:
-                found[kind][name] = safe_get_full_optimizer_state(parameter, kind).clone()
+                expected[kind][name] = safe_get_full_optimizer_state(parameter, kind).clone()
             continue
         master, inner = parameter, engine.optimizer
         if hasattr(inner, "fp32_groups"):
             pairs = zip(chain(*inner.fp16_groups), chain(*inner.fp32_groups))
             master = next(full for half, full in pairs if half is parameter)
             inner = inner.optimizer
-        found["model"][name] = master.detach().clone()
+        expected["model"][name] = master.detach().clone()
         for kind in MOMENTS:
-            found[kind][name] = inner.state[master][kind].clone()
+            expected[kind][name] = inner.state[master][kind].clone()
     state = engine.module.state_dict()
-    found["buffers"] = {name: state[name].clone() for name in ("norm.seen", "norm.mean") if name in state}
-    return found
+    expected["buffers"] = {name: state[name].clone() for name in ("norm.seen", "norm.mean") if name in state}
+    return expected
 
 
 def _train(directory: Path, name: str, case: dict[str, Any], rank: int) -> None:

@@ -169,8 +169,8 @@ def test_clipping() -> None:
 
 def test_keys_without_effect_are_named_with_the_reason() -> None:
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1e8, "contiguous_gradients": True}
-    found = without_effect(read_config({"train_batch_size": 1, "zero_optimization": zero}, 1).keys)
-    assert sorted(found) == [
+    reasons = without_effect(read_config({"train_batch_size": 1, "zero_optimization": zero}, 1).keys)
+    assert sorted(reasons) == [
         "zero_optimization.overlap_comm (always so)",
         "zero_optimization.reduce_bucket_size (Hexad sizes its own buffers)",
     ]
@@ -261,9 +261,9 @@ def test_parameters_without_counterpart_are_refused(
 def test_parameters_of_a_schedule() -> None:
     params = {"warmup_num_steps": 5, "total_num_steps": 20, "warmup_min_lr": 1e-5, "warm": 1}
     tree = {"train_batch_size": 1, "scheduler": {"type": "WarmupDecayLR", "params": params}}
-    found = run_settings(read_config(tree, 1), strict=False).tree
-    assert found["lr_schedule"] == {"kind": "linear", "warmup": 5, "decay_steps": 20, "min_lr": 1e-5}
-    assert found["optimizer"]["lr"] == 1e-3  # DeepSpeed's, whatever the optimizer has
+    settings = run_settings(read_config(tree, 1), strict=False).tree
+    assert settings["lr_schedule"] == {"kind": "linear", "warmup": 5, "decay_steps": 20, "min_lr": 1e-5}
+    assert settings["optimizer"]["lr"] == 1e-3  # DeepSpeed's, for any rate of the optimizer
 
 
 @pytest.mark.parametrize(
@@ -285,9 +285,9 @@ def test_keys_that_a_run_does_not_have_are_reported(keys: dict[str, Any]) -> Non
     (name, value), *_ = keys.items()
     key = ".".join([name, *value]) if isinstance(value, dict) else name
     plain = run_settings(read_config({"train_batch_size": 1}, 1))
-    found = run_settings(read_config({"train_batch_size": 1, **keys}, 1))
-    assert found.tree == plain.tree
-    (note,) = set(found.notes) - set(plain.notes)
+    translation = run_settings(read_config({"train_batch_size": 1, **keys}, 1))
+    assert translation.tree == plain.tree
+    (note,) = set(translation.notes) - set(plain.notes)
     assert note.startswith(f"{key}: no effect: "), note
 
 
@@ -298,7 +298,7 @@ def test_lines_of_the_log_are_as_far_apart() -> None:
 
 
 def reduced(tree: dict[str, Any]) -> dict[str, Any]:
-    """At a size that a test can train."""
+    """A configuration at a size that a test can train."""
     tree, _ = with_autos_filled(tree, TrainerValues(learning_rate=1e-2), 2)
     sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "train_batch_size": 12}
     tree = {**tree, **sizes}
@@ -314,7 +314,7 @@ def train_all(trees: list[dict[str, Any]], steps: int) -> list[list[float]]:
     """The losses of a module that each of the configurations trains."""
     from hexad.compat import deepspeed
 
-    found = []
+    all_losses = []
     rank = torch.distributed.get_rank()
     for tree in trees:
         torch.manual_seed(3)
@@ -328,8 +328,8 @@ def train_all(trees: list[dict[str, Any]], steps: int) -> list[list[float]]:
                 engine.backward(loss)
                 engine.step()
             losses.append(loss.item())
-        found.append(losses)
-    return found
+        all_losses.append(losses)
+    return all_losses
 
 
 def test_published_configurations_train(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""The face's engine: checkpoints in any layout, complete values of sharded parameters, mistakes."""
+"""The engine: checkpoints in any layout, complete values of sharded parameters, mistakes."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_checkpoints_of_other_modules_are_refused(tmp_path: Path, caplog: pytest
 
 
 def test_counters_are_loaded_without_optimizer_states(tmp_path: Path) -> None:
-    """As DeepSpeed does; accumulation begins anew."""
+    """Batch sizes change as in DeepSpeed; accumulation restarts."""
     one, two = (engine_of(1, gradient_accumulation_steps=2) for _ in range(2))
     steps(one, 0, 2)
     one.skipped_steps = 1
@@ -237,17 +237,17 @@ def test_tags_are_compared(pool: Pool, tmp_path: Path) -> None:
 
 def masters(engine: Any) -> list[torch.Tensor]:
     """This rank's shard of all master values except those of ``last.weight``."""
-    kept = [each for each in engine._engine.chunks() if each.name != "model.last.weight"]
-    return [each.tensor.clone() for each in kept if each.name.startswith("model.")]
+    kept = [chunk for chunk in engine._engine.chunks() if chunk.name != "model.last.weight"]
+    return [chunk.tensor.clone() for chunk in kept if chunk.name.startswith("model.")]
 
 
 def changed(stage: int) -> tuple[bool, list[float], float]:
-    """Whether values are complete inside, what rank 1 has changed, and how far apart ranks are."""
+    """Whether values are complete inside, the values that rank 1 has changed, and the ranks' difference."""
     engine = engine_of(stage, bf16={"enabled": True})
     steps(engine, 0, 2)
     layer = engine.module.last
     before = masters(engine)
-    assert any(not torch.equal(each, each.bfloat16()) for each in before)
+    assert any(not torch.equal(weight, weight.bfloat16()) for weight in before)
     with deepspeed.zero.GatheredParameters(layer.parameters(), modifier_rank=1):
         with deepspeed.zero.GatheredParameters(layer.weight), torch.no_grad():
             engine(*batch_of("mlp", 0, 0))
@@ -280,7 +280,7 @@ def written(stage: int, directory: str) -> None:
 
 
 def copies(stage: int, directory: str) -> int:
-    """How many parameters a rank copies to its host to write a model."""
+    """The number of parameters that a rank copies to its host to write a model."""
     engine, count = engine_of(stage), 0
     move = torch.Tensor.to
 
@@ -302,16 +302,16 @@ def test_only_the_first_rank_copies_a_model(pool: Pool, tmp_path: Path) -> None:
 def test_models_are_written_alike_at_any_stage(pool: Pool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    found = []
+    states = []
     for stage in STAGES:
         pool.run(2, written, stage, str(tmp_path / str(stage)))
-        found.append(torch.load(tmp_path / str(stage) / "pytorch_model.bin", weights_only=True))
+        states.append(torch.load(tmp_path / str(stage) / "pytorch_model.bin", weights_only=True))
         other = load_file(tmp_path / str(stage) / "model.safetensors")
-        assert all(torch.equal(found[-1][name], other[name]) for name in other)
-    assert list(found[0]) == list(Mlp().state_dict())
-    assert found[0]["last.weight"].dtype == torch.bfloat16
-    for each in found[1:]:
-        assert all(torch.equal(found[0][name], each[name]) for name in each)
+        assert all(torch.equal(states[-1][name], other[name]) for name in other)
+    assert list(states[0]) == list(Mlp().state_dict())
+    assert states[0]["last.weight"].dtype == torch.bfloat16
+    for state in states[1:]:
+        assert all(torch.equal(states[0][name], state[name]) for name in state)
 
 
 # Boundaries
@@ -321,15 +321,15 @@ def boundaries(kind: str) -> tuple[list[bool], dict[str, torch.Tensor], int]:
     """Two updates of two backward passes each, counted in different ways."""
     more = {} if kind == "unmanaged" else {"gradient_accumulation_steps": 2}
     engine = engine_of(1, **more, managed_gradient_accumulation=kind != "unmanaged")
-    found = []
+    updates = []
     for step in range(2):
         if kind == "no_sync":
             with engine.no_sync():
                 engine.backward(engine(*batch_of("mlp", engine.global_rank, 2 * step)))
-                found.append(engine.is_gradient_accumulation_boundary())
+                updates.append(engine.is_gradient_accumulation_boundary())
             engine.backward(engine(*batch_of("mlp", engine.global_rank, 2 * step + 1)))
             engine.set_gradient_accumulation_boundary(True)
-            found.append(engine.is_gradient_accumulation_boundary())
+            updates.append(engine.is_gradient_accumulation_boundary())
             engine.step()
             continue
         for micro in range(2):
@@ -337,19 +337,19 @@ def boundaries(kind: str) -> tuple[list[bool], dict[str, torch.Tensor], int]:
                 engine.set_gradient_accumulation_boundary(micro == 1)
             loss = engine(*batch_of("mlp", engine.global_rank, 2 * step + micro))
             engine.backward(loss / 2 if kind == "unmanaged" else loss)
-            found.append(engine.is_gradient_accumulation_boundary())
+            updates.append(engine.is_gradient_accumulation_boundary())
             if kind != "unmanaged" or micro:
                 engine.step()
-    return found, engine.module_state_dict(), engine.global_steps
+    return updates, engine.module_state_dict(), engine.global_steps
 
 
 def test_boundaries_are_found_in_every_way(pool: Pool) -> None:
     expected, values, count = pool.run(2, boundaries, "counted")[0]
     assert expected == [False, True, False, True] and count == 2
     for kind in ("by hand", "no_sync", "unmanaged"):
-        found, other, steps_made = pool.run(2, boundaries, kind)[0]
+        updates, other, steps_made = pool.run(2, boundaries, kind)[0]
         assert steps_made == 2
-        assert found == (expected if kind != "unmanaged" else [True] * 4) or kind == "no_sync"
+        assert updates == (expected if kind != "unmanaged" else [True] * 4) or kind == "no_sync"
         for name, value in values.items():
             torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-7)
 
@@ -385,10 +385,10 @@ def test_any_number_of_losses(pool: Pool, stage: int) -> None:
 
 
 def test_one_process_trains_without_a_launcher() -> None:
-    """As ``python script.py``, by ``import deepspeed`` after one line."""
+    """A script, ``python script.py``, imports deepspeed after one added line."""
     text = """
-from hexad.compat import deepspeed as face
-face.install()
+from hexad.compat import deepspeed as compat
+compat.install()
 import deepspeed, torch, argparse, json
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.lr_schedules import WarmupLR
@@ -432,7 +432,7 @@ class Counting(torch.optim.SGD):
     """Counts in a tensor of one element, of one dimension."""
 
     def step(self, closure: Any = None) -> Any:
-        for tensor in (each for group in self.param_groups for each in group["params"]):
+        for tensor in (parameter for group in self.param_groups for parameter in group["params"]):
             self.state[tensor].setdefault("steps", torch.zeros(1)).add_(1)
         return super().step(closure)
 
@@ -494,7 +494,7 @@ def test_a_scheduler_of_torch_is_made_of_the_optimizer(recwarn: pytest.WarningsR
     )
     steps(engine, 0, 2)
     assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.0025
-    assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
+    assert not [warning for warning in recwarn if "lr_scheduler" in str(warning.message)]
 
 
 @pytest.mark.parametrize(("stage", "of_engine", "of_optimizer"), [(0, 2, 2), (1, 2, 2), (2, 3, 3), (3, 3, 2)])

@@ -50,15 +50,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def imported(source: Path, to: Path, **options: Any) -> ImportResult:
-    """As the command does it."""
+    """Import as the command does."""
     return import_checkpoint(source, to, lambda config: resolve(config, Layout(world=1)), **options)
 
 
 def check_values(checkpoint: Path, name: str) -> None:
-    """All values to the last bit, and nothing else."""
+    """Check that a checkpoint has all values to the last bit, and no others."""
     case, expected = CASES[name], torch.load(saved(f"{name}.pt"))
-    with Checkpoint(checkpoint) as found:
-        assert verify_files(checkpoint, found.manifest) == []
+    with Checkpoint(checkpoint) as opened:
+        assert verify_files(checkpoint, opened.manifest) == []
         wanted = {f"model.{name}": value for name, value in expected["model"].items()}
         for kind in MOMENTS:
             wanted |= {f"optimizer.{kind}.{name}": value for name, value in expected[kind].items()}
@@ -72,16 +72,16 @@ def check_values(checkpoint: Path, name: str) -> None:
             short = case["frozen"].removeprefix("inner.")
             initial = published_model(case["model"]).get_parameter(short)
             wanted[f"model.{case['frozen']}"] = initial.detach()
-        assert set(found.manifest.tensors) == set(wanted)
+        assert set(opened.manifest.tensors) == set(wanted)
         for name, value in wanted.items():
-            read = found.read(name)
+            read = opened.read(name)
             assert read.dtype == value.dtype, name
             assert torch.equal(read, value), name
-        assert found.manifest.progress["step"] == STEPS
-        assert found.manifest.progress["samples"] == STEPS * RANKS
+        assert opened.manifest.progress["step"] == STEPS
+        assert opened.manifest.progress["samples"] == STEPS * RANKS
         # Without ZeRO, DeepSpeed makes an update with zero gradients first if it keeps master weights.
         extra = case["stage"] == 0 and case["dtype"] != "fp32"
-        assert found.manifest.progress["updates"] == STEPS + extra
+        assert opened.manifest.progress["updates"] == STEPS + extra
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "none_ambiguous"])
@@ -104,17 +104,17 @@ def test_universal_values(name: str, tmp_path: Path) -> None:
 
 def test_loss_scale_of_fp16(tmp_path: Path) -> None:
     imported(saved("zero2_fp16") / f"global_step{STEPS}", tmp_path / "checkpoint")  # a tag's directory
-    with Checkpoint(tmp_path / "checkpoint") as found:
-        scale = found.manifest.progress["loss_scale"]
+    with Checkpoint(tmp_path / "checkpoint") as opened:
+        scale = opened.manifest.progress["loss_scale"]
     assert scale == {"scale": 64.0, "clean": STEPS, "patience": 2}
 
 
 def test_weights_only(tmp_path: Path) -> None:
     result = imported(saved("zero1_bf16"), tmp_path / "checkpoint", weights_only=True)
     assert (result.step, result.samples, result.optimizer) == (0, 0, False)
-    with Checkpoint(tmp_path / "checkpoint") as found:
-        assert found.manifest.weights_only
-        assert found.manifest.progress["updates"] == 0
+    with Checkpoint(tmp_path / "checkpoint") as opened:
+        assert opened.manifest.weights_only
+        assert opened.manifest.progress["updates"] == 0
 
 
 def settings(load: Path, directory: Path, zero: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def test_a_module_trains_on(name: str, zero: int, tmp_path: Path, pool: Pool) ->
     imported(saved(name), load)
     expected = torch.load(saved(f"{name}.pt"))
     results = pool.run(RANKS, continued_module, load, tmp_path / "run", zero)
-    losses = [sum(each) for each in zip(*(losses for losses, _ in results))]
+    losses = [sum(parts) for parts in zip(*(losses for losses, _ in results))]
     assert losses == pytest.approx(expected["losses"], rel=1e-5)
     for _, weights in results:
         for rectangle, values in weights.values():
@@ -180,7 +180,7 @@ def test_a_module_trains_on(name: str, zero: int, tmp_path: Path, pool: Pool) ->
 
 
 def continued_script(directory: Path) -> tuple[list[float], dict[str, Any], tuple[int, ...]]:
-    """As the script that has saved would go on with Hexad's face of DeepSpeed."""
+    """Resume as the script that has saved would, with the compatibility layer of DeepSpeed."""
     module = Odd()
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=groups_of(module), config=config_of(CASES["scheduled"])
@@ -201,7 +201,7 @@ def continued_script(directory: Path) -> tuple[list[float], dict[str, Any], tupl
 def test_a_script_trains_on(tmp_path: Path, pool: Pool) -> None:
     imported(saved("scheduled"), tmp_path / "checkpoint")
     results = pool.run(RANKS, continued_script, tmp_path)
-    losses = [sum(each) for each in zip(*(losses for losses, *_ in results))]
+    losses = [sum(parts) for parts in zip(*(losses for losses, *_ in results))]
     assert losses == pytest.approx(torch.load(saved("scheduled.pt"))["losses"], rel=1e-5)
     for _, state, counters in results:
         assert state == {"epoch": 1}
@@ -249,7 +249,7 @@ def test_a_model_trains_on(
     if name == "gpt2_inner":
         trained = Trained.of(result.config.model)
         weights = published_tensors(result.config.model)
-        assert [each for each in weights if trained.frozen(each)] == ["positions.weight"]
+        assert [weight for weight in weights if trained.frozen(weight)] == ["positions.weight"]
     else:
         assert result.config.model.train == "all"
     losses = pool.run(RANKS, continued_model, load, tmp_path / "run", zero)[0]

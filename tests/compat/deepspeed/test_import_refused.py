@@ -82,11 +82,11 @@ def test_code_is_not_run(file: str, function: Callable[..., Any], tmp_path: Path
 
 
 def test_members_of_enumerations_are_inert(tmp_path: Path) -> None:
-    """As Python 3.11.0 to 3.11.3 pickles them: by ``getattr``, which is not called."""
+    """Enumerations are inert as Python 3.11.0 to 3.11.3 pickles them: by ``getattr``, which is not called."""
     torch.save({"stage": Evil(getattr, "real", "imag")}, tmp_path / "extra.pt")
-    found = load_file(tmp_path / "extra.pt")["stage"]
-    assert isinstance(found, Inert)
-    assert found.given == ("real", "imag")
+    member = load_file(tmp_path / "extra.pt")["stage"]
+    assert isinstance(member, Inert)
+    assert member.given == ("real", "imag")
 
 
 def test_known_classes_are_inert(tmp_path: Path) -> None:
@@ -96,11 +96,11 @@ def test_known_classes_are_inert(tmp_path: Path) -> None:
 
     torch.save({"args": Namespace(lr=1.0), "state": np.random.get_state()}, tmp_path / "extra.pt")
     with torch.serialization.safe_globals([Namespace]):  # as packages do that the process imports
-        found = load_file(tmp_path / "extra.pt")
+        content = load_file(tmp_path / "extra.pt")
         assert Namespace in torch.serialization.get_safe_globals()
-    assert isinstance(found["args"], Inert)
-    assert found["args"].held == {"lr": 1.0}
-    assert isinstance(found["state"][1], Inert)
+    assert isinstance(content["args"], Inert)
+    assert content["args"].held == {"lr": 1.0}
+    assert isinstance(content["state"][1], Inert)
 
 
 def test_truncated(tmp_path: Path) -> None:
@@ -204,22 +204,22 @@ def test_ambiguous_state_without_names(tmp_path: Path) -> None:
     refused(saved("none_ambiguous"), tmp_path, "without names", "ZeRO stage 1", "--weights-only")
     imported(saved("none_ambiguous"), tmp_path / "checkpoint", weights_only=True)
     expected = torch.load(saved("none_ambiguous.pt"))["model"]
-    with Checkpoint(tmp_path / "checkpoint") as found:
+    with Checkpoint(tmp_path / "checkpoint") as opened:
         for name, value in expected.items():
-            assert torch.equal(found.read(f"model.{name}"), value)
+            assert torch.equal(opened.read(f"model.{name}"), value)
 
 
 def as_vectors(content: dict[str, Any]) -> None:
-    """As with DeepSpeed's fused Adam, which needs a GPU: each group is one vector."""
+    """Store the state as DeepSpeed's fused Adam does, which needs a GPU: each group is one vector."""
     optimizer = content["optimizer"]
     groups = optimizer.pop("fp32_groups")
-    optimizer["fp32_groups_flat"] = [torch.cat([each.flatten() for each in group]) for group in groups]
+    optimizer["fp32_groups_flat"] = [torch.cat([tensor.flatten() for tensor in group]) for group in groups]
     inner = optimizer["optimizer_state_dict"]
     states, inner["state"] = inner["state"], {}
     for number, group in enumerate(inner["param_groups"]):
         held = [states[key] for key in group["params"]]
         inner["state"][number] = {
-            kind: torch.cat([each[kind].flatten() for each in held]) for kind in ("exp_avg", "exp_avg_sq")
+            kind: torch.cat([tensor[kind].flatten() for tensor in held]) for kind in ("exp_avg", "exp_avg_sq")
         }
         group["step"], group["params"] = int(held[0]["step"]), [number]
 
@@ -227,11 +227,11 @@ def as_vectors(content: dict[str, Any]) -> None:
 def test_fused_state_without_names(tmp_path: Path) -> None:
     tag = copied("none_bf16", tmp_path)
     edited(tag / MODEL, as_vectors)
-    found, expected = read_state(tag), torch.load(saved("none_bf16.pt"))
-    assert found.progress["updates"] == STEPS + 1
+    state, expected = read_state(tag), torch.load(saved("none_bf16.pt"))
+    assert state.progress["updates"] == STEPS + 1
     for name, value in expected["model"].items():
-        assert torch.equal(found.weights[name].read(name), value)
-        for kind, tensors in found.moments.items():
+        assert torch.equal(state.weights[name].read(name), value)
+        for kind, tensors in state.moments.items():
             assert torch.equal(tensors[name].read(name), expected[kind][name])
     edited(tag / MODEL, lambda content: content["module"]["up.bias"].copy_(content["module"]["norm.bias"]))
     assert "without names" in read_state(tag).lacking

@@ -71,7 +71,7 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
     ),
     "object": lambda engine: engine.save_checkpoint("unused", client_state={"a": [1, {"b": object()}]}),
     "generator": lambda _: deepspeed.initialize(
-        model=Mlp(), config=config_of(0), training_data=(each for each in [1])
+        model=Mlp(), config=config_of(0), training_data=(sample for sample in [1])
     ),
     "no loss": lambda _: deepspeed.initialize(model=nn.Linear(3, 2), config=config_of(0))[0].train_batch(
         iter([torch.ones(4, 3)])
@@ -162,7 +162,7 @@ def _disagree(more: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("message", SETTINGS)
 def test_ranks_need_the_same_settings(pool: Pool, message: str) -> None:
-    assert all(message in found for found in pool.run(2, _disagree, SETTINGS[message]))
+    assert all(message in text for text in pool.run(2, _disagree, SETTINGS[message]))
 
 
 def _other_rates() -> str:
@@ -188,21 +188,21 @@ def test_other_logs_on_other_ranks_are_accepted(pool: Pool) -> None:
 def _loads(directory: str) -> list[str]:
     engine, own = engine_of(0), "ab"[torch.distributed.get_rank()]
     engine.save_checkpoint(directory, tag="a")
-    found = []
+    messages = []
     for attempt in (
         lambda: engine.load_checkpoint(directory, tag=own),
         lambda: engine.save_checkpoint(directory + own),
     ):
         with pytest.raises(HexadError) as error:
             attempt()
-        found.append(str(error.value).replace(directory, ""))
-    return found
+        messages.append(str(error.value).replace(directory, ""))
+    return messages
 
 
 def test_ranks_name_the_same_checkpoint(pool: Pool, tmp_path: Path) -> None:
     has = "rank 0 has a, rank 1 has b; all ranks need the same"
-    found = pool.run(2, _loads, str(tmp_path))
-    assert found == [[f"load_checkpoint.tag: {has}", f"save_checkpoint.save_dir: {has}"]] * 2
+    messages = pool.run(2, _loads, str(tmp_path))
+    assert messages == [[f"load_checkpoint.tag: {has}", f"save_checkpoint.save_dir: {has}"]] * 2
     assert engine_of(0).load_checkpoint(str(tmp_path / "empty")) == (None, None)
 
 

@@ -1,4 +1,4 @@
-"""One script with the installed ``deepspeed`` package and with its face: losses, norms, rates and scales."""
+"""One script with the ``deepspeed`` package and with ours: losses, norms, rates and scales."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ Both = Callable[[str], tuple[Results, Results]]
 
 @pytest.fixture(scope="module")
 def both() -> Both:
-    """By a case's name, what both packages compute of it and of those that run with it."""
+    """The results of both packages by a case's name, from one run of all that run with it."""
 
     @cache
     def results(quick: bool) -> tuple[Results, Results]:
@@ -142,7 +142,7 @@ def errors(theirs: list[Any], ours: list[Any]) -> float:
 
 
 def same(both: Both, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    theirs, ours = (each[name] for each in both(name))
+    theirs, ours = (results[name] for results in both(name))
     assert "error" not in theirs, theirs["error"]
     assert "error" not in ours, ours["error"]
     for what in ("steps", "skipped", "samples", "scale"):
@@ -173,7 +173,7 @@ def test_sixteen_bits_agree_as_far_as_their_rounding(both: Both, name: str) -> N
 
 @pytest.mark.slow
 def test_other_cases_differ(both: Both) -> None:
-    """That these comparisons can fail: stages agree, schedules and formats do not."""
+    """These comparisons can fail: stages agree, schedules and formats do not."""
     ours = both("stage 0")[1]
     assert errors(ours["stage 0"]["loss"], ours["stage 3"]["loss"]) < 1e-6
     assert errors(ours["stage 1"]["loss"], ours["WarmupLR"]["loss"]) > 1e-3

@@ -252,7 +252,7 @@ def test_mistakes_are_named(pool: Pool, kind: str, message: str) -> None:
 
 def test_a_tied_layer_is_made_once() -> None:
     module = deepspeed.PipelineModule(specs(deepspeed), num_stages=1)
-    tables = [each for each in module.modules() if isinstance(each, Embedding)]
+    tables = [layer for layer in module.modules() if isinstance(layer, Embedding)]
     assert len(tables) == 1
     with pytest.raises(HexadError, match=r"expected a class of torch\.nn\.Module"):
         deepspeed.LayerSpec(first)

@@ -1,4 +1,4 @@
-"""``transformers.Trainer(args=TrainingArguments(deepspeed=...))``, unchanged, through the face."""
+"""``transformers.Trainer(args=TrainingArguments(deepspeed=...))``, unchanged, over Hexad."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def log_of(which: str, stage: int, directory: Path) -> list[list[dict[str, float
     result = subprocess.run([sys.executable, *command, *script], capture_output=True, text=True, timeout=300)
     output = directory / "out" / "log.json"
     assert output.exists(), result.stderr[-3000:]
-    found: list[list[dict[str, float]]] = json.loads(output.read_text())
-    return found
+    log: list[list[dict[str, float]]] = json.loads(output.read_text())
+    return log
 
 
 def close(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
@@ -53,15 +53,15 @@ def theirs(directory: Path) -> Any:
 @pytest.mark.slow  # importing transformers three times takes longer than training
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_trainer_gives_the_same_numbers(directory: Path, theirs: Any, stage: int) -> None:
-    first, resumed = log_of("face", stage, directory / str(stage))
+    first, resumed = log_of("compat", stage, directory / str(stage))
     close(first, theirs)
-    close(resumed[:4], theirs)  # the Trainer's log goes on after it has resumed
+    close(resumed[:4], theirs)  # the Trainer's log continues after it has resumed
     assert len(resumed) == 6
     assert resumed[-1]["loss"] < first[0]["loss"]
     assert (directory / str(stage) / "out" / "final" / "model.safetensors").stat().st_size > 10_000
 
 
 def test_libraries_find_the_package_where_there_is_none() -> None:
-    (found,) = _Finder().find_distributions(DistributionFinder.Context(name="deepspeed"))
-    assert (found.metadata["Name"], found.version) == ("deepspeed", "0.19.8")
+    (distribution,) = _Finder().find_distributions(DistributionFinder.Context(name="deepspeed"))
+    assert (distribution.metadata["Name"], distribution.version) == ("deepspeed", "0.19.8")
     assert list(_Finder().find_distributions(DistributionFinder.Context(name="torch"))) == []

@@ -1,4 +1,4 @@
-"""A script of transformers' Trainer with a DeepSpeed configuration: ``SCRIPT package|face CONFIG OUTPUT``."""
+"""A script of transformers' Trainer with a DeepSpeed configuration: ``package|compat CONFIG OUTPUT``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 def main() -> None:
     which, config, output = sys.argv[1:]
-    if which == "face":
+    if which == "compat":
         from hexad.compat import deepspeed
 
         deepspeed.install()
@@ -21,7 +21,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(61, (64,), generator=generator).tolist()
     samples = [(torch.arange(16) + start) % 61 for start in starts]
-    data = [{"input_ids": each, "labels": each} for each in samples]
+    data = [{"input_ids": sample, "labels": sample} for sample in samples]
 
     def trained(steps: int, resume: bool) -> list[dict[str, float]]:
         arguments = TrainingArguments(
@@ -48,14 +48,14 @@ def main() -> None:
         trainer.train(resume_from_checkpoint=resume or None)
         trainer.save_model(f"{output}/final")
         names = ("loss", "grad_norm", "learning_rate")
-        return [{name: each[name] for name in names} for each in trainer.state.log_history if "loss" in each]
+        return [{name: line[name] for name in names} for line in trainer.state.log_history if "loss" in line]
 
-    found = [trained(4, False)]
-    if which == "face":
-        found.append(trained(6, True))
+    logs = [trained(4, False)]
+    if which == "compat":
+        logs.append(trained(6, True))
     if os.environ["RANK"] == "0":
         with open(f"{output}/log.json", "w") as file:
-            json.dump(found, file)
+            json.dump(logs, file)
 
 
 if __name__ == "__main__":

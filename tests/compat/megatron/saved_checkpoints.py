@@ -1,7 +1,7 @@
 """Checkpoints that Megatron-Core itself writes on two tensor-parallel ranks, with the losses that follow.
 
-It needs a GPU in a few places, which are replaced, and leaves state in a process: two of their own write all,
-once per test session.
+It needs a GPU in a few places, which are replaced, and leaves state in a process: two separate ranks write
+all, once per test session.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _written() -> tempfile.TemporaryDirectory[str]:
 
 
 def saved(name: str) -> Path:
-    """What is written, once per session: ``<case>`` (Megatron's directory), and ``<case>.pt`` (losses)."""
+    """A path among the checkpoints, which are written once per session: ``<case>`` (Megatron's directory), or
+    ``<case>.pt`` (losses)."""
     return Path(_written().name) / name
 
 

@@ -28,18 +28,18 @@ def test_files_of_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The file determines what no flag does."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
-    found = translate([*SMALL, *FILE])
-    config = resolved(found).config
+    translation = translate([*SMALL, *FILE])
+    config = resolved(translation).config
     assert (config.parallel.zero, config.memory.offload, config.optimizer.clip) == (2, "optimizer", 0.5)
     assert (config.precision.dtype, config.precision.loss_scale_initial) == ("fp16", 1024.0)
     assert config.precision.loss_scale_window == 1000
-    assert "ds.json: scheduler: no effect: the flags determine it" in found.notes
+    assert "ds.json: scheduler: no effect: the flags determine it" in translation.notes
     line = parse([*SMALL, *FILE, "--fp16", "--loss-scale-window", "50"])  # of which the file says nothing
     derive(line.arguments)
     assert translated(line).tree["precision"]["loss_scale_window"] == 50
     assert (line.arguments.zero_stage, line.arguments.clip_grad, line.arguments.fp16) == (2, 0.5, True)
     script = translated(line, script=True)  # whose deepspeed.initialize uses the optimizer of the file
-    assert script.tree == translated(line).tree and not [each for each in script.notes if "ds.json" in each]
+    assert script.tree == translated(line).tree and not [note for note in script.notes if "ds.json" in note]
     (tmp_path / "ds.json").write_text('{"gradient_allreduce_op": "sum"}')
     assert translated(line, script=True).tree["batch"]["global"] == 8
     assert "a run.yaml has the mean" in str(problem(*SMALL, *FILE))
@@ -139,8 +139,8 @@ def test_keys_of_a_file_of_deepspeed_reach_the_run_or_are_reported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps(keys))
-    found = translate([*SMALL, *FILE, *more.split()])
-    resolved(found)
-    assert found.tree["precision"].items() >= wanted.items()
-    told = [each for each in found.notes if each.startswith("ds.json: ")]
-    assert [note in each for each in told] == ([True] if note else []), told
+    translation = translate([*SMALL, *FILE, *more.split()])
+    resolved(translation)
+    assert translation.tree["precision"].items() >= wanted.items()
+    reported = [line for line in translation.notes if line.startswith("ds.json: ")]
+    assert [note in line for line in reported] == ([True] if note else []), reported

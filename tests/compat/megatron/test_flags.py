@@ -26,14 +26,14 @@ NEEDS = [
 
 @pytest.mark.parametrize(("more", "needed"), NEEDS)
 def test_flags_that_need_others(more: str, needed: str) -> None:
-    found = translate([*SMALL, *more.split()])
+    translation = translate([*SMALL, *more.split()])
     names = ", ".join(word for word in more.split() if word.startswith("--"))
-    assert f"{names}: no effect without {needed}" in found.notes, found.notes
-    assert resolved(found).config == resolved(translate(SMALL)).config
+    assert f"{names}: no effect without {needed}" in translation.notes, translation.notes
+    assert resolved(translation).config == resolved(translate(SMALL)).config
 
 
 def test_flags_with_what_they_need() -> None:
-    """Either of the flags that give it its effect; and defaults are not reported."""
+    """Any one of the needed flags suffices; defaults are not reported."""
     rope = "--rotary-base 5 --use-rotary-position-embeddings --normalization RMSNorm --swiglu"
     for more in (
         "--num-query-groups 2 --group-query-attention",

@@ -87,13 +87,13 @@ def core_model(kind: Any, llama: bool) -> Any:
 
 def global_tensors(state: dict[str, Any], llama: bool) -> dict[str, torch.Tensor]:
     """megatron-core's weights by Hexad's names."""
-    groups, width, each = (2, 16, 2) if llama else (4, 16, 1)
+    groups, width, queries = (2, 16, 2) if llama else (4, 16, 1)
     names = {
         "embedding.word_embeddings.weight": "embedding.weight",
         "embedding.position_embeddings.weight": "positions.weight",
         "output_layer.weight": "head.weight",
     }
-    found = {}
+    weights = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -108,16 +108,16 @@ def global_tensors(state: dict[str, Any], llama: bool) -> dict[str, torch.Tensor
             name = name.replace(theirs, ours)
         end = name.rpartition(".")[2]
         if "linear_qkv" in name:
-            parts = value.unflatten(0, (groups, each + 2, width)).split([each, 1, 1], dim=1)
+            parts = value.unflatten(0, (groups, queries + 2, width)).split([queries, 1, 1], dim=1)
             layer = name.split(".self_attention")[0]
-            found |= {f"{layer}.attention.{q}.{end}": p.flatten(0, 2) for q, p in zip("qkv", parts)}
+            weights |= {f"{layer}.attention.{q}.{end}": p.flatten(0, 2) for q, p in zip("qkv", parts)}
         elif "linear_fc1" in name:
             layer = name.split(".mlp")[0]
             halves = zip(("gate", "up"), value.chunk(2)) if llama else (("up", value),)
-            found |= {f"{layer}.ffn.{which}.{end}": part for which, part in halves}
+            weights |= {f"{layer}.ffn.{which}.{end}": part for which, part in halves}
         else:
-            found[name] = value
-    return found
+            weights[name] = value
+    return weights
 
 
 def _core(llama: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -164,15 +164,15 @@ def test_losses_are_megatron_cores(pool: Pool, llama: bool) -> None:
     pytest.importorskip("megatron.core")
     ((weights, losses, logits, gradient),) = pool.run(1, _core, llama)
     for tensor, sequence in ((1, False), (2, False), (2, True)):
-        for rank, found in enumerate(pool.run(tensor, _ours, llama, tensor, sequence, weights)):
+        for rank, results in enumerate(pool.run(tensor, _ours, llama, tensor, sequence, weights)):
             wanted = (losses, logits, gradient.chunk(tensor)[rank])
-            for ours, theirs in zip(found, wanted):
+            for ours, theirs in zip(results, wanted):
                 # megatron-core computes the loss and rotary factors in float32.
                 torch.testing.assert_close(ours, theirs.double(), rtol=1e-5, atol=1e-5)
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
-    """As scripts write it: every stage reads its microbatch; the mean loss is reported."""
+    """A forward step as scripts write it: every stage reads its microbatch; the mean loss is reported."""
     batch = next(data_iterator)
     output = model(batch[:, :-1], None, None, labels=batch[:, 1:] if model.post_process else None)
 
@@ -200,7 +200,7 @@ def _train(more: list[str], settings: list[str], world: int) -> tuple[list[float
         losses, norms = [], []
 
         def run(step: int, forward_only: bool) -> float:
-            found = forward_backward(
+            reported = forward_backward(
                 forward_step_func=forward_step,
                 data_iterator=[iter(batches(step)) for _ in range(stages)],
                 model=engine,
@@ -209,7 +209,7 @@ def _train(more: list[str], settings: list[str], world: int) -> tuple[list[float
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-            total = torch.tensor(sum(each["lm loss"] for each in found), dtype=torch.float64)
+            total = torch.tensor(sum(report["lm loss"] for report in reported), dtype=torch.float64)
             if world > 1:
                 dist.all_reduce(total)
             return float(total) / 8 / parallel_state.get_tensor_model_parallel_world_size()
@@ -232,11 +232,11 @@ def _by_the_language_model() -> tuple[list[float], list[float]]:
         from hexad.compat.megatron.gpt import resolved_model
 
         engine = hexad.Engine(resolved_model(), megatron.get_mesh())
-        found = []
+        steps = []
         for step in range(3):
             rows = [hexad.Microbatch(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches(step)]
-            found.append(engine.train_step(rows))
-        return [each.loss for each in found], [each.grad_norm for each in found]
+            steps.append(engine.train_step(rows))
+        return [made.loss for made in steps], [made.grad_norm for made in steps]
 
 
 LAYOUTS = [  # those after the first three are in the slow sweep
@@ -259,17 +259,17 @@ LAYOUTS = [  # those after the first three are in the slow sweep
 @pytest.mark.parametrize(
     ("world", "more", "settings"),
     [
-        each if number < 3 else pytest.param(*each, marks=pytest.mark.slow)
-        for number, each in enumerate(LAYOUTS)
+        layout if number < 3 else pytest.param(*layout, marks=pytest.mark.slow)
+        for number, layout in enumerate(LAYOUTS)
     ],
 )
 def test_training(pool: Pool, world: int, more: str, settings: list[str]) -> None:
     """Losses and gradient norms are those of one rank."""
     ((losses, norms),) = pool.run(1, _train, [], [], 1)
     assert losses[2] < losses[0]
-    for found in pool.run(world, _train, more.split(), settings, world):
-        assert found[0] == pytest.approx(losses, rel=1e-9)
-        assert found[1] == pytest.approx(norms, rel=1e-8)
+    for results in pool.run(world, _train, more.split(), settings, world):
+        assert results[0] == pytest.approx(losses, rel=1e-9)
+        assert results[1] == pytest.approx(norms, rel=1e-8)
 
 
 def test_steps_are_those_of_the_language_model(pool: Pool) -> None:
@@ -296,7 +296,7 @@ def _tied(schedule: str) -> str:
 
 
 def _refusals() -> list[str]:
-    found = []
+    messages = []
     with script(*SIZES, *GROUPED, settings=SINGLE):
         for attempt in (
             lambda: megatron.GPTModel(num_tokentypes=2),
@@ -307,8 +307,8 @@ def _refusals() -> list[str]:
             try:
                 attempt()
             except HexadError as error:
-                found.append(str(error))
-    return found
+                messages.append(str(error))
+    return messages
 
 
 def _degree_of_the_file(size: int) -> str:
@@ -334,9 +334,9 @@ def test_tied_embeddings_and_refusals(pool: Pool) -> None:
     assert one == two and float(one) > 0
     assert all("untie-embeddings" in text for text in pool.run(2, _tied, "zb_v"))
     assert all("ZeRO 3" in text for text in pool.run(2, _tied, "1f1b parallel.zero=3"))
-    (found,) = pool.run(1, _refusals)
+    (messages,) = pool.run(1, _refusals)
     words = ("num_tokentypes", "expected True and True", "not causal", "--reset-position-ids")
-    assert len(found) == 4 and all(word in text for word, text in zip(words, found)), found
+    assert len(messages) == 4 and all(word in text for word, text in zip(words, messages)), messages
 
 
 def _documents(isolated: bool) -> torch.Tensor:
@@ -351,9 +351,9 @@ def _documents(isolated: bool) -> torch.Tensor:
 
 
 def test_documents_are_isolated_by_positions(pool: Pool) -> None:
-    """The second document has the losses of a sequence of its own."""
-    (found,), (wanted,) = pool.run(1, _documents, True), pool.run(1, _documents, False)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    """The second document has the losses of a separate sequence."""
+    (losses,), (wanted,) = pool.run(1, _documents, True), pool.run(1, _documents, False)
+    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-10)
 
 
 def _dropout() -> None:
@@ -382,13 +382,13 @@ def _resumed(directory: str) -> tuple[list[float], list[float]]:
         one, two = (deepspeed.initialize(model=megatron.GPTModel(), config=config)[0] for _ in range(2))
 
         def losses(engine: Any) -> list[float]:
-            found = []
+            continued = []
             for micro in range(4):
                 loss = engine(tokens(micro)[:1], labels=tokens(micro + 1)[:1]).mean()
                 engine.backward(loss)
                 engine.step()
-                found.append(loss.item())
-            return found
+                continued.append(loss.item())
+            return continued
 
         losses(one)
         one.save_checkpoint(directory)

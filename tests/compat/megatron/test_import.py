@@ -42,7 +42,7 @@ def run_file(kind: str, directory: Path, **changes: Any) -> Path:
 
 
 def imported(source: Path, to: Path, model: Path, weights_only: bool = False) -> ImportResult:
-    """As the command does it."""
+    """Import as the command does."""
     return import_checkpoint(
         source, to, lambda config: resolve(config, Layout(world=1)).config, model, weights_only
     )
@@ -81,10 +81,10 @@ def test_a_model_trains_on(kind: str, parallel: dict[str, Any], tmp_path: Path, 
     load = tmp_path / "checkpoint"
     result = imported(saved(kind), load, run_file(kind, tmp_path))
     assert (result.step, result.samples, result.optimizer) == (STEPS, 2 * STEPS, True)
-    with Checkpoint(load) as found:
-        assert verify_files(load, found.manifest) == []
-        assert found.manifest.progress["updates"] == STEPS
-        assert found.manifest.tensors["model.embedding.weight"].shape == (VOCAB, 16)
+    with Checkpoint(load) as opened:
+        assert verify_files(load, opened.manifest) == []
+        assert opened.manifest.progress["updates"] == STEPS
+        assert opened.manifest.tensors["model.embedding.weight"].shape == (VOCAB, 16)
     losses = pool.run(2, continued, load, tmp_path / "run", kind, parallel)[0]
     assert losses == pytest.approx(torch.load(saved(f"{kind}.pt")), rel=1e-5)
 
@@ -93,8 +93,8 @@ def test_master_weights(tmp_path: Path) -> None:
     imported(saved("llama_bf16"), tmp_path / "checkpoint", run_file("llama", tmp_path))
     given = TorchDistCheckpoint(saved("llama_bf16"))
     own = given.tensors["embedding.word_embeddings.weight"]
-    with Checkpoint(tmp_path / "checkpoint") as found:
-        masters = found.read("model.embedding.weight")
+    with Checkpoint(tmp_path / "checkpoint") as opened:
+        masters = opened.read("model.embedding.weight")
     assert masters.dtype == torch.float32
     rounded = given.read(own, (0, 0), own.shape)
     assert rounded.dtype == torch.bfloat16

@@ -104,8 +104,8 @@ def _joins_a_world(given: bool) -> tuple[int, int, float]:
 
 
 def test_world_of_the_script(pool: Pool) -> None:
-    found = pool.run(2, _joins_a_world, True)
-    assert [each[:2] for each in found] == [(0, 0), (1, 1)] and found[0][2] == found[1][2]
+    seen = pool.run(2, _joins_a_world, True)
+    assert [of_rank[:2] for of_rank in seen] == [(0, 0), (1, 1)] and seen[0][2] == seen[1][2]
 
 
 def _under_a_launcher(rank: int, world: int, port: int) -> tuple[int, int, float]:
@@ -148,8 +148,8 @@ def _other_arguments(first: list[str], second: list[str], settings: list[str]) -
     ],
 )
 def test_arguments_of_ranks_differ(pool: Pool, first: str, second: str, says: str) -> None:
-    found = pool.run(2, _other_arguments, first.split(), second.split(), [])
-    assert found == [("AgreedError", f"{says}; all ranks need the same")] * 2
+    errors = pool.run(2, _other_arguments, first.split(), second.split(), [])
+    assert errors == [("AgreedError", f"{says}; all ranks need the same")] * 2
 
 
 def test_one_rank_fails(pool: Pool) -> None:
@@ -157,8 +157,8 @@ def test_one_rank_fails(pool: Pool) -> None:
     says = "rank 1: --tensor-model-parallel-size: found 3 x pipeline 1 x context 1, which do not divide the 2"
     for kind, text in pool.run(2, _other_arguments, [], ["--tensor-model-parallel-size", "3"], []):
         assert kind == "AgreedError" and text.startswith(says)
-    found = pool.run(2, _other_arguments, ["--bf"], ["--bf"], [])
-    assert found[0] == found[1] and found[0][1].startswith("--bf")
+    errors = pool.run(2, _other_arguments, ["--bf"], ["--bf"], [])
+    assert errors[0] == errors[1] and errors[0][1].startswith("--bf")
 
 
 def test_what_may_differ_and_settings(pool: Pool) -> None:
@@ -188,8 +188,8 @@ def _refused_mock_data(directory: str) -> str:
 
 def test_mock_data_that_cannot_be_written(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = pool.run(2, _refused_mock_data, str(tmp_path / "file" / "run"))
-    assert found[0] == found[1] and found[0].startswith("--save: data cannot be written to"), found
+    errors = pool.run(2, _refused_mock_data, str(tmp_path / "file" / "run"))
+    assert errors[0] == errors[1] and errors[0].startswith("--save: data cannot be written to"), errors
 
 
 def _mesh_of_a_run() -> float:

@@ -74,11 +74,13 @@ def fill(tensor: torch.Tensor) -> None:
 def run(layer: nn.Module, x: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
     """Output, returned bias, gradients of the input and of the parameters."""
     x = x.clone().requires_grad_(x.is_floating_point())
-    found = layer(x, *arguments)
-    outputs = [each for each in (found if isinstance(found, tuple) else (found,)) if each is not None]
-    sum((each * seeded(*each.shape, seed=5).to(each)).sum() for each in outputs).backward()
-    gradients = [x.grad, *(each.grad for each in layer.parameters())]
-    return [each.detach().clone() for each in (*outputs, *gradients) if each is not None]
+    output = layer(x, *arguments)
+    outputs = [
+        tensor for tensor in (output if isinstance(output, tuple) else (output,)) if tensor is not None
+    ]
+    sum((tensor * seeded(*tensor.shape, seed=5).to(tensor)).sum() for tensor in outputs).backward()
+    gradients = [x.grad, *(tensor.grad for tensor in layer.parameters())]
+    return [tensor.detach().clone() for tensor in (*outputs, *gradients) if tensor is not None]
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float = 1e-12) -> int:
@@ -90,7 +92,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float 
 
 
 def _layers(world: int) -> list[int]:
-    """How many tensors were compared, per case."""
+    """The number of tensors that were compared, per case."""
     counts = []
     with both(tensor_model_parallel_size=world) as core:
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -108,7 +110,7 @@ def _layers(world: int) -> list[int]:
                     for kind in (megatron, core)
                 ]
                 assert torch.equal(pair[0].weight, pair[1].weight)  # initial values
-                counts.append(same(*(run(each, mine(seeded(S, B, H))) for each in pair)))
+                counts.append(same(*(run(layer, mine(seeded(S, B, H))) for layer in pair)))
             for options in ({}, {"bias": False}, {"skip_bias_add": True}, {"input_is_parallel": False}):
                 parallel = options.get("input_is_parallel", True)
                 if sequence and not parallel:
@@ -126,7 +128,7 @@ def _layers(world: int) -> list[int]:
                 assert torch.equal(pair[0].weight, pair[1].weight)
                 x = seeded(S, B, OUT)
                 x = x.chunk(world, -1)[rank].contiguous() if parallel else x
-                counts.append(same(*(run(each, x) for each in pair)))
+                counts.append(same(*(run(layer, x) for layer in pair)))
             pair = [
                 kind.VocabParallelEmbedding(
                     VOCAB, H, init_method=fill, reduce_scatter_embeddings=sequence, config=config
@@ -134,7 +136,7 @@ def _layers(world: int) -> list[int]:
                 for kind in (megatron, core)
             ]
             tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(1))
-            counts.append(same(*(run(each, tokens) for each in pair)))
+            counts.append(same(*(run(layer, tokens) for layer in pair)))
         weight = seeded(OUT // world, H, seed=2)
         pair = [
             kind.ColumnParallelLinear(
@@ -143,7 +145,7 @@ def _layers(world: int) -> list[int]:
             for kind in (megatron, core)
         ]
         assert pair[0].weight is None
-        counts.append(same(*(run(each, seeded(S, B, H), weight.clone().requires_grad_()) for each in pair)))
+        counts.append(same(*(run(layer, seeded(S, B, H), weight.clone().requires_grad_()) for layer in pair)))
     return counts
 
 
@@ -177,21 +179,21 @@ def _mappings(world: int) -> int:
         for name, ours in MAPPINGS.items():
             calls = [ours, getattr(core.mappings, name)]
             if name == "gather_from_sequence_parallel_region":
-                calls += [lambda x, f=each: f(x, tensor_parallel_output_grad=False) for each in calls]
+                calls += [lambda x, f=call: f(x, tensor_parallel_output_grad=False) for call in calls]
             for pair in zip(calls[::2], calls[1::2]):
-                found = []
+                results = []
                 for function in pair:
                     x = seeded(2 * world, 3, 4 * world, seed=rank).requires_grad_()
                     y = function(x)
                     assert y.is_contiguous()
                     (y * seeded(*y.shape, seed=7 + rank)).sum().backward()
                     assert x.grad is not None
-                    found.append([y.detach(), x.grad])
-                compared += same(*found)
+                    results.append([y.detach(), x.grad])
+                compared += same(*results)
         sizes = [rank + 1] * world, [other + 1 for other in range(world)]
         for split in ((None, None), (sizes[1], sizes[0])):
             group = parallel_state.get_tensor_model_parallel_group()
-            found = []
+            results = []
             rows = sum(sizes[0]) if split[0] else 2 * world
             for function, its in ((mappings.all_to_all, group), (core.mappings.all_to_all, None)):
                 from megatron.core import parallel_state as theirs
@@ -200,8 +202,8 @@ def _mappings(world: int) -> int:
                 y = function(its or theirs.get_tensor_model_parallel_group(), x, *split)
                 (y * seeded(*y.shape, seed=7 + rank)).sum().backward()
                 assert x.grad is not None
-                found.append([y.detach(), x.grad])
-            compared += same(*found)
+                results.append([y.detach(), x.grad])
+            compared += same(*results)
     return compared
 
 
@@ -213,7 +215,7 @@ def test_mappings(pool: Pool, world: int) -> None:
 
 def _losses(world: int, dtype: torch.dtype) -> float:
     with both(tensor_model_parallel_size=world) as core:
-        rank, found = dist.get_rank(), []
+        rank, results = dist.get_rank(), []
         for function in (megatron.vocab_parallel_cross_entropy, core.vocab_parallel_cross_entropy):
             whole = (4 * seeded(S, B, VOCAB)).to(dtype)
             logits = whole.chunk(world, -1)[rank].contiguous().requires_grad_()
@@ -222,14 +224,14 @@ def _losses(world: int, dtype: torch.dtype) -> float:
             losses = function(logits, target)
             (losses * seeded(S, B, seed=4).to(losses)).sum().backward()
             assert logits.grad is not None
-            if not found:
+            if not results:
                 assert torch.equal(logits, kept)  # megatron-core overwrites them
-            found.append([losses.detach().float(), logits.grad.float()])
-        same(*found, 1e-2 if dtype == torch.bfloat16 else 1e-6)
+            results.append([losses.detach().float(), logits.grad.float()])
+        same(*results, 1e-2 if dtype == torch.bfloat16 else 1e-6)
         ignored = target.clone()
         ignored[0] = -100
         assert not megatron.vocab_parallel_cross_entropy(logits.detach(), ignored)[0].any()
-        return float(found[0][0].sum())
+        return float(results[0][0].sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -400,8 +402,8 @@ def test_engine_trains_them_in_every_layout(pool: Pool) -> None:
     (wanted,) = pool.run(1, _trained, 1, False, 0)
     assert wanted[-2] < 0.9 * wanted[0]
     for arguments in ((2, True, 0), (2, False, 1), (1, False, 3)):
-        for found in pool.run(2, _trained, *arguments):
-            assert found == pytest.approx(wanted, rel=1e-10)
+        for losses in pool.run(2, _trained, *arguments):
+            assert losses == pytest.approx(wanted, rel=1e-10)
 
 
 def _groups_before() -> str:
@@ -422,7 +424,7 @@ def test_groups_of_ones_own_before(pool: Pool) -> None:
 def _refused() -> list[str]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
-    config, found = megatron.ModelParallelConfig(), []
+    config, messages = megatron.ModelParallelConfig(), []
     for attempt in (
         lambda: megatron.ColumnParallelLinear(4, 4, config=config, is_expert=True),
         lambda: megatron.RowParallelLinear(4, 4, config=config, stride=2),
@@ -433,13 +435,13 @@ def _refused() -> list[str]:
         megatron.get_args,
         megatron.get_tokenizer,
     ):
-        if len(found) == 5:
+        if len(messages) == 5:
             parallel_state.destroy_model_parallel()
         try:
             attempt()
         except HexadError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 def test_refused(pool: Pool) -> None:
@@ -453,5 +455,5 @@ def test_refused(pool: Pool) -> None:
         "no arguments",
         "no arg",
     )
-    (found,) = pool.run(1, _refused)
-    assert len(found) == len(words) and all(word in text for word, text in zip(words, found)), found
+    (messages,) = pool.run(1, _refused)
+    assert len(messages) == len(words) and all(word in text for word, text in zip(words, messages)), messages

@@ -82,11 +82,11 @@ def test_published_line_runs(tmp_path: Path, name: str, monkeypatch: pytest.Monk
         keys = {"gradient_clipping": 1.0, "zero_optimization": {"stage": 0}, "steps_per_print": 2000}
         (tmp_path / "ds_config.json").write_text(json.dumps(keys))
     save = tmp_path / "run"
-    found = call("megatron", "--", *line_of(name, save))
-    assert found.status == 0, found.err
-    metrics = [json.loads(each) for each in (save / "metrics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in metrics] == [1, 2]
-    assert all(math.isfinite(each["loss"]) and 4 < each["loss"] < 8 for each in metrics)
+    result = call("megatron", "--", *line_of(name, save))
+    assert result.status == 0, result.err
+    metrics = [json.loads(record) for record in (save / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in metrics] == [1, 2]
+    assert all(math.isfinite(record["loss"]) and 4 < record["loss"] < 8 for record in metrics)
     assert (save / "checkpoints" / "latest").read_text().strip() == "step-00000002"
 
 

@@ -36,26 +36,26 @@ LLAMA = lines.words("""
 
 def without(line: list[str], *flags: str) -> list[str]:
     """A line without some flags and their values."""
-    found: list[str] = []
+    kept: list[str] = []
     keep = True
     for word in line:
         keep = word not in flags if word.startswith("--") else keep
         if keep:
-            found.append(word)
-    return found
+            kept.append(word)
+    return kept
 
 
-def resolved(found: LineTranslation, vocab: int = 50257) -> Resolved:
-    """What a run makes of it, wherever data and tokenizer are."""
-    config = build_config(found.tree)
+def resolved(translation: LineTranslation, vocab: int = 50257) -> Resolved:
+    """The resolved configuration of a translation, wherever data and tokenizer are."""
+    config = build_config(translation.tree)
     return resolve(config, planned_layout(config), None if config.model.vocab != "auto" else vocab)
 
 
 def small(*more: str, world: int | None = None) -> dict[str, dict[str, Any]]:
     """The settings of a small model with further flags; later ones win."""
-    found = translate([*SMALL, *more], world)
-    resolved(found)
-    return found.tree
+    translation = translate([*SMALL, *more], world)
+    resolved(translation)
+    return translation.tree
 
 
 def problem(*words: str) -> ConfigError:
@@ -93,11 +93,11 @@ def test_gpt2_345m() -> None:
 
 
 def test_gpt3_345m_counted_in_samples() -> None:
-    found = translate(lines.GPT3_345M)
-    config = resolved(found).config
+    translation = translate(lines.GPT3_345M)
+    config = resolved(translation).config
     assert config.run.steps == 146484375 // 512
     assert (config.lr_schedule.warmup, config.lr_schedule.decay_steps) == (318, 247955)
-    assert any("317.89 iterations, rounded to 318" in note for note in found.notes)
+    assert any("317.89 iterations, rounded to 318" in note for note in translation.notes)
     assert (config.parallel.schedule, config.parallel.virtual_stages) == ("interleaved", 2)
     assert config.parallel.zero == 1 and config.parallel.sequence
     assert config.data.train == [(0.3, "data/books"), (0.7, "data/web")]
@@ -117,8 +117,8 @@ def test_llama2_7b() -> None:
 def test_llama3_8b() -> None:
     assert problem(*lines.LLAMA3_8B).field == "--decoupled-lr"
     line = without(lines.LLAMA3_8B, "--decoupled-lr", "--decoupled-min-lr")
-    found = translate(line, world=16)
-    config = resolved(found).config
+    translation = translate(line, world=16)
+    config = resolved(translation).config
     shape = preset("llama3-8b")
     names = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden")
     assert {name: getattr(config.model, name) for name in names} == {name: shape[name] for name in names}
@@ -174,8 +174,8 @@ def test_mixtral_8x7b() -> None:
 
 
 def test_llama3_over_context_ranks(tmp_path: Path) -> None:
-    found = translate(without(lines.LLAMA3_LONG, "--pretrained-checkpoint"))
-    config = resolved(found, 128256).config
+    translation = translate(without(lines.LLAMA3_LONG, "--pretrained-checkpoint"))
+    config = resolved(translation, 128256).config
     assert (config.parallel.tensor, config.parallel.context) == (4, 8)
     assert (config.parallel.context_method, config.parallel.context_ulysses) == ("ulysses_ring", 2)
     assert config.validate_.every == 0 and config.data.sequence == 131072
@@ -325,11 +325,13 @@ def test_every_refused_flag_is_refused() -> None:
 
 def test_flags_without_effect_are_reported_once() -> None:
     base = len(translate(SMALL).notes)
-    found = translate([*SMALL, "--use-flash-attn", "--no-rope-fusion", "--use-flash-attn", "--log-progress"])
-    assert len(found.notes) == base + 2
-    assert any("--use-flash-attn, --no-rope-fusion: no effect" in note for note in found.notes)
-    assert resolved(found).config == resolved(translate(SMALL)).config
-    assert yaml.safe_load(found.yaml()) == found.tree and "# --log-progress" in found.yaml()
+    translation = translate(
+        [*SMALL, "--use-flash-attn", "--no-rope-fusion", "--use-flash-attn", "--log-progress"]
+    )
+    assert len(translation.notes) == base + 2
+    assert any("--use-flash-attn, --no-rope-fusion: no effect" in note for note in translation.notes)
+    assert resolved(translation).config == resolved(translate(SMALL)).config
+    assert yaml.safe_load(translation.yaml()) == translation.tree and "# --log-progress" in translation.yaml()
 
 
 def test_table_names_settings() -> None:
@@ -360,8 +362,10 @@ def test_loading(tmp_path: Path) -> None:
     assert small("--save", f"{at}/new", "--load", f"{at}/new")["checkpoint"]["resume"] == "auto"
     tree = translate([*SMALL, "--load", f"{at}/old", "--finetune", "--no-load-optim", "--no-load-rng"]).tree
     assert tree["model"]["load"] == f"{at}/old" and "load" not in tree["checkpoint"]
-    found = translate([*SMALL, "--load", f"{at}/nothing"])
-    assert "load" not in found.tree["checkpoint"] and any("does not exist" in note for note in found.notes)
+    translation = translate([*SMALL, "--load", f"{at}/nothing"])
+    assert "load" not in translation.tree["checkpoint"] and any(
+        "does not exist" in note for note in translation.notes
+    )
     assert problem(*SMALL, "--save", at, "--load", at, "--finetune").field == "--finetune"
     (tmp_path / "old" / "checkpoints").mkdir()
     for save in ("old", "new"):
@@ -389,8 +393,13 @@ def test_scripts_own_flags() -> None:
     with pytest.raises(ConfigError, match="--rampup-batch-size"):
         parse(SMALL, {"rampup_batch_size": ["1", "1", "9"]})
     derive(line.arguments)
-    found = line.arguments
-    assert (found.my_flag, found.tokenizer_type, found.kv_channels, found.own) == (3, "NullTokenizer", 8, 1)
+    arguments = line.arguments
+    assert (arguments.my_flag, arguments.tokenizer_type, arguments.kv_channels, arguments.own) == (
+        3,
+        "NullTokenizer",
+        8,
+        1,
+    )
 
 
 SCHEDULES = (

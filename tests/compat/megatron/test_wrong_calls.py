@@ -24,26 +24,26 @@ def _message(attempt: Callable[[], object]) -> str:
 
 
 def _configs() -> list[str]:
-    """What is said about a layer's ``config``, where there are two tensor ranks."""
+    """The messages about a layer's ``config`` with two tensor ranks."""
     parallel_state.initialize_model_parallel(2)
     four, two = (megatron.ModelParallelConfig(tensor_model_parallel_size=number) for number in (4, 2))
     kinds = (megatron.ColumnParallelLinear, megatron.VocabParallelEmbedding)
     try:
-        found = [
+        messages = [
             _message(partial(kind, 8, 8, config=config)) for config in (None, 32, four, two) for kind in kinds
         ]
         alone = parallel_state.get_context_parallel_group()  # of one rank
-        found.append(_message(lambda: megatron.RowParallelLinear(8, 8, config=four, tp_group=alone)))
+        messages.append(_message(lambda: megatron.RowParallelLinear(8, 8, config=four, tp_group=alone)))
     finally:
         parallel_state.destroy_model_parallel()
-    return found
+    return messages
 
 
 def test_config_of_a_layer(pool: Pool) -> None:
     hint = "pass a ModelParallelConfig or get_args()"
     size = "config.tensor_model_parallel_size: found 4, but the mesh has 2 tensor ranks; make them equal"
-    for found in pool.run(2, _configs):
-        assert found == [
+    for messages in pool.run(2, _configs):
+        assert messages == [
             f"ColumnParallelLinear: config: found None; {hint}",
             f"VocabParallelEmbedding: config: found None; {hint}",
             f"ColumnParallelLinear: config: found int; {hint}",
@@ -55,11 +55,11 @@ def test_config_of_a_layer(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "found"), [(None, "None"), (nn.Linear(1, 1), "a Linear"), ([nn.Linear(1, 1)], "a list")]
+    ("model", "kind"), [(None, "None"), (nn.Linear(1, 1), "a Linear"), ([nn.Linear(1, 1)], "a list")]
 )
-def test_model_of_another_kind(model: object, found: str) -> None:
+def test_model_of_another_kind(model: object, kind: str) -> None:
     forward_backward = megatron.get_forward_backward_func()
-    with pytest.raises(HexadError, match=f"^model: found {found}; pass what setup_model returns$"):
+    with pytest.raises(HexadError, match=f"^model: found {kind}; pass what setup_model returns$"):
         forward_backward(
             forward_step_func=lambda *_: None, data_iterator=iter(()), model=model, num_microbatches=1
         )

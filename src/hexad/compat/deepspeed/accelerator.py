@@ -17,11 +17,11 @@ class Accelerator:
         return "cuda" if device_index is None else f"cuda:{device_index}"
 
     def current_device(self) -> int:
-        """Number of the device."""
+        """The number of the current device."""
         return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
     def current_device_name(self) -> str:
-        """Of :meth:`current_device`."""
+        """The name of the current device."""
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
@@ -29,7 +29,7 @@ class Accelerator:
         return torch.cuda.device_count() if torch.cuda.is_available() else 1
 
     def set_device(self, device_index: int) -> None:
-        """Make it the current device."""
+        """Make a device the current one."""
         if torch.cuda.is_available():
             torch.cuda.set_device(device_index)
 
@@ -38,7 +38,7 @@ class Accelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Of ``torch.distributed``."""
+        """The backend of ``torch.distributed`` for this device."""
         return "nccl" if torch.cuda.is_available() else "gloo"
 
     def is_bf16_supported(self) -> bool:

@@ -51,6 +51,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     return torch_checkpoint(function, *args, use_reentrant=False, **named)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """As :func:`checkpoint`."""
-    return checkpoint(function, *args, **named)
+non_reentrant_checkpoint = checkpoint

@@ -8,17 +8,7 @@ import torch.distributed as dist
 
 from .entry import init_distributed
 
-__all__ = ["init_distributed", "is_available", "is_initialized"]
-
-
-def is_initialized() -> bool:
-    """Whether there is a process group."""
-    return dist.is_initialized()
-
-
-def is_available() -> bool:
-    """Whether PyTorch has collectives."""
-    return dist.is_available()
+__all__ = ["init_distributed"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON, read and checked: nothing is ignored in silence. No torch."""
+"""DeepSpeed's JSON, read and checked: nothing is ignored without notice. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .sections import checked, field_of, known, nested, spelling
 
 @dataclass(frozen=True)
 class Batch:
-    """How many samples make a step.
+    """The batch sizes of a step.
 
     Attributes:
         micro: samples per backward pass and data rank.
@@ -35,7 +35,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """A checked file.
+    """A checked configuration.
 
     Attributes:
         keys: all values.
@@ -71,7 +71,7 @@ class CheckedConfig:
 
     @property
     def dtype(self) -> str:
-        """Of parameters, as ``precision.dtype``."""
+        """The format of parameters, as ``precision.dtype``."""
         return "fp16" if self.keys.fp16.enabled else "bf16" if self.keys.bf16.enabled else "fp32"
 
 
@@ -84,8 +84,8 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     if not isinstance(source, str | os.PathLike):
-        found = type(source).__name__
-        raise HexadError(f"config: found a {found}, expected a path or a dictionary of DeepSpeed's keys")
+        kind = type(source).__name__
+        raise HexadError(f"config: found a {kind}, expected a path or a dictionary of DeepSpeed's keys")
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
@@ -95,12 +95,11 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise HexadError(f"{path}: cannot be read: {error}") from None
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
                 raise HexadError(f"{path}: key '{key}' is given twice")
-            found[key] = value
-        return found
+        return dict(pairs)
 
     try:
         tree = json.loads(text, object_pairs_hook=once)
@@ -114,8 +113,8 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainerValues:
-    """What transformers' Trainer fills in for ``auto``: its arguments, by their names there and with their
-    defaults, and the model's width."""
+    """The values that transformers' Trainer fills in for ``auto``: its arguments, by their names there and
+    with their defaults, and the model's width."""
 
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
@@ -133,11 +132,8 @@ class TrainerValues:
 
     def values(self, data_ranks: int) -> dict[str, Any]:
         """Dotted key -> what ``auto`` means there."""
-        micro, steps, width = (
-            self.per_device_train_batch_size,
-            self.gradient_accumulation_steps,
-            self.hidden_size,
-        )
+        micro, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        width = self.hidden_size
         return {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
@@ -168,20 +164,18 @@ def with_autos_filled(
 
     What the Trainer does not fill in stays ``auto``.
     """
-    values, filled = trainer.values(data_ranks), []
+    values, filled = trainer.values(data_ranks), list[str]()
 
     def fill(branch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in branch.items():
-            full = prefix + key
-            if isinstance(value, Mapping):
-                found[key] = fill(value, full + ".")
-            elif value == "auto" and full in values:
-                found[key] = values[full]
-                filled.append(f"{full}: auto, which the Trainer sets; here {values[full]}")
-            else:
-                found[key] = value
-        return found
+        return {key: filled_value(prefix + key, value) for key, value in branch.items()}
+
+    def filled_value(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return fill(value, name + ".")
+        if value != "auto" or name not in values:
+            return value
+        filled.append(f"{name}: auto, which the Trainer sets; here {values[name]}")
+        return values[name]
 
     return fill(tree, ""), filled
 
@@ -225,7 +219,7 @@ def read_config(
 
 
 def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tuple[Keys, Mapping[str, Any]]:
-    """As :func:`read_config`, but for batch sizes: the values, and what was read."""
+    """Read and check a configuration except its batch sizes; returns the keys, and the tree that was read."""
     tree = read_json(source)
     if not strict:
         tree = known(tree, Keys)
@@ -233,7 +227,9 @@ def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tu
     if left is not None:
         raise ConfigError(left, "found auto, which transformers' Trainer fills in; give a value")
     keys = checked(_without_autos(tree), Keys)
-    _refuse(keys, "")
+    for name, mark, value in _marked(keys, Refused, ""):
+        enabled = "it enabled" if isinstance(value, dict) else repr(value)
+        raise ConfigError(name, f"found {enabled}, which is not supported: {mark.fix}")
     if keys.fp16.enabled and keys.bf16.enabled:
         raise ConfigError("bf16.enabled", "found true with fp16.enabled: true; enable one of them")
     return keys, tree
@@ -272,14 +268,14 @@ def batch_sizes(keys: Keys, ranks: int) -> Batch:
 
 def effective(section: BaseModel) -> dict[str, Any]:
     """The values of a section that change what is computed, as a tree: all ranks need the same."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            found[spelling(name, info)] = effective(value)
+            values[spelling(name, info)] = effective(value)
         elif not _has_no_effect(info) and name != "steps_per_print":
-            found[spelling(name, info)] = value
-    return found
+            values[spelling(name, info)] = value
+    return values
 
 
 def without_effect(keys: Keys) -> list[str]:
@@ -292,25 +288,19 @@ def _marked(section: BaseModel, mark: type, prefix: str) -> Iterator[tuple[str, 
     for name in section.model_fields_set:
         info, value = type(section).model_fields[name], getattr(section, name)
         full = prefix + spelling(name, info)
-        found = next((each for each in info.metadata if isinstance(each, mark)), None)
-        if found is not None:
+        own = next((other for other in info.metadata if isinstance(other, mark)), None)
+        if own is not None:
             off = isinstance(value, dict) and not _enabled(value, mark is NoEffect)
             if value != info.default and not off:
-                yield full, found, value
+                yield full, own, value
         elif isinstance(value, Section):
             yield from _marked(value, mark, full + ".")
 
 
 def _enabled(section: Mapping[str, Any], default: bool) -> bool:
     """Whether a section is enabled; where it does not say so, whether one in it is (compression_training)."""
-    inner = [each for each in section.values() if isinstance(each, Mapping)]
-    return bool(section.get("enabled", default or any(_enabled(each, False) for each in inner)))
-
-
-def _refuse(keys: Keys, prefix: str) -> None:
-    for name, mark, value in _marked(keys, Refused, prefix):
-        found = "it enabled" if isinstance(value, dict) else repr(value)
-        raise ConfigError(name, f"found {found}, which is not supported: {mark.fix}")
+    inner = [value for value in section.values() if isinstance(value, Mapping)]
+    return bool(section.get("enabled", default or any(_enabled(value, False) for value in inner)))
 
 
 _AUTO_IS_DEFAULT = (
@@ -327,7 +317,7 @@ def _autos(tree: Mapping[str, Any], prefix: str, section: type[Section] | None =
     for key, value in tree.items():
         full, info = prefix + key, field_of(section, key)
         if isinstance(value, Mapping):
-            yield from _autos(value, full + ".", nested(info) if info is not None else None)
+            yield from _autos(value, full + ".", nested(info))
         elif value == "auto" and full not in _AUTO_IS_DEFAULT and not _has_no_effect(info):
             yield full
 

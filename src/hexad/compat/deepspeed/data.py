@@ -25,7 +25,7 @@ class Loader(DataLoader[Any]):
         return super().__iter__()
 
     def endless(self) -> Iterator[Any]:
-        """Epochs without end."""
+        """An iterator over any number of epochs."""
         if self._endless is None:
             self._endless = iter(RepeatingLoader(self))
         return self._endless
@@ -62,20 +62,10 @@ def loader_of(
     shuffle: bool = True,
     workers: int = 0,
 ) -> Loader:
-    """The loader of a rank.
-
-    Args:
-        dataset: map-style, of which ranks get different samples; an iterable one is read as it is.
-        batch: samples of a microbatch.
-        data: the data ranks.
-        collate: of samples into a microbatch.
-        drop_last: leave out the last samples where they are too few for a microbatch.
-        sampler: of this rank's samples, in place of one over all data ranks.
-        shuffle: in every pass, without a sampler.
-        workers: processes that load; 0 loads in this one.
+    """The loader of a rank's microbatches; see :meth:`DeepSpeedEngine.deepspeed_io`.
 
     Raises:
-        HexadError: it is neither.
+        HexadError: ``dataset`` is neither map-style nor iterable.
     """
     if not isinstance(dataset, IterableDataset) and not (
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from hexad.comm import agreed, first_difference, from_first, identical
 from hexad.config import AgreedError, HexadError, did_you_mean
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
+from hexad.model.transformer import DTYPES
 from hexad.topology.layout import Layout
 
 from ..facade import gathered, tags, world
@@ -37,6 +39,17 @@ CLIP_EPSILON = 1e-6
 """DeepSpeed adds it to the norm that it divides by."""
 
 
+def _reads(path: str, what: str) -> Callable[[DeepSpeedEngine], Any]:
+    """A method that returns an engine's attribute, by its dotted path."""
+    read = attrgetter(path)
+
+    def method(self: DeepSpeedEngine) -> Any:
+        return read(self)
+
+    method.__doc__ = what
+    return method
+
+
 class DeepSpeedEngine(nn.Module):
     """Trains any module: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
 
@@ -47,12 +60,8 @@ class DeepSpeedEngine(nn.Module):
         module: the same on all ranks; the first rank's values are used.
         config: checked.
         device: of this rank.
-        optimizer: a ``torch.optim`` optimizer, or a function of parameters that returns one; by
-            default the one that the configuration names.
-        parameters: parameters, or groups of them, to train; by default all that require gradients.
-        scheduler: of the learning rate, or a function of the optimizer that returns one.
-        data: a data set, of which :attr:`training_dataloader` loads this rank's samples.
-        collate: of that loader.
+        optimizer, parameters, scheduler, data, collate: as of
+            :func:`~hexad.compat.deepspeed.entry.initialize`.
 
     Attributes:
         optimizer: an :class:`EngineOptimizer` around it; None without one: for evaluation only.
@@ -94,9 +103,9 @@ class DeepSpeedEngine(nn.Module):
         if self._keeps_groups or self._engine.mesh.pipeline.size == 1:
             groups = self._engine.optimizer.rule.numbers()["groups"]
             identical("optimizer.param_groups", dict(enumerate(groups)), self._engine.mesh.world)
-        self.optimizer = (
-            None if basic is None else EngineOptimizer(basic, self._engine, self._optimizer_discards())
-        )
+        # With ZeRO 3 the optimizer's zero_grad discards more than the engine's, as in DeepSpeed.
+        discard = None if self.zero_optimization_stage() == 2 else self._discard
+        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, discard)
         self.basic_optimizer = basic
         self.lr_scheduler = client_scheduler(scheduler, basic, config.keys)
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
@@ -109,11 +118,10 @@ class DeepSpeedEngine(nn.Module):
         self._accumulation.begin(self._limit())
         self._report()
 
-    _keeps_groups = False
-    """Whether groups without parameters stay: where ranks have other parameters, so that numbers agree."""
-
     # Construction
 
+    _keeps_groups = False
+    """Whether groups without parameters stay: where ranks have other parameters, so that numbers agree."""
     _shuffles = True
     """Whether the loader of ``training_data`` shuffles."""
 
@@ -124,11 +132,10 @@ class DeepSpeedEngine(nn.Module):
 
     def _cast_buffers(self) -> None:
         wanted = self._config.keys.data_types.buffer_dtype
-        kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, None: None}[wanted]
-        for module in self._module.modules() if kind is not None else ():
+        for module in self._module.modules() if wanted is not None else ():
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer is not None and buffer.is_floating_point():
-                    setattr(module, name, buffer.to(kind))
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.to(DTYPES[str(wanted)]))
 
     def _report(self) -> None:
         if self.global_rank:
@@ -150,10 +157,11 @@ class DeepSpeedEngine(nn.Module):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Loader:
-        """A loader of this rank's samples of a data set.
+        """A loader of this rank's samples of a data set; the configuration says whether an incomplete last
+        microbatch is left out.
 
         Args:
-            dataset: see :func:`~hexad.compat.deepspeed.data.loader_of`.
+            dataset: map-style, of which ranks get different samples; an iterable one is read as it is.
             batch_size: samples of a microbatch; by default those of a backward pass.
             route: ``train`` shuffles, except in a pipeline.
             pin_memory: accepted without effect.
@@ -176,15 +184,12 @@ class DeepSpeedEngine(nn.Module):
     # A step
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the module computes."""
+        """The module's result."""
         keys = self._config.keys
         if keys.fp16.enabled and keys.fp16.auto_cast:
             inputs, named = cast_tensors(inputs, torch.float16), cast_tensors(named, torch.float16)
-        autocast = nullcontext()
-        if keys.torch_autocast.enabled:
-            kind = getattr(torch, keys.torch_autocast.dtype)
-            autocast = torch.autocast(self.device.type, kind)  # type: ignore[assignment]
-        with autocast:
+        kind = getattr(torch, keys.torch_autocast.dtype)
+        with torch.autocast(self.device.type, kind) if keys.torch_autocast.enabled else nullcontext():
             return self._module(*inputs, **named)
 
     def backward(
@@ -216,13 +221,9 @@ class DeepSpeedEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2 and
-        3, as in DeepSpeed. Needless otherwise: a step begins without gradients."""
+        3, as in DeepSpeed. Not needed otherwise: a step begins without gradients."""
         if self.zero_optimization_stage() < 2:
             self._discard()
-
-    def _optimizer_discards(self) -> Callable[[], None] | None:
-        """What the optimizer's ``zero_grad`` does: with ZeRO 3 more than the engine's, as in DeepSpeed."""
-        return None if self.zero_optimization_stage() == 2 else self._discard
 
     def _discard(self) -> None:
         self._accumulation.discard(self._limit())
@@ -270,7 +271,7 @@ class DeepSpeedEngine(nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set it explicitly."""
+        """Determine whether the next :meth:`step` updates, in place of counting."""
         self._boundary = is_boundary
         if not self._accumulation.pending:
             self._accumulation.begin(self._limit())
@@ -431,7 +432,9 @@ class DeepSpeedEngine(nn.Module):
             **self._engine.progress(),
             "deepspeed": {
                 "counters": {name: getattr(self, name) for name in _COUNTERS},
-                "scheduler": None if scheduler is None else _encoded_schedule(scheduler),
+                "scheduler": None
+                if scheduler is None
+                else tags.encoded(scheduler.state_dict(), "lr_scheduler"),
                 "client_state": tags.encoded(dict(client_state), "client_state"),
             },
         }
@@ -518,10 +521,10 @@ class DeepSpeedEngine(nn.Module):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """As :meth:`module_state_dict`, on the first rank; None on others. transformers and accelerate call
-        it by this name."""
-        found = self._state_dict(exclude_frozen_parameters, first_only=True)
-        return None if self.global_rank else found
+        """The module's complete ``state_dict`` on the first rank; None on others. transformers and accelerate
+        call it by this name."""
+        state = self._state_dict(exclude_frozen_parameters, first_only=True)
+        return None if self.global_rank else state
 
     def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, torch.Tensor]:
         mesh = self._engine.mesh
@@ -552,125 +555,68 @@ class DeepSpeedEngine(nn.Module):
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             names = {*vars(self), *dir(type(self))} - _OF_MODULES
-            own = sorted(each for each in names if not each.startswith("_"))
+            own = sorted(known for known in names if not known.startswith("_"))
             hint = did_you_mean(name, own)
             raise AttributeError(
                 f"{type(self).__name__} and its module have no {name!r}{hint or '; see docs/deepspeed.md'}"
             ) from None
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        """What was read."""
-        return self._config.tree
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number."""
-        return self._engine.mesh.rank
-
-    @property
     def local_rank(self) -> int:
         """This rank's number on its host."""
         return environment().local_rank
 
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self._engine.mesh.layout.world
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of data ranks."""
-        return self._engine.mesh.data.size
-
-    def train_batch_size(self) -> int:
-        """Samples of a step, over all ranks."""
-        return self._config.batch.total
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a backward pass."""
-        return self._config.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Backward passes of a step."""
-        return self._config.batch.accumulation
+    config = property(_reads("_config.tree", "The configuration as it was read."))
+    global_rank = property(_reads("_engine.mesh.rank", "This rank's number."))
+    world_size = property(_reads("_engine.mesh.layout.world", "The number of all ranks."))
+    dp_world_size = property(_reads("_engine.mesh.data.size", "The number of data ranks."))
+    train_batch_size = _reads("_config.batch.total", "Samples of a step, over all ranks.")
+    train_micro_batch_size_per_gpu = _reads("_config.batch.micro", "Samples of a backward pass.")
+    gradient_accumulation_steps = _reads("_config.batch.accumulation", "Backward passes of a step.")
+    gradient_clipping = _reads("_engine.optimizer.clip", "The largest gradient norm; 0 for none.")
+    zero_optimization_stage = _reads("_config.keys.zero_optimization.stage", "The level of sharding, 0 to 3.")
+    fp16_enabled = _reads("_config.keys.fp16.enabled", "Whether parameters are fp16.")
+    bfloat16_enabled = _reads("_config.keys.bf16.enabled", "Whether parameters are bf16.")
+    wall_clock_breakdown = _reads("_config.keys.wall_clock_breakdown", "The key's value, without effect.")
+    steps_per_print = _reads("_config.keys.steps_per_print", "Steps between lines of the log; None for none.")
+    loss_scale = _reads("_engine.scaler.scale", "The loss scale of the next step.")
+    get_global_grad_norm = _reads("_norm", "The gradient norm of the last step before clipping, or None.")
+    was_step_applied = _reads("_applied", "Whether the last :meth:`step` changed the weights.")
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples of a step, samples of a backward pass, and backward passes of a step."""
         batch = self._config.batch
         return batch.total, batch.micro, batch.accumulation
 
-    def gradient_clipping(self) -> float:
-        """The largest gradient norm; 0 for none."""
-        return self._engine.optimizer.clip
-
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
         return self.zero_optimization_stage() > 0
 
-    def zero_optimization_stage(self) -> int:
-        """0 to 3."""
-        return self._config.keys.zero_optimization.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether parameters are fp16."""
-        return self._config.keys.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether parameters are bf16."""
-        return self._config.keys.bf16.enabled
-
-    def wall_clock_breakdown(self) -> bool:
-        """As configured; it has no effect."""
-        return self._config.keys.wall_clock_breakdown
-
-    def steps_per_print(self) -> int | None:
-        """Steps between lines of the log."""
-        return self._config.keys.steps_per_print
-
-    def loss_scale(self) -> float:
-        """Of the next step."""
-        return self._engine.scaler.scale
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last step, before clipping; None before the first."""
-        return self._norm
-
-    def was_step_applied(self) -> bool:
-        """Whether the last :meth:`step` changed the weights."""
-        return self._applied
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
 
     def get_lr(self) -> list[float]:
-        """Of every group."""
-        return (
-            []
-            if self.basic_optimizer is None
-            else [group["lr"] for group in self.basic_optimizer.param_groups]
-        )
+        """The learning rate of every parameter group."""
+        return [group["lr"] for group in self._groups()]
 
     def get_mom(self) -> list[Any]:
-        """Momentum or betas of every group."""
-        groups = [] if self.basic_optimizer is None else self.basic_optimizer.param_groups
-        return [group.get("betas", group.get("momentum")) for group in groups]
+        """Momentum or betas of every parameter group."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
     def set_lr(self, lr: float) -> None:
-        """Of every group."""
-        for group in [] if self.basic_optimizer is None else self.basic_optimizer.param_groups:
+        """Set the learning rate of every parameter group."""
+        for group in self._groups():
             group["lr"] = lr
 
     def empty_partition_cache(self) -> None:
-        """Nothing: complete values of sharded parameters are released after use."""
+        """No effect: complete values of sharded parameters are released after use."""
 
     def destroy(self) -> None:
         """No effect: an engine is freed when nothing refers to it."""
 
 
-def _encoded_schedule(scheduler: Any) -> dict[str, Any]:
-    return tags.encoded(scheduler.state_dict(), "lr_scheduler")
-
-
 def _of_deepspeed(path: Path) -> str | None:
-    """What to do with a checkpoint that DeepSpeed has written; None where it is none."""
+    """The instruction for a checkpoint that DeepSpeed has written; None for others."""
     command = f"'hexad checkpoint import --from ds:{path} --to DIR'"
     written = any(path.glob("*_states.pt"))
     return f"found a checkpoint that DeepSpeed has written; convert it with {command}" if written else None

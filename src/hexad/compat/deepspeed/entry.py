@@ -72,8 +72,8 @@ def initialize(
         HexadError: arguments that do not fit.
     """
     if not isinstance(model, nn.Module):
-        found = "no model" if model is None else f"a model of type {type(model).__name__}"
-        raise HexadError(f"initialize: found {found}; pass a torch.nn.Module as model=")
+        problem = "no model" if model is None else f"a model of type {type(model).__name__}"
+        raise HexadError(f"initialize: found {problem}; pass a torch.nn.Module as model=")
     _log_to_terminal()
     source = _source(args, config, config_params)
     device = world.join()
@@ -102,14 +102,14 @@ def _source(args: Any, *given: Any) -> Any:
         HexadError: there is none, or one in both places.
     """
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    found = [each for each in (*given, named) if each is not None]
-    if not found:
+    sources = [source for source in (*given, named) if source is not None]
+    if not sources:
         raise HexadError("initialize: found no configuration; pass config=, or --deepspeed_config")
-    if named is not None and len(found) > 1:
+    if named is not None and len(sources) > 1:
         raise HexadError(
             f"initialize: found --deepspeed_config {named} and config= too; pass the configuration once"
         )
-    return found[0]
+    return sources[0]
 
 
 def _log_to_terminal() -> None:
@@ -148,12 +148,10 @@ def _check_degrees(keys: Keys, tensor: int | None) -> None:
 
 
 def _check_model_parallel(mpu: Any, mesh_param: Any) -> None:
-    degree = 1
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        if mpu is not None and hasattr(mpu, name):
-            degree = max(degree, int(getattr(mpu, name)()))
-    if mesh_param is not None:
-        degree = max(degree, int(mesh_param[1]))
+    """Refuse model-parallel and sequence ranks around a user-defined module."""
+    names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+    degrees = [int(getattr(mpu, name)()) for name in names if hasattr(mpu, name)]
+    degree = max(*degrees, 1, 1 if mesh_param is None else int(mesh_param[1]))
     if degree > 1:
         raise HexadError(
             f"initialize: found {degree} model-parallel or sequence ranks, but a user-defined module is the "
@@ -216,7 +214,8 @@ class DeepSpeedConfig(CheckedConfig):
     def __init__(
         self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None
     ) -> None:
-        read = read_config(config, _data_ranks(mpu))
+        ranks = world.world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
+        read = read_config(config, ranks)
         super().__init__(read.keys, read.batch, read.tree)
 
     def __getattr__(self, name: str) -> Any:
@@ -230,8 +229,3 @@ class DeepSpeedConfig(CheckedConfig):
         if name in Keys.model_fields:
             return getattr(self.keys, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _data_ranks(mpu: Any) -> int:
-    """Of the world that was joined; 1 before that."""
-    return int(mpu.get_data_parallel_world_size()) if mpu is not None else world.world_size()

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
-from hexad.checkpoint.hugging_face.importing import check_target, with_precision, with_tokenizer
+from hexad.checkpoint.hugging_face.importing import check_target, with_precision
 from hexad.checkpoint.hugging_face.names import HEAD, located, published_tensors
 from hexad.checkpoint.tensor_file import SAFETENSORS, dtype_name
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config
-from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.trained import Trained
 
-from ..facade.imported import ForeignTensor, ImportResult, model_directory, write_foreign
+from ..facade.imported import ForeignTensor, ImportResult, model_directory, published_config, write_import
 from .saved_state import SavedState, SavedTensor
 from .zero_files import FOLDER, read_universal, read_zero
 
@@ -95,28 +92,12 @@ def import_checkpoint(
     else:
         state.progress["optimizer"] = _numbers(state)
     if folder is None:
-        entries = list(_of_module(state))
-        with appearing(to, "--to") as partial:
-            write_foreign(entries, partial, source, state.progress)
-        return _imported(state, entries, None, False)
-    settings = model_settings(read_config(folder), folder / CONFIG_FILE)
-    config = with_precision(_config(settings, state), state.dtype)
+        return write_import(list(_of_module(state)), to, source, state.progress)
+    config = with_precision(_config(published_config(folder), state), state.dtype)
     entries, trained = _of_model(state, config.model)
     config = _freezing(config, trained)
     check(config)
-    with appearing(to, "--to") as partial:
-        config, others = with_tokenizer(config, folder, partial, to.resolve())
-        write_foreign(entries, partial, source, state.progress, config, others)
-    return _imported(state, entries, config, has_tokenizer(folder))
-
-
-def _imported(
-    state: SavedState, entries: list[ForeignTensor], config: Config | None, tokenizer: bool
-) -> ImportResult:
-    weights = (each for each in entries if each.name.startswith("model."))
-    step, samples = state.progress["step"], state.progress["samples"]
-    count = sum(math.prod(each.shape) for each in weights)
-    return ImportResult(config, step, samples, count, bool(state.moments), tokenizer)
+    return write_import(entries, to, source, state.progress, config, folder)
 
 
 def _numbers(state: SavedState) -> dict[str, Any]:
@@ -132,7 +113,10 @@ def _numbers(state: SavedState) -> dict[str, Any]:
 
 def _kinds(state: SavedState) -> dict[str, dict[str, SavedTensor]]:
     """Prefix of our names -> the tensors."""
-    return {"model": state.weights, **{f"optimizer.{kind}": each for kind, each in state.moments.items()}}
+    return {
+        "model": state.weights,
+        **{f"optimizer.{kind}": tensors for kind, tensors in state.moments.items()},
+    }
 
 
 def _of_module(state: SavedState) -> Iterator[ForeignTensor]:
@@ -146,7 +130,7 @@ def _of_module(state: SavedState) -> Iterator[ForeignTensor]:
             if dtype.is_complex:
                 dtype, shape = dtype.to_real(), (*shape, 2)
             if dtype not in SAFETENSORS:
-                known = ", ".join(dtype_name(each) for each in SAFETENSORS)
+                known = ", ".join(dtype_name(supported) for supported in SAFETENSORS)
                 raise HexadError(f"{saved.file}: {name} is {dtype_name(dtype)}; supported: {known}")
 
             def read(name: str = name, saved: SavedTensor = saved) -> torch.Tensor:
@@ -212,9 +196,8 @@ def _unwrap(state: SavedState, embedding: str) -> None:
         tensors.update(short)
 
 
-def _config(settings: Mapping[str, Any], state: SavedState) -> Config:
+def _config(tree: dict[str, Any], state: SavedState) -> Config:
     """The settings of a model, and those of the optimizer in the state."""
-    tree: dict[str, Any] = {"model": settings, "data": {"sequence": settings["max_positions"]}}
     groups = [group for group in state.groups if {"betas", "eps", "weight_decay"} <= group.keys()]
     if groups and state.moments:
         tree["optimizer"] = {
@@ -235,11 +218,12 @@ def _freezing(config: Config, trained: list[str] | None) -> Config:
         return config
     tree = config.model_dump(mode="json", by_alias=True)
     tree["model"]["train"] = trained
-    found = build_config(tree)
-    selected = [name for name in published_tensors(found.model) if not Trained.of(found.model).frozen(name)]
+    config = build_config(tree)
+    frozen = Trained.of(config.model).frozen
+    selected = [name for name in published_tensors(config.model) if not frozen(name)]
     if sorted(selected) != trained:
         other = next(iter(set(selected) ^ set(trained)))
         raise HexadError(
             f"model.train: {other} cannot be distinguished from the weights that were frozen in DeepSpeed"
         )
-    return found
+    return config

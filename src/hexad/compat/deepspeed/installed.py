@@ -53,13 +53,13 @@ class _Finder(DistributionFinder):
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
-        """None: see the class."""
+        """Find no module: see the class."""
 
     def find_distributions(
         self,
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[Distribution]:
-        """The one distribution."""
+        """The distribution ``deepspeed``, where it or any is asked for."""
         return [_Found()] if context.name in (None, "deepspeed") else []
 
 
@@ -82,12 +82,12 @@ def install(package: ModuleType) -> None:
         for part in packages:
             path = f"{path}.{part}"
             parent = _package(path, part, parent)
-        found = import_module(f"{package.__name__}.{module}")
+        target = import_module(f"{package.__name__}.{module}")
         if isinstance(sys.modules.get(f"{path}.{last}"), ModuleType):
             continue
-        sys.modules[f"{path}.{last}"] = found
+        sys.modules[f"{path}.{last}"] = target
         if parent is not package:
-            setattr(parent, last, found)
+            setattr(parent, last, target)
 
 
 def _package(path: str, name: str, parent: ModuleType) -> ModuleType:

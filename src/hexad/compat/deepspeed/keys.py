@@ -7,7 +7,7 @@ Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-j
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -39,10 +39,17 @@ ALWAYS = NoEffect("always so")
 KERNELS = NoEffect("an implementation detail of DeepSpeed's kernels")
 
 
+At0 = Annotated[int, Field(ge=0)]
+At1 = Annotated[int, Field(ge=1)]
+Tree = dict[str, Any]
+
+
 class Section(BaseModel):
-    """A group of keys."""
+    """A section of the file: a group of keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    older: ClassVar[tuple[str, ...]] = ()
+    """Older spellings of keys, which the class replaces."""
 
 
 class Fp16(Section):
@@ -50,11 +57,9 @@ class Fp16(Section):
 
     enabled: Annotated[bool, Is("`precision.dtype: fp16`")] = False
     loss_scale: Annotated[float, Field(ge=0), Is("`precision.loss_scale`; 0 is dynamic")] = 0.0
-    initial_scale_power: Annotated[
-        int, Field(ge=0, le=127), Is("`precision.loss_scale_initial`, 2 to this")
-    ] = 16
-    loss_scale_window: Annotated[int, Field(ge=1), Is("`precision.loss_scale_window`")] = 1000
-    hysteresis: Annotated[int, Field(ge=1), Is("`precision.loss_scale_hysteresis`")] = 2
+    initial_scale_power: Annotated[At0, Field(le=127), Is("`precision.loss_scale_initial`, 2 to this")] = 16
+    loss_scale_window: Annotated[At1, Is("`precision.loss_scale_window`")] = 1000
+    hysteresis: Annotated[At1, Is("`precision.loss_scale_hysteresis`")] = 2
     consecutive_hysteresis: Annotated[bool, Is("`precision.loss_scale_consecutive`")] = False
     min_loss_scale: Annotated[float, Field(gt=0), Is("`precision.loss_scale_min`")] = 1.0
     auto_cast: Annotated[bool, Is("floating-point inputs are cast to fp16")] = False
@@ -84,15 +89,10 @@ class Autocast(Section):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        names = {
-            "bf16": "bfloat16",
-            "torch.bfloat16": "bfloat16",
-            "fp16": "float16",
-            "torch.float16": "float16",
-        }
-        found = value.get("dtype") if isinstance(value, dict) else None
-        if isinstance(found, str) and found in names:
-            return {**value, "dtype": names[found]}
+        short = {"bf16": "bfloat16", "fp16": "float16"}
+        names = {**short, **{f"torch.{name}": name for name in short.values()}}
+        if isinstance(value, dict) and value.get("dtype") in list(names):
+            return {**value, "dtype": names[value["dtype"]]}
         return value
 
 
@@ -134,6 +134,12 @@ class Zero(Section):
     """``zero_optimization``; ``true`` is stage 1."""
 
     model_config = ConfigDict(populate_by_name=True)
+    older = (
+        "cpu_offload",
+        "cpu_offload_param",
+        "cpu_offload_use_pin_memory",
+        "stage3_gather_fp16_weights_on_model_save",
+    )
 
     stage: Annotated[int, Field(ge=0, le=3), Is("`parallel.zero`")] = 0
     offload_optimizer: Annotated[
@@ -142,7 +148,7 @@ class Zero(Section):
     offload_param: Annotated[
         Offload | None, Is("without effect on a CPU; refused on a GPU, where parameters stay")
     ] = None
-    zero_hpz_partition_size: Annotated[int, Field(ge=0), NoEffect("weights are gathered over all ranks")] = 1
+    zero_hpz_partition_size: Annotated[At0, NoEffect("weights are gathered over all ranks")] = 1
     ignore_unused_parameters: Annotated[bool, ALWAYS] = True
     gather_16bit_weights_on_model_save: Annotated[
         bool,
@@ -154,19 +160,20 @@ class Zero(Section):
     reduce_scatter: Annotated[bool, ALWAYS] = True
     allgather_partitions: Annotated[bool, ALWAYS] = True
     reduce_bucket_size: Annotated[int, Field(gt=0), OWN] = 500_000_000
-    allgather_bucket_size: Annotated[int, Field(ge=0), OWN] = 500_000_000
-    sub_group_size: Annotated[int, Field(ge=0), OWN] = 1_000_000_000
-    prefetch_bucket_size: Annotated[int, Field(ge=0, alias="stage3_prefetch_bucket_size"), OWN] = 50_000_000
+    allgather_bucket_size: Annotated[At0, OWN] = 500_000_000
+    sub_group_size: Annotated[At0, OWN] = 1_000_000_000
+    prefetch_bucket_size: Annotated[At0, Field(alias="stage3_prefetch_bucket_size"), OWN] = 50_000_000
     param_persistence_threshold: Annotated[
         int,
-        Field(ge=0, alias="stage3_param_persistence_threshold"),
+        Field(alias="stage3_param_persistence_threshold"),
+        Field(ge=0),
         NoEffect("vectors stay on every rank, matrices are sharded"),
     ] = 100_000
-    model_persistence_threshold: Annotated[
-        int, Field(ge=0, alias="stage3_model_persistence_threshold"), OWN
-    ] = 2**63 - 1
-    max_live_parameters: Annotated[int, Field(ge=0, alias="stage3_max_live_parameters"), OWN] = 10**9
-    max_reuse_distance: Annotated[int, Field(ge=0, alias="stage3_max_reuse_distance"), OWN] = 10**9
+    model_persistence_threshold: Annotated[At0, Field(alias="stage3_model_persistence_threshold"), OWN] = (
+        2**63 - 1
+    )
+    max_live_parameters: Annotated[At0, Field(alias="stage3_max_live_parameters"), OWN] = 10**9
+    max_reuse_distance: Annotated[At0, Field(alias="stage3_max_reuse_distance"), OWN] = 10**9
     module_granularity_threshold: Annotated[int, Field(alias="stage3_module_granularity_threshold"), OWN] = 0
     use_all_reduce_for_fetch_params: Annotated[
         bool, Field(alias="stage3_use_all_reduce_for_fetch_params"), OWN
@@ -188,8 +195,8 @@ class Zero(Section):
     enable_sanity_checks: Annotated[bool, KERNELS] = False
     legacy_stage1: Annotated[bool, KERNELS] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, KERNELS] = False
-    leaf_module: Annotated[dict[str, Any] | None, NoEffect("modules are gathered as they are called")] = None
-    zenflow: Annotated[dict[str, Any] | None, Refused("remove it")] = None
+    leaf_module: Annotated[Tree | None, NoEffect("modules are gathered as they are called")] = None
+    zenflow: Annotated[Tree | None, Refused("remove it")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -216,7 +223,7 @@ class Optimizer(Section):
     type: Annotated[
         str, Is("Adam (AdamW unless `adam_w_mode` is false), AdamW, or any name in `torch.optim`")
     ]
-    params: Annotated[dict[str, Any], Is("of the optimizer; `max_grad_norm` is `gradient_clipping`")] = {}
+    params: Annotated[Tree, Is("of the optimizer; `max_grad_norm` is `gradient_clipping`")] = {}
     legacy_fusion: Annotated[bool, KERNELS] = False
 
 
@@ -226,7 +233,7 @@ class Scheduler(Section):
     type: Annotated[
         str, Is("WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a name in torch")
     ]
-    params: Annotated[dict[str, Any], Is("of the scheduler")] = {}
+    params: Annotated[Tree, Is("of the scheduler")] = {}
 
 
 class ActivationCheckpointing(Section):
@@ -247,7 +254,7 @@ class Pipeline(Section):
     partition: Annotated[str, NoEffect("`PipelineModule(partition_method=)` determines it")] = "best"
     seed_layers: Annotated[bool, NoEffect("`PipelineModule(seed_layers=)` determines it")] = False
     activation_checkpoint_interval: Annotated[
-        int, Field(ge=0), Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
+        At0, Is("in place of `PipelineModule(activation_checkpoint_interval=)`, unless 0")
     ] = 0
     pipe_partitioned: Annotated[bool, KERNELS] = True
     grad_partitioned: Annotated[bool, KERNELS] = True
@@ -257,8 +264,8 @@ class Pipeline(Section):
 class TensorParallel(Section):
     """``tensor_parallel``."""
 
-    autotp_size: Annotated[int, Field(ge=0), Is("`parallel.tensor`; refused for user-defined modules")] = 0
-    tensor_parallel: Annotated[dict[str, Any] | None, KERNELS] = None
+    autotp_size: Annotated[At0, Is("`parallel.tensor`; refused for user-defined modules")] = 0
+    tensor_parallel: Annotated[Tree | None, KERNELS] = None
     tp_overlap_comm: Annotated[bool, ALWAYS] = False
 
 
@@ -272,31 +279,32 @@ class CheckpointKeys(Section):
     use_node_local_storage: Annotated[bool, Refused("checkpoints need a file system that all ranks see")] = (
         False
     )
-    parallel_write: Annotated[dict[str, Any] | None, ALWAYS] = None
-    writer: Annotated[dict[str, Any] | None, OWN] = None
+    parallel_write: Annotated[Tree | None, ALWAYS] = None
+    writer: Annotated[Tree | None, OWN] = None
 
     @model_validator(mode="before")
     @classmethod
     def _capitals(cls, value: Any) -> Any:
-        found = value.get("tag_validation") if isinstance(value, dict) else None
-        if isinstance(found, str) and found.lower() in ("ignore", "warn", "fail"):
-            return {**value, "tag_validation": found.capitalize()}
+        tag = value.get("tag_validation") if isinstance(value, dict) else None
+        if isinstance(tag, str) and tag.lower() in ("ignore", "warn", "fail"):
+            return {**value, "tag_validation": tag.capitalize()}
         return value
 
 
-Inert = Annotated[dict[str, Any] | bool | None, NoEffect("no counterpart")]
+Inert = Annotated[Tree | bool | None, NoEffect("no counterpart")]
 REPORTS = NoEffect("measure with `hexad train` and its `log` settings, or torch's profiler")
 CHANGES = Refused("it changes the training; remove the section")
 
 
 class Keys(Section):
-    """The whole file."""
+    """All keys of a configuration file."""
 
     model_config = ConfigDict(populate_by_name=True)
+    older = ("bfloat16",)
 
-    train_batch_size: Annotated[int | None, Field(ge=1), Is("`batch.global`")] = None
-    train_micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1), Is("`batch.micro`")] = None
-    gradient_accumulation_steps: Annotated[int | None, Field(ge=1), Is("backward passes per step")] = None
+    train_batch_size: Annotated[At1 | None, Is("`batch.global`")] = None
+    train_micro_batch_size_per_gpu: Annotated[At1 | None, Is("`batch.micro`")] = None
+    gradient_accumulation_steps: Annotated[At1 | None, Is("backward passes per step")] = None
     managed_gradient_accumulation: Annotated[
         bool, Is("false: every `step()` updates, after any number of backward passes")
     ] = True
@@ -324,24 +332,24 @@ class Keys(Section):
     pipeline: Pipeline = Pipeline()
     tensor_parallel: TensorParallel = TensorParallel()
     sequence_parallel_size: Annotated[
-        int, Field(ge=1), Is("`parallel.context` with `ulysses`; refused for user-defined modules")
+        At1, Is("`parallel.context` with `ulysses`; refused for user-defined modules")
     ] = 1
-    data_parallel_size: Annotated[int | None, Field(ge=1), Is("`parallel.data`")] = None
+    data_parallel_size: Annotated[At1 | None, Is("`parallel.data`")] = None
     checkpoint: CheckpointKeys = CheckpointKeys()
-    steps_per_print: Annotated[int | None, Field(ge=1), Is("steps between lines of the log")] = None
+    steps_per_print: Annotated[At1 | None, Is("steps between lines of the log")] = None
     dataloader_drop_last: Annotated[bool, Is("of the loader of `training_data`")] = False
     disable_python_gc: Annotated[bool, KERNELS] = False
     log_level: Annotated[str | None, KERNELS] = None
     wall_clock_breakdown: Annotated[bool, REPORTS] = False
     memory_breakdown: Annotated[bool, REPORTS] = False
     dump_state: Annotated[bool, REPORTS] = False
-    tensorboard: Annotated[dict[str, Any] | None, REPORTS] = None
-    wandb: Annotated[dict[str, Any] | None, REPORTS] = None
-    csv_monitor: Annotated[dict[str, Any] | None, REPORTS] = None
-    comet: Annotated[dict[str, Any] | None, REPORTS] = None
-    flops_profiler: Annotated[dict[str, Any] | None, REPORTS] = None
-    comms_logger: Annotated[dict[str, Any] | None, REPORTS] = None
-    timers: Annotated[dict[str, Any] | None, REPORTS] = None
+    tensorboard: Annotated[Tree | None, REPORTS] = None
+    wandb: Annotated[Tree | None, REPORTS] = None
+    csv_monitor: Annotated[Tree | None, REPORTS] = None
+    comet: Annotated[Tree | None, REPORTS] = None
+    flops_profiler: Annotated[Tree | None, REPORTS] = None
+    comms_logger: Annotated[Tree | None, REPORTS] = None
+    timers: Annotated[Tree | None, REPORTS] = None
     seq_parallel_communication_data_type: Annotated[str | None, KERNELS] = None
     sparse_gradients: Annotated[bool, NoEffect("gradients are dense")] = False
     disable_allgather: Annotated[bool, OWN] = False
@@ -355,16 +363,16 @@ class Keys(Section):
     sparse_attention: Inert = None
     datastates: Inert = None
     compile: Inert = None
-    amp: Annotated[dict[str, Any] | None, Refused("use fp16 or bf16")] = None
-    compression_training: Annotated[dict[str, Any] | None, CHANGES] = None
-    eigenvalue: Annotated[dict[str, Any] | None, CHANGES] = None
-    quantize_training: Annotated[dict[str, Any] | None, CHANGES] = None
-    weight_quantization: Annotated[dict[str, Any] | None, CHANGES] = None
-    progressive_layer_drop: Annotated[dict[str, Any] | None, CHANGES] = None
-    curriculum_learning: Annotated[dict[str, Any] | None, CHANGES] = None
-    data_efficiency: Annotated[dict[str, Any] | None, CHANGES] = None
-    hybrid_engine: Annotated[dict[str, Any] | None, CHANGES] = None
-    expert_parallel: Annotated[dict[str, Any] | None, CHANGES] = None
+    amp: Annotated[Tree | None, Refused("use fp16 or bf16")] = None
+    compression_training: Annotated[Tree | None, CHANGES] = None
+    eigenvalue: Annotated[Tree | None, CHANGES] = None
+    quantize_training: Annotated[Tree | None, CHANGES] = None
+    weight_quantization: Annotated[Tree | None, CHANGES] = None
+    progressive_layer_drop: Annotated[Tree | None, CHANGES] = None
+    curriculum_learning: Annotated[Tree | None, CHANGES] = None
+    data_efficiency: Annotated[Tree | None, CHANGES] = None
+    hybrid_engine: Annotated[Tree | None, CHANGES] = None
+    expert_parallel: Annotated[Tree | None, CHANGES] = None
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules, which set the rate of every group of an optimizer.
+"""DeepSpeed's learning-rate schedules, which set the rate of every group of an optimizer. No torch.
 
 A schedule is at iteration -1 before its first step, so that the first update has the rate that is set when
 the schedule is created, and the second one that of iteration 0.
@@ -11,17 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 log = logging.getLogger("hexad")
 
 
 class LRSchedule:
-    """What all schedules have.
+    """The base class of all schedules.
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or what wraps one as ``optimizer.optimizer``.
-        last_batch_iteration: number of the last iteration that was made; -1 before the first one, which sets
+        last_batch_iteration: number of the last iteration; -1 before the first one, which sets
             the first rate.
 
     Raises:
@@ -38,7 +36,7 @@ class LRSchedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
+        """The rate of every group that was set last."""
         assert self._last_lr is not None, "need to call step() first"
         return self._last_lr
 
@@ -58,7 +56,7 @@ class LRSchedule:
 
     def _set(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates):
-            if isinstance(group["lr"], torch.Tensor):
+            if hasattr(group["lr"], "fill_"):  # a tensor
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
@@ -74,14 +72,43 @@ class LRSchedule:
         return list(value)
 
 
-def _torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    for each in (optimizer, getattr(optimizer, "optimizer", None)):
-        if isinstance(each, torch.optim.Optimizer):
-            return each
+def _torch_optimizer(optimizer: Any) -> Any:
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        kinds = type(candidate).__mro__
+        if any(f"{kind.__module__}.{kind.__name__}" == "torch.optim.optimizer.Optimizer" for kind in kinds):
+            return candidate
     raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
 
 
-class WarmupLR(LRSchedule):
+class _WarmupSchedule(LRSchedule):
+    """A schedule that begins with warm-up."""
+
+    def _set_warmup(self, steps: int, kind: str, total: int | None = None) -> None:
+        """Set the number of steps and the kind of warm-up, in a schedule of ``total`` steps.
+
+        Raises:
+            ValueError: ``steps`` is not a positive integer.
+        """
+        if not isinstance(steps, int) or steps <= 0:
+            raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
+        if kind not in ("log", "linear"):
+            log.warning("scheduler.params.warmup_type: found %r, expected log or linear; log is used", kind)
+            kind = "log"
+        self.warmup_num_steps, self.warmup_type = max(2, steps), kind
+        if total is not None and total < self.warmup_num_steps:
+            text = "scheduler.params.total_num_steps %d is less than warmup_num_steps %d"
+            log.warning(text, total, self.warmup_num_steps)
+
+    def _warmed(self, iteration: int) -> float | None:
+        """The part of warm-up that is done at an iteration; None after it."""
+        if iteration >= self.warmup_num_steps:
+            return None
+        if self.warmup_type == "log":
+            return math.log(iteration + 1) / math.log(self.warmup_num_steps)
+        return iteration / self.warmup_num_steps
+
+
+class WarmupLR(_WarmupSchedule):
     """Warm-up from ``warmup_min_lr`` to ``warmup_max_lr`` over ``warmup_num_steps`` iterations, logarithmic
     (``warmup_type: log``) or ``linear``, then constant."""
 
@@ -99,25 +126,25 @@ class WarmupLR(LRSchedule):
             warmup_max_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
-        self.warmup = Warmup(warmup_num_steps, warmup_type)
-        self.warmup_num_steps, self.warmup_type = self.warmup.steps, self.warmup.kind
+        self._set_warmup(warmup_num_steps, warmup_type)
         if last_batch_iteration == -1:
             self._set(self.min_lrs)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`LRSchedule`."""
+        """The rate of every group at ``last_batch_iteration``."""
         if self.last_batch_iteration < 0:
             return self.min_lrs
         part = self._part(self.last_batch_iteration)
         return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs)]
 
     def _part(self, iteration: int) -> float:
-        """Of the way from the smallest to the largest rate."""
-        return self.warmup.part(iteration) if iteration < self.warmup.steps else 1.0
+        """The position between the smallest and the largest rate, from 0 to 1."""
+        warmed = self._warmed(iteration)
+        return 1.0 if warmed is None else warmed
 
 
 class WarmupDecayLR(WarmupLR):
-    """As :class:`WarmupLR`, then linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
+    """Warm-up as in :class:`WarmupLR`, then linear decay to ``warmup_min_lr`` at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -133,17 +160,15 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
-        _check_total(total_num_steps, self.warmup.steps)
+        self._set_warmup(warmup_num_steps, self.warmup_type, total_num_steps)
 
     def _part(self, iteration: int) -> float:
-        if iteration < self.warmup.steps:
-            return self.warmup.part(iteration)
-        return max(
-            0.0, (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup.steps)
-        )
+        warmed = self._warmed(iteration)
+        left = (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, left) if warmed is None else warmed
 
 
-class WarmupCosineLR(LRSchedule):
+class WarmupCosineLR(_WarmupSchedule):
     """Warm-up of a factor of the groups' own rates from ``warmup_min_ratio`` to 1, then cosine decay
     (Loshchilov & Hutter, arXiv 1608.03983) to ``cos_min_ratio`` at ``total_num_steps``."""
 
@@ -160,9 +185,7 @@ class WarmupCosineLR(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.total_num_steps, self.cos_min_ratio = total_num_steps, cos_min_ratio
         self.warmup_min_ratio = warmup_min_ratio
-        self.warmup = Warmup(warmup_num_steps, warmup_type)
-        self.warmup_num_steps, self.warmup_type = self.warmup.steps, self.warmup.kind
-        _check_total(total_num_steps, self.warmup.steps)
+        self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         if last_batch_iteration == -1:
             self._set(self.get_lr())
@@ -172,44 +195,18 @@ class WarmupCosineLR(LRSchedule):
         iteration, low = self.last_batch_iteration, self.warmup_min_ratio
         if iteration < 0:
             return 0.0
-        if iteration < self.warmup.steps:
-            return low + (1.0 - low) * self.warmup.part(iteration)
-        done = (iteration - self.warmup.steps + 1) / max(1, self.total_num_steps - self.warmup.steps)
-        done = min(1.0, done)
+        warmed = self._warmed(iteration)
+        if warmed is not None:
+            return low + (1.0 - low) * warmed
+        warmup = self.warmup_num_steps
+        done = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
         part = (1 + math.cos(math.pi * done)) / 2
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * part)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`LRSchedule`."""
+        """The rate of every group at ``last_batch_iteration``."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
-
-
-class Warmup:
-    """The first iterations.
-
-    Raises:
-        ValueError: ``steps`` is not a positive integer.
-    """
-
-    def __init__(self, steps: int, kind: str) -> None:
-        if not isinstance(steps, int) or steps <= 0:
-            raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
-        if kind not in ("log", "linear"):
-            log.warning("scheduler.params.warmup_type: found %r, expected log or linear; log is used", kind)
-            kind = "log"
-        self.steps, self.kind = max(2, steps), kind
-
-    def part(self, iteration: int) -> float:
-        """Of the way, below 1, at an iteration below ``steps``."""
-        if self.kind == "log":
-            return math.log(iteration + 1) / math.log(self.steps)
-        return iteration / self.steps
-
-
-def _check_total(total: int, warmup: int) -> None:
-    if total < warmup:
-        log.warning("scheduler.params.total_num_steps %d is less than warmup_num_steps %d", total, warmup)
 
 
 class LRRangeTest(LRSchedule):
@@ -229,16 +226,13 @@ class LRRangeTest(LRSchedule):
         if not isinstance(size, int) or size <= 0:
             raise ValueError(f"lr_range_test_step_size must be a positive integer, got {size}")
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size, self.step_rate, self.staircase = (
-            size,
-            lr_range_test_step_rate,
-            lr_range_test_staircase,
-        )
+        self.step_size, self.step_rate = size, lr_range_test_step_rate
+        self.staircase = lr_range_test_staircase
         if last_batch_iteration == -1:
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`LRSchedule`."""
+        """The rate of every group at ``last_batch_iteration``."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [rate * factor for rate in self.min_lr]
@@ -293,7 +287,7 @@ class OneCycle(LRSchedule):
                 self._set_moms(self.min_moms)
 
     def get_lr(self) -> list[float]:
-        """As of :class:`LRSchedule`."""
+        """The rate of every group at ``last_batch_iteration``."""
         after = self._after()
         if after is None:
             part = self._part()
@@ -313,7 +307,7 @@ class OneCycle(LRSchedule):
         return [(first, 0.99) for first in firsts]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """As of :class:`LRSchedule`; sets betas too."""
+        """Set the rates and betas of the next iteration, or of the one named."""
         super().step(batch_iteration)
         moms = self.get_mom()
         if moms is not None:
@@ -324,7 +318,7 @@ class OneCycle(LRSchedule):
             group["betas"] = (first, 0.99)
 
     def _after(self) -> float | None:
-        """Intervals of decay since the cycle; None within it."""
+        """The number of decay intervals since the cycle; None within it."""
         if self.last_batch_iteration < self.total_size:
             return None
         if not self.decay_step_size:
@@ -332,7 +326,7 @@ class OneCycle(LRSchedule):
         return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
 
     def _part(self) -> float:
-        """Of the way from the smallest to the largest rate."""
+        """The position between the smallest and the largest rate, from 0 to 1."""
         iteration = (self.last_batch_iteration + 1) % self.total_size
         if iteration <= self.first_step_size:
             place, size, stairs = iteration, self.first_step_size, self.stairs[0]
@@ -342,9 +336,10 @@ class OneCycle(LRSchedule):
 
 
 SCHEDULES: dict[str, type[LRSchedule]] = {
-    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+    schedule.__name__: schedule
+    for schedule in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
-"""By the name in ``scheduler.type``; any other is one of ``torch.optim.lr_scheduler``."""
+"""DeepSpeed's schedules, by the name in ``scheduler.type``; any other name is one of torch's."""
 
 VALID_LR_SCHEDULES = list(SCHEDULES)
-"""Their names."""
+"""The names of DeepSpeed's schedules."""

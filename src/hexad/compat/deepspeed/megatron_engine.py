@@ -12,8 +12,10 @@ from hexad.config import Config, ConfigError, HexadError
 from hexad.engine.engine import Engine
 from hexad.topology.mesh import Axis
 
+from ..facade.optimizer import refused
 from ..megatron import parallel_state
 from ..megatron.gpt import GPTEngine, GPTModel, check_tied, resolved_model
+from ..megatron.schedules import empty_hidden
 from .engine import DeepSpeedEngine
 from .translate import engine_config
 
@@ -23,10 +25,10 @@ _RESULT, _GRADIENT = 1 << 20, (1 << 20) + 1
 
 @dataclass
 class _Link:
-    """What a rank's stage exchanges with its neighbours.
+    """Messages between a rank's stage and its neighbours.
 
     Attributes:
-        axis: of the pipeline.
+        axis: the pipeline's.
         device: of this rank.
         shape, dtype: of hidden states.
     """
@@ -37,16 +39,16 @@ class _Link:
     dtype: torch.dtype
 
     def receive(self, source: int, tag: int) -> torch.Tensor:
-        """Hidden states, or their gradient."""
+        """Receive hidden states, or their gradient, from a neighbour."""
         empty = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return receive_async(empty, self.axis, source, tag).wait()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """To a neighbour."""
+        """Send hidden states, or their gradient, to a neighbour."""
         send_async(tensor.contiguous(), self.axis, to, tag).wait()
 
 
-class _HandOver(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     """Returns the last stage's result in place of this stage's, so that every rank computes and
     differentiates the loss. The gradient of this stage's result comes from the next stage."""
 
@@ -65,7 +67,7 @@ class MegatronEngine(DeepSpeedEngine):
     """Trains a ``GPTModel``, whose ranks are those of ``initialize_megatron``.
 
     With pipeline ranks, ``engine(...)`` passes one microbatch through all stages, and every rank receives
-    the last stage's result; ``backward`` passes gradients back. Stages wait for each other meanwhile:
+    the last stage's result; ``backward`` passes gradients back. Stages do not overlap:
     ``get_forward_backward_func`` of :mod:`hexad.compat.megatron` runs schedules.
     """
 
@@ -82,30 +84,21 @@ class MegatronEngine(DeepSpeedEngine):
         settings = self._settings(resolved.config)
         if settings.model.tied_embeddings:
             check_tied(False, settings.parallel.zero)
-        hidden = settings.model.hidden
-        tokens = settings.batch.micro * settings.data.sequence
-        rows = tokens // (mesh.tensor.size if settings.parallel.sequence_parallel else 1)
-        self._link = _Link(mesh.pipeline, self.device, (rows, hidden), self._module.dtype)
-        number = mesh.pipeline.rank
+        shape = tuple(empty_hidden(settings, mesh).shape)
+        self._link = _Link(mesh.pipeline, self.device, shape, self._module.dtype)
         return GPTEngine(
-            {number: self._module},
+            {mesh.pipeline.rank: self._module},
             mesh,
             settings,
             plan=resolved.plan,
             optimizer=optimizer,
-            boundary=lambda *_: torch.empty(rows, hidden),
+            boundary=lambda *_: torch.empty(shape),
             initialise=False,
         )
 
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError(
-            "set_train_micro_batch_size: found a GPTModel, whose ranks exchange --micro-batch-size sequences"
-        )
+    set_train_micro_batch_size = refused(
+        "set_train_micro_batch_size", "found a GPTModel, whose ranks exchange --micro-batch-size sequences"
+    )
 
     def _settings(self, flags: Config) -> Config:
         """The flags' settings, with the file's for state, precision and clipping.
@@ -126,10 +119,9 @@ class MegatronEngine(DeepSpeedEngine):
                 "train_micro_batch_size_per_gpu",
                 f"found {micro}, but --micro-batch-size is {flags.batch.micro}; use the same",
             )
-        parallel = flags.parallel.model_copy(update={"zero": file.parallel.zero})
         return flags.model_copy(
             update={
-                "parallel": parallel,
+                "parallel": flags.parallel.model_copy(update={"zero": file.parallel.zero}),
                 "precision": file.precision,
                 "optimizer": file.optimizer,
                 # GPTModel wraps its own layers in recompute.
@@ -152,16 +144,16 @@ class MegatronEngine(DeepSpeedEngine):
                 received.requires_grad_()
                 received.register_post_accumulate_grad_hook(self._send_back)
         module.set_input_tensor(received)
-        found: torch.Tensor = super().forward(*inputs, **named)
+        output: torch.Tensor = super().forward(*inputs, **named)
         last = pipeline.rank == pipeline.size - 1
         if not last:
-            self._link.send(found.detach(), pipeline.rank + 1, _RESULT)
-        final = found.detach().contiguous() if last else self._empty(inputs, named)
+            self._link.send(output.detach(), pipeline.rank + 1, _RESULT)
+        final = output.detach().contiguous() if last else self._empty(inputs, named)
         final = broadcast(final, pipeline, pipeline.size - 1)
-        if last or not found.requires_grad:
-            return found if last else final
-        handed: torch.Tensor = _HandOver.apply(found, final, self._link)
-        return handed
+        if last or not output.requires_grad:
+            return output if last else final
+        exchanged: torch.Tensor = _Exchange.apply(output, final, self._link)
+        return exchanged
 
     def _send_back(self, received: torch.Tensor) -> None:
         assert received.grad is not None
@@ -169,7 +161,7 @@ class MegatronEngine(DeepSpeedEngine):
         received.grad = None
 
     def _empty(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
-        """Like the last stage's result: losses, or logits."""
+        """An empty tensor like the last stage's result: losses, or logits."""
         tokens = inputs[0] if inputs else named["input_ids"]
         labels = named.get("labels", inputs[3] if len(inputs) > 3 else None)
         if labels is not None:

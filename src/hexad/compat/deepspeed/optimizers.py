@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,23 +86,17 @@ def from_keys(keys: OptimizerKeys, parameters: Parameters) -> torch.optim.Optimi
     Raises:
         ConfigError: an unknown one, or arguments that it does not take.
     """
-    name, params = keys.type, dict(keys.params)
-    adam = name.lower() in ("adam", "adamw")
+    name = keys.type
     kind: Callable[..., torch.optim.Optimizer]
-    if adam:
-        decoupled = name.lower() == "adamw" or params.get("adam_w_mode", True)
-        if params.get("torch_adam"):
-            kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        else:
-            kind = fused_adam
-            params["adam_w_mode"] = decoupled
-        dropped = [each for each in _DROPPED if each != "adam_w_mode" or kind is not fused_adam]
+    params = {key: _plain_number(key, value) for key, value in keys.params.items() if key not in _DROPPED}
+    if name.lower() in ("adam", "adamw"):
+        decoupled = name.lower() == "adamw" or keys.params.get("adam_w_mode", True)
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        if not keys.params.get("torch_adam"):
+            kind = partial(fused_adam, adam_w_mode=decoupled)
     else:
-        kind, dropped = _named(name), list(_DROPPED)
-    for each in dropped:
-        params.pop(each, None)
-    check_names("optimizer.params", keys.params, kind, name, (*_DROPPED, *dropped))
-    params = {key: _plain_number(key, value) for key, value in params.items()}
+        kind = _named(name)
+    check_names("optimizer.params", keys.params, kind, name, _DROPPED)
     try:
         return kind(parameters, **params)
     except (TypeError, ValueError, IndexError) as error:
@@ -143,45 +137,31 @@ def _plain_number(key: str, value: Any) -> Any:
         except (TypeError, ValueError):
             raise ConfigError(field, f"found {value!r}, expected a number") from None
     if key == "betas":
-        numbers = isinstance(value, list | tuple) and all(isinstance(each, int | float) for each in value)
+        numbers = isinstance(value, list | tuple) and all(isinstance(beta, int | float) for beta in value)
         if not numbers or len(value) != 2:
             raise ConfigError(field, f"found {value!r}, expected two numbers, such as [0.9, 0.999]")
         return tuple(value)
     return value
 
 
-def _named(name: str) -> Callable[..., torch.optim.Optimizer]:
-    known = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and key != "Optimizer"
-    }
-    lower = {key.lower(): value for key, value in known.items()}
-    missing = next((each for each in _MISSING if each.lower() == name.lower()), None)
-    if missing is not None:
+def _named(name: str) -> type[torch.optim.Optimizer]:
+    """The class of ``torch.optim`` with a name, in any case."""
+    if name.lower() in map(str.lower, _MISSING):
         raise ConfigError(
             "optimizer.type",
             f"found {name}, which torch.optim lacks or defines differently; use AdamW, or pass an "
             "optimizer to initialize(optimizer=)",
         )
-    if name.lower() not in lower:
-        hint = did_you_mean(name, [*known, "Adam", "AdamW"]) or f"; known: {', '.join(sorted(known))}"
-        raise ConfigError("optimizer.type", f"unknown optimizer {name!r}{hint}")
-    return cast(Callable[..., torch.optim.Optimizer], lower[name.lower()])
-
-
-def check_sharded(optimizer: torch.optim.Optimizer, stage: int, allowed: bool) -> None:
-    """Refuse to shard the state of an optimizer that needs complete parameters.
-
-    Raises:
-        ConfigError: it may not be elementwise, and ``zero_allow_untested_optimizer`` is false.
-    """
-    if stage and not allowed and not is_elementwise(optimizer):
-        raise ConfigError(
-            "zero_optimization.stage",
-            f"found {stage} with {type(optimizer).__name__}, which may need complete parameters, but would "
-            "receive flat shards of several; use stage 0, or set zero_allow_untested_optimizer to true",
-        )
+    known = {
+        key: value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and key != "Optimizer"
+    }
+    for key, value in known.items():
+        if key.lower() == name.lower():
+            return value
+    hint = did_you_mean(name, known) or f"; known: {', '.join(sorted(known))}"
+    raise ConfigError("optimizer.type", f"unknown optimizer {name!r}{hint}")
 
 
 def client_optimizer(
@@ -190,22 +170,27 @@ def client_optimizer(
     """The optimizer of a script, or that its configuration names; None if there is neither.
 
     Args:
-        module: whose parameters it updates; those that it does not list no longer require gradients.
         keys: of the configuration.
-        given: an optimizer, a function of parameters that returns one, or None.
-        parameters: parameters, or groups of them; by default all that require gradients.
-        keeps_groups: groups without parameters stay, so that their numbers agree on all ranks.
+        module, given, parameters, keeps_groups: see :func:`~hexad.compat.facade.optimizer.adopted_optimizer`.
 
     Raises:
-        HexadError: it is neither, has a parameter twice, or cannot be sharded.
+        ConfigError: it may not be elementwise, and cannot be sharded.
+        HexadError: it is neither, or has a parameter twice.
     """
-    named = keys.optimizer
-    if given is None and named is None:
+    if given is None and keys.optimizer is None:
         return None
-    if given is None and named is not None:
-        given = partial(from_keys, named)
-    optimizer = adopted_optimizer(module, given, parameters, keeps_groups)
-    check_sharded(optimizer, keys.zero_optimization.stage, keys.zero_allow_untested_optimizer)
+    if given is None and keys.optimizer is not None:
+        given = partial(from_keys, keys.optimizer)
+    optimizer, stage = (
+        adopted_optimizer(module, given, parameters, keeps_groups),
+        keys.zero_optimization.stage,
+    )
+    if stage and not keys.zero_allow_untested_optimizer and not is_elementwise(optimizer):
+        raise ConfigError(
+            "zero_optimization.stage",
+            f"found {stage} with {type(optimizer).__name__}, which may need complete parameters, but would "
+            "receive flat shards of several; use stage 0, or set zero_allow_untested_optimizer to true",
+        )
     return optimizer
 
 
@@ -215,10 +200,8 @@ def client_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, keys: 
     Raises:
         HexadError: it is neither, cannot be made, or would set the rates of another optimizer.
     """
-    return _named_scheduler(optimizer, keys) if given is None else adopted_scheduler(given, optimizer)
-
-
-def _named_scheduler(optimizer: torch.optim.Optimizer | None, keys: Keys) -> Any:
+    if given is not None:
+        return adopted_scheduler(given, optimizer)
     if keys.scheduler is None or optimizer is None:
         return None
     name, params = keys.scheduler.type, keys.scheduler.params

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from hexad.planning import PipelinePlan
 from hexad.topology.layout import Layout
 
 from ..facade import world
+from ..facade.optimizer import trained
 from . import checkpointing
 
 Layer = Callable[[Any], Any]
 
 
 class LayerSpec:
-    """A layer that is built where it is needed: ``typename(*args, **kwargs)``."""
+    """A layer that is built on the rank that needs it: ``typename(*args, **kwargs)``."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
@@ -33,7 +35,7 @@ class LayerSpec:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
 
     def build(self) -> nn.Module:
-        """The layer."""
+        """Build the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -64,7 +66,7 @@ class TiedLayerSpec(LayerSpec):
 
 
 class PipeStage(nn.Module):
-    """Some of the layers, under their numbers in the list; those with a key under ``tied_modules``."""
+    """Consecutive layers, under their numbers in the list; those with a key are under ``tied_modules``."""
 
     def __init__(self, owner: PipelineModule, layers: range) -> None:
         super().__init__()
@@ -73,13 +75,12 @@ class PipeStage(nn.Module):
         self.tied_modules = nn.ModuleDict()
 
     def forward(self, x: Any) -> Any:
-        """One layer after the other; a tuple is passed on as it is."""
-        owner, interval = self._owner[0], self._owner[0].activation_checkpoint_interval
-        if not interval:
-            return self._run(0, len(self.functions), x)
-        for begin in range(0, len(self.functions), interval):
-            end = min(begin + interval, len(self.functions))
-            if torch.is_grad_enabled() and owner.recomputes(self.functions[begin:end]):
+        """The result of all layers; a tuple is passed on as it is."""
+        owner, count = self._owner[0], len(self.functions)
+        interval = owner.activation_checkpoint_interval
+        for begin in range(0, count, interval or count or 1):
+            end = min(begin + (interval or count), count)
+            if interval and torch.is_grad_enabled() and owner.recomputes(self.functions[begin:end]):
                 x = owner.activation_checkpoint_func(partial(self._run, begin, end), x)
             else:
                 x = self._run(begin, end, x)
@@ -101,12 +102,6 @@ class Use(nn.Module):
     def forward(self, x: Any) -> Any:
         """The function's result."""
         return self.function(self.shared, x)
-
-
-def _check_numbers(**numbers: Any) -> None:
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise HexadError(f"{name}: found {value!r}, expected a number of at least 0")
 
 
 class PipelineModule(nn.Module):
@@ -158,7 +153,10 @@ class PipelineModule(nn.Module):
         super().__init__()
         if num_stages is None and topology is None:
             raise HexadError("PipelineModule: found neither num_stages nor topology; pass one of them")
-        _check_numbers(num_stages=num_stages, activation_checkpoint_interval=activation_checkpoint_interval)
+        numbers = {"num_stages": num_stages, "activation_checkpoint_interval": activation_checkpoint_interval}
+        for name, value in numbers.items():
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise HexadError(f"{name}: found {value!r}, expected a number of at least 0")
         if schedule == "auto":
             raise HexadError("schedule: found auto, which is not for lists of layers; name one, such as 1f1b")
         self.specs, self.loss_fn = list(layers), loss_fn
@@ -175,11 +173,7 @@ class PipelineModule(nn.Module):
         self.plan = PipelinePlan(planned, self.parts)
         seed = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
         self.stages = nn.ModuleDict(
-            {
-                str(n): PipeStage(self, self.parts[n])
-                for n, r in enumerate(planned.placement)
-                if r == self.stage_id
-            }
+            {str(n): PipeStage(self, self.parts[n]) for n in planned.stages_of(self.stage_id)}
         )
         self._check_ties()
         self._build(seed)
@@ -217,40 +211,35 @@ class PipelineModule(nn.Module):
         return parts
 
     def _counts(self) -> list[int]:
-        """Trained parameters of every layer."""
-        found = []
+        """The number of trained parameters of every layer."""
+        counts = []
         for spec in self.specs:
             with torch.device("meta"):
                 layer = spec.build() if isinstance(spec, LayerSpec) else spec
-            parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
-            found.append(sum(each.numel() for each in parameters if each.requires_grad))
-        return found
+            counts.append(sum(p.numel() for p in trained(layer)) if isinstance(layer, nn.Module) else 0)
+        return counts
 
     def _matching(self, pattern: str) -> list[int]:
+        """1 for every layer whose class matches, 0 for others."""
         try:
             re.compile(pattern)
         except re.error as error:
             raise HexadError(f"partition_method: found {pattern!r}, no regular expression: {error}") from None
-        found = [int(bool(re.search(pattern, _name(spec), re.IGNORECASE))) for spec in self.specs]
-        if not any(found):
+        matches = [int(bool(re.search(pattern, _name(spec), re.IGNORECASE))) for spec in self.specs]
+        if not any(matches):
             names = ", ".join(sorted({_name(spec) for spec in self.specs}))
             raise HexadError(f"partition_method: found no layer that matches {pattern!r}; there are {names}")
-        return found
+        return matches
 
     def _check_ties(self) -> None:
         """Refuse, on all ranks, layers whose untrained values several ranks would save."""
-        placement = self.plan.schedule.placement
-        ranks: dict[str, set[int]] = {}
-        for stage, part in enumerate(self.parts):
-            for spec in (self.specs[number] for number in part):
-                if isinstance(spec, TiedLayerSpec):
-                    ranks.setdefault(spec.key, set()).add(placement[stage])
+        holders = self._holders()
         for spec in self.specs:
-            if not isinstance(spec, TiedLayerSpec) or len(ranks[spec.key]) == 1:
+            if not isinstance(spec, TiedLayerSpec) or len(set(holders[spec.key])) == 1:
                 continue
             with torch.device("meta"):
                 layer = spec.build()
-            untrained = [name for name, each in layer.named_parameters() if not each.requires_grad]
+            untrained = [name for name, p in layer.named_parameters() if not p.requires_grad]
             untrained += [name for name, _ in layer.named_buffers()]
             if untrained:
                 raise HexadError(
@@ -290,20 +279,24 @@ class PipelineModule(nn.Module):
                 stage.functions.append(layer)
 
     def _stages(self) -> list[PipeStage]:
-        return [each for each in self.stages.values() if isinstance(each, PipeStage)]
+        return [stage for stage in self.stages.values() if isinstance(stage, PipeStage)]
 
     def stages_by_number(self) -> dict[int, nn.Module]:
-        """This rank's stages."""
+        """This rank's stages, by number."""
         return {int(number): stage for number, stage in self.stages.items()}
+
+    def _holders(self) -> dict[str, list[int]]:
+        """The pipeline ranks of each tied layer's stages, by key."""
+        ranks: dict[str, list[int]] = {}
+        for rank, part in zip(self.plan.schedule.placement, self.parts):
+            for spec in (self.specs[number] for number in part):
+                if isinstance(spec, TiedLayerSpec):
+                    ranks.setdefault(spec.key, []).append(rank)
+        return ranks
 
     def ties(self) -> Ties:
         """Parameters of this rank that stages of other ranks share."""
-        holders: dict[str, list[int]] = {}
-        placement = self.plan.schedule.placement
-        for stage, part in enumerate(self.parts):
-            for spec in (self.specs[number] for number in part):
-                if isinstance(spec, TiedLayerSpec):
-                    holders.setdefault(spec.key, []).append(placement[stage])
+        holders = self._holders()
         return {
             parameter: (f"tied_modules.{key}", ranks[0] != self.stage_id)
             for stage in self._stages()
@@ -318,13 +311,13 @@ class PipelineModule(nn.Module):
 
     def recomputes(self, functions: Sequence[Layer]) -> bool:
         """Whether some layers are recomputed together."""
-        modules = [each for each in functions if isinstance(each, nn.Module)]
+        modules = [function for function in functions if isinstance(function, nn.Module)]
         if self.checkpointable_layers is not None:
-            return all(type(each).__name__ in self.checkpointable_layers for each in modules)
-        return any(next(each.parameters(), None) is not None for each in modules)
+            return all(type(module).__name__ in self.checkpointable_layers for module in modules)
+        return any(next(module.parameters(), None) is not None for module in modules)
 
     def topology(self) -> Layout:
-        """How ranks are arranged."""
+        """The layout of the ranks."""
         return self.mesh.layout
 
     def forward(self, x: Any) -> Any:
@@ -358,19 +351,19 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[range, ...]:
     if count < stages:
         raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
     sums = list(accumulate(weights, initial=0))
-    # best[k][i]: the heaviest of k runs of the first i layers.
-    best = [[float(sums[i]) for i in range(count + 1)]]
-    cuts: list[list[int]] = [[0] * (count + 1)]
+    # By the end of some runs of the first layers: the weight of the heaviest, and where the runs begin.
+    best: list[tuple[int, tuple[int, ...]]] = [(total, (0,)) for total in sums]
     for runs in range(2, stages + 1):
-        row, cut = [float("inf")] * (count + 1), [0] * (count + 1)
-        for end in range(runs, count + 1):
-            row[end], cut[end] = min(
-                (max(best[-1][middle], sums[end] - sums[middle]), middle) for middle in range(runs - 1, end)
+        best = [
+            min(
+                (
+                    (max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut))
+                    for cut in range(runs - 1, end)
+                ),
+                key=itemgetter(0),
+                default=(0, ()),
             )
-        best.append(row)
-        cuts.append(cut)
-    bounds = [count]
-    for cut in reversed(cuts):
-        bounds.append(cut[bounds[-1]])
-    bounds = bounds[::-1]
+            for end in range(count + 1)
+        ]
+    bounds = (*best[count][1], count)
     return tuple(range(low, high) for low, high in pairwise(bounds))

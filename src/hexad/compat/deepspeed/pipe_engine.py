@@ -17,7 +17,8 @@ from hexad.comm import Pending, agreed, all_reduce, gather_objects, merged, rece
 from hexad.config import ConfigError, HexadError
 from hexad.engine.engine import Engine
 
-from .data import cast_tensors
+from ..facade.optimizer import refused
+from .data import RepeatingLoader, cast_tensors
 from .engine import DeepSpeedEngine
 from .pipe import PipelineModule, PipeStage
 from .translate import engine_config
@@ -25,10 +26,10 @@ from .translate import engine_config
 
 @dataclass(frozen=True)
 class MessagePart:
-    """A tensor of a result.
+    """A tensor of a stage's result.
 
     Attributes:
-        shape, dtype: of it.
+        shape, dtype: of the tensor.
         trained: a gradient is sent back for it.
     """
 
@@ -38,7 +39,7 @@ class MessagePart:
 
     @property
     def elements(self) -> int:
-        """Of the tensor."""
+        """The number of the tensor's elements."""
         return prod(self.shape)
 
 
@@ -70,9 +71,7 @@ class Form:
         """
         single = isinstance(result, torch.Tensor)
         tensors = (result,) if single else result
-        if not isinstance(tensors, list | tuple) or not all(
-            isinstance(each, torch.Tensor) for each in tensors
-        ):
+        if not isinstance(tensors, list | tuple) or not all(isinstance(t, torch.Tensor) for t in tensors):
             raise HexadError(
                 f"PipelineModule: found a {type(result).__name__} as the result of a stage's last layer, "
                 "expected a tensor or a tuple of tensors"
@@ -87,7 +86,7 @@ class Form:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the message."""
+        """The format of the message."""
         kinds = [part.dtype for part in self.parts if part.trained]
         return max(kinds, key=lambda kind: kind.itemsize) if kinds else torch.float32
 
@@ -97,8 +96,8 @@ class Form:
             tensor: torch.Tensor = result
             return tensor
         tensors = (result,) if self.single else result
-        kept = [each.reshape(-1).to(self.dtype) for each, part in zip(tensors, self.parts) if part.trained]
-        raw = [_raw(each, self.dtype) for each, part in zip(tensors, self.parts) if not part.trained]
+        kept = [t.reshape(-1).to(self.dtype) for t, part in zip(tensors, self.parts) if part.trained]
+        raw = [_raw(t, self.dtype) for t, part in zip(tensors, self.parts) if not part.trained]
         return torch.cat([*kept, *raw])
 
     def empty(self, device: torch.device) -> torch.Tensor:
@@ -111,22 +110,20 @@ class Form:
         """The result in a message."""
         if self.plain:
             return message
-        found: dict[int, torch.Tensor] = {}
         order = sorted(range(len(self.parts)), key=lambda number: not self.parts[number].trained)
         sizes = [self._size(self.parts[number]) for number in order]
+        tensors: dict[int, torch.Tensor] = {}
         for number, piece in zip(order, message.split(sizes)):
             part = self.parts[number]
             if part.trained:
-                found[number] = piece.view(part.shape).to(part.dtype)
+                tensors[number] = piece.view(part.shape).to(part.dtype)
             else:
                 raw = piece.detach().clone().view(torch.uint8)[: part.elements * part.dtype.itemsize]
-                found[number] = raw.view(part.dtype).view(part.shape)
-        if self.single:
-            return found[0]
-        return tuple(found[number] for number in range(len(self.parts)))
+                tensors[number] = raw.view(part.dtype).view(part.shape)
+        return tensors[0] if self.single else tuple(tensors[number] for number in range(len(self.parts)))
 
     def _size(self, part: MessagePart) -> int:
-        """Elements of the message."""
+        """The number of the message's elements that a part takes."""
         if part.trained:
             return part.elements
         return -(-part.elements * part.dtype.itemsize // self.dtype.itemsize)
@@ -166,12 +163,12 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         module, keys = self._module, self._config.keys
-        for name, found in (
+        for name, enabled in (
             ("torch_autocast.enabled", keys.torch_autocast.enabled),
             ("fp16.auto_cast", keys.fp16.enabled and keys.fp16.auto_cast),
             ("managed_gradient_accumulation", not keys.managed_gradient_accumulation),
         ):
-            if found:
+            if enabled:
                 raise ConfigError(
                     name, "is not supported with a PipelineModule; remove it, or cast in a layer"
                 )
@@ -224,7 +221,7 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> torch.Tensor:
-        """As :meth:`train_batch`, without gradients; the modules are in evaluation mode meanwhile.
+        """The mean loss of a step's microbatches, in evaluation mode and without gradients.
 
         Raises:
             HexadError: ``return_logits``, no ``compute_loss``, or another ``reduce_output`` than ``avg``.
@@ -248,13 +245,11 @@ class PipelineEngine(DeepSpeedEngine):
     # Data
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Where :meth:`train_batch` reads microbatches by default."""
+        """Set the microbatches that :meth:`train_batch` reads by default."""
         self._data_iterator = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """As :meth:`set_dataiterator`, of one pass over a loader after the other."""
-        from .data import RepeatingLoader
-
+        """Set :meth:`set_dataiterator` to one pass over a loader after the other."""
         self._data_iterator = iter(RepeatingLoader(loader))
 
     def is_first_stage(self) -> bool:
@@ -271,11 +266,14 @@ class PipelineEngine(DeepSpeedEngine):
         pairs, mine = agreed(lambda: self._read(data_iter, count), self._engine.mesh.world)
         signatures = self._signatures(mine)
         # Data ranks may have different shapes, but gather weights together (ZeRO 3).
-        new = list(dict.fromkeys(each for each in signatures if each not in self._forms))
+        new = list(dict.fromkeys(signature for signature in signatures if signature not in self._forms))
         for number in range(merged(len(new), self._engine.mesh.world, max)):
             wanted = new[number] if number < len(new) else signatures[0]
             self._forms[wanted] = self._probe(pairs[signatures.index(wanted)][0])
-        return [PipelineBatch(one, two, self._forms[each]) for (one, two), each in zip(pairs, signatures)]
+        return [
+            PipelineBatch(one, two, self._forms[signature])
+            for (one, two), signature in zip(pairs, signatures)
+        ]
 
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Any], list[object] | None]:
         """This rank's microbatches, and on the first stage's rank what their shapes follow from.
@@ -286,7 +284,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not (self.is_first_stage() or self.is_last_stage()):
             return [(None, None)] * count, None
         source = self._data(data_iter if data_iter is not None else self._data_iterator)
-        pairs = [cast_tensors(_pair(each), self.device) for each in islice(source, count)]
+        pairs = [cast_tensors(_pair(batch), self.device) for batch in islice(source, count)]
         if len(pairs) < count:
             raise HexadError(
                 f"train_batch: found {len(pairs)} microbatches left in the data, expected {count}; end the "
@@ -295,16 +293,16 @@ class PipelineEngine(DeepSpeedEngine):
         return pairs, [_signature(inputs) for inputs, _ in pairs] if self.is_first_stage() else None
 
     def _signatures(self, mine: list[object] | None) -> list[object]:
-        """What the shapes of each microbatch follow from, the same on all pipeline ranks."""
+        """The shapes and formats of each microbatch's inputs, the same on all pipeline ranks."""
         pipeline, first = self._engine.mesh.pipeline, self._module.plan.schedule.placement[0]
-        found = gather_objects(mine, pipeline)[first] if pipeline.size > 1 else mine
-        return list(found or [])
+        signatures = gather_objects(mine, pipeline)[first] if pipeline.size > 1 else mine
+        return list(signatures or [])
 
     @torch.no_grad()
     def _probe(self, x: Any) -> tuple[Form, ...]:
         """The forms of all stages' results for one microbatch: by a forward pass without side effects."""
         module, pipeline = self._module, self._engine.mesh.pipeline
-        placement, found, training = module.plan.schedule.placement, [], module.training
+        placement, forms, training = module.plan.schedule.placement, [], module.training
         module.eval()  # running averages are not updated
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -316,12 +314,12 @@ class PipelineEngine(DeepSpeedEngine):
                 form = gather_objects(form, pipeline)[rank] if pipeline.size > 1 else form
                 assert form is not None
                 x = self._pass_on(form, x, rank, placement[number + 1])
-                found.append(form)
+                forms.append(form)
         module.train(training)
-        return tuple(found)
+        return tuple(forms)
 
     def _pass_on(self, form: Form, x: Any, source: int, target: int) -> Any:
-        """A result, on the rank that needs it."""
+        """Send a stage's result to the rank of the next stage; returns it there, None elsewhere."""
         pipeline = self._engine.mesh.pipeline
         pending: Pending | None = None
         if source == target:
@@ -335,29 +333,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     # Not available in pipelines
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("engine(...): a pipeline makes complete steps; call train_batch or eval_batch")
-
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("backward: a pipeline makes complete steps; call train_batch")
-
-    def step(self, lr_kwargs: Any = None) -> None:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("step: a pipeline makes complete steps; call train_batch")
+    forward = refused("engine(...)", "a pipeline makes complete steps; call train_batch or eval_batch")
+    backward = refused("backward", "a pipeline makes complete steps; call train_batch")
+    step = refused("step", "a pipeline makes complete steps; call train_batch")
 
 
 def _compute(
@@ -367,7 +345,7 @@ def _compute(
     message: torch.Tensor | None,
     scale: float | None,
 ) -> torch.Tensor:
-    """What a stage computes of a microbatch: a message, or the loss."""
+    """Compute a stage's result for a microbatch: a message, or the loss."""
     assert isinstance(stage, PipeStage)
     number = next(n for n, part in enumerate(module.parts) if part == stage.layers)
     x = batch.inputs if message is None else batch.forms[number - 1].result(message)
@@ -390,5 +368,5 @@ def _signature(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, list | tuple):
-        return tuple(_signature(each) for each in value)
+        return tuple(_signature(item) for item in value)
     raise HexadError(f"train_batch: found a {type(value).__name__} among the inputs, expected tensors")

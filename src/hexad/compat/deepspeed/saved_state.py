@@ -1,13 +1,12 @@
-"""What a DeepSpeed checkpoint holds, under the names of the module's parameters; and the reading of
+"""The content of a DeepSpeed checkpoint, under the names of the module's parameters; and the reading of
 checkpoints without ZeRO, which have one file and an optimizer state without names."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -58,32 +57,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, under the names that its state has everywhere."""
 
 
-class Flat:
-    """Flat tensors of several files, one after the other, as one vector.
-
-    Args:
-        parts: of one format; they stay memory-mapped.
-    """
-
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self.parts = [part.flatten() for part in parts]
-        self._ends = list(accumulate(part.numel() for part in self.parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def cut(self, begin: int, count: int) -> tuple[torch.Tensor, ...]:
-        """Views of ``count`` values from ``begin`` on, as many as there are."""
-        found, number = [], bisect_right(self._ends, begin)
-        while count and number < len(self.parts):
-            part = self.parts[number]
-            start = begin - (self._ends[number] - part.numel())
-            piece = part[start : start + count]
-            found.append(piece)
-            begin, count, number = begin + piece.numel(), count - piece.numel(), number + 1
-        return tuple(found)
-
-
 @dataclass(frozen=True)
 class SavedTensor:
     """A tensor that is spread over files.
@@ -101,6 +74,11 @@ class SavedTensor:
     file: Path
     rounded: torch.Tensor | None = None
 
+    @classmethod
+    def complete(cls, tensor: torch.Tensor, file: Path) -> SavedTensor:
+        """A tensor that is complete in one file."""
+        return cls(tuple(tensor.shape), (tensor.flatten(),), file)
+
     @property
     def dtype(self) -> torch.dtype:
         """The format it is stored in."""
@@ -108,7 +86,7 @@ class SavedTensor:
 
     @property
     def numel(self) -> int:
-        """How many values it has."""
+        """The number of its values."""
         return torch.Size(self.shape).numel()
 
     def check(self, name: str) -> None:
@@ -117,15 +95,15 @@ class SavedTensor:
         Raises:
             HexadError: they do not, naming the file.
         """
-        found = sum(piece.numel() for piece in self.pieces)
-        if found != self.numel:
+        count = sum(piece.numel() for piece in self.pieces)
+        if count != self.numel:
             raise HexadError(
-                f"{self.file}: {name} has {found} values, expected {self.numel} ({self.shape}); files of "
+                f"{self.file}: {name} has {count} values, expected {self.numel} ({self.shape}); files of "
                 "several checkpoints are mixed, or one is incomplete"
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """All its values, of its shape.
+        """Read all values, in the tensor's shape.
 
         Raises:
             HexadError: the module has another weight than its master.
@@ -187,16 +165,22 @@ def load_file(path: Path) -> Any:
     return load_inert(path, _CLASSES)
 
 
+def main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The format of most tensors."""
+    counts = Counter(tensor.dtype for tensor in tensors).most_common(1)
+    return counts[0][0] if counts else torch.float32
+
+
 def entry(content: Any, path: Path, key: str, kind: type | tuple[type, ...]) -> Any:
-    """What a file's dictionary has under a key.
+    """The value under a key of a file's dictionary.
 
     Raises:
-        HexadError: it has none, or something of another kind.
+        HexadError: there is none, or one of another kind.
     """
-    found = content.get(key) if isinstance(content, Mapping) else None
-    if not isinstance(found, kind):
+    value = content.get(key) if isinstance(content, Mapping) else None
+    if not isinstance(value, kind):
         raise HexadError(f"{path}: {key} is missing or of another kind; this is no checkpoint of DeepSpeed")
-    return found
+    return value
 
 
 def shapes(entries: Iterable[Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
@@ -210,16 +194,16 @@ def shapes(entries: Iterable[Any], path: Path) -> list[dict[str, tuple[int, ...]
 def adam_step(states: Iterable[Any], groups: Iterable[Any]) -> set[int]:
     """The numbers of updates that the states of parameters have, or else their groups."""
     for holders in (states, groups):
-        found = {_number(each["step"]) for each in holders if isinstance(each, Mapping) and "step" in each}
-        if found:
-            return found
+        steps = {_number(held["step"]) for held in holders if isinstance(held, Mapping) and "step" in held}
+        if steps:
+            return steps
     return set()
 
 
 def progress(
     model: Mapping[str, Any], path: Path, updates: set[int], optimizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What Hexad's engine resumes from.
+    """The progress that Hexad's engine resumes from.
 
     Args:
         model: the content of a ``*model_states.pt``.
@@ -240,26 +224,33 @@ def progress(
             f"{path}: found step {step} ({skipped} skipped), and optimizer states after "
             f"{' and '.join(map(str, sorted(updates)))} updates; files of several checkpoints are mixed"
         )
-    found = {"step": step, "updates": updates.pop() if updates else step - skipped, "samples": samples}
     counters = {"global_steps": step, "global_samples": samples, "skipped_steps": skipped}
-    return found | _loss_scale(optimizer) | {"deepspeed": {"counters": counters, **_of_script(model)}}
+    return {
+        "step": step,
+        "updates": updates.pop() if updates else step - skipped,
+        "samples": samples,
+        **_loss_scale(optimizer),
+        "deepspeed": {"counters": counters, **_of_script(model)},
+    }
 
 
 def _of_script(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine's ``load_checkpoint`` resumes and returns: the schedule's state, and of ``client_state``
-    all but objects of classes, which are not loaded."""
+    """The state that an engine's ``load_checkpoint`` restores and returns: the schedule's, and of
+    ``client_state`` all but objects of classes, which are not loaded."""
+    others = {name: value for name, value in model.items() if name not in _OF_DEEPSPEED}
+    kept = {name: value for name, value in others.items() if _encoded(value, name) is not None}
     schedule = model.get("lr_scheduler")
-    client = {name: value for name, value in model.items() if name not in _OF_DEEPSPEED}
-    kept: dict[str, Any] = {}
-    for name, value in client.items():
-        with suppress(HexadError):
-            encoded({name: value}, name)
-            kept[name] = value
-    try:
-        state = None if schedule is None else encoded(schedule, "lr_scheduler")
-    except HexadError:
-        state = None
-    return {"scheduler": state, "client_state": encoded(kept, "client_state")}
+    return {
+        "scheduler": None if schedule is None else _encoded(schedule, "lr_scheduler"),
+        "client_state": encoded(kept, "client_state"),
+    }
+
+
+def _encoded(value: Any, name: str) -> dict[str, Any] | None:
+    """A value as a checkpoint stores it; None if it holds objects of classes."""
+    with suppress(HexadError):
+        return encoded(value, name)
+    return None
 
 
 def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,39 +270,66 @@ def _number(value: Any) -> int:
     return int(value.item() if isinstance(value, torch.Tensor) else value)
 
 
-_SAMPLE = 64
-"""Values that are compared first: those of different parameters differ."""
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A parameter of the optimizer.
-
-    Attributes:
-        shape: None where it is the beginning of a vector of several parameters.
-        master: its master weights, or that vector; None where the module's own are.
-    """
-
-    shape: torch.Size | None
-    master: torch.Tensor | None
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether it may be the module's parameter."""
-        if self.shape is not None and self.shape != tensor.shape:
-            return False
-        if self.master is None:
-            return True
-        count, master, values = tensor.numel(), self.master.flatten(), tensor.flatten()
-        if master.numel() < count:
-            return False
-        return all(
-            torch.equal(master[:some].to(tensor.dtype), values[:some])
-            for some in (min(_SAMPLE, count), count)
-        )
-
-
 class _Ambiguous(Exception):
     """Parameters cannot be assigned; names one."""
+
+
+class _Names:
+    """The names of an optimizer's parameters, which are recognised by their values.
+
+    Args:
+        parameters: of the module, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._groups: dict[str, int] = {}
+        self._candidates: list[tuple[int, list[str]]] = []
+
+    def next(self, group: int, shape: torch.Size | None, master: torch.Tensor | None) -> str:
+        """The name of the next parameter of a group: the first that fits and has none yet.
+
+        Args:
+            group: number of the group.
+            shape: of the parameter; None where it is the beginning of a vector of several.
+            master: its master weights, or that vector; None where the module's own are.
+
+        Raises:
+            _Ambiguous: none fits, or some of different sizes.
+        """
+        names = [name for name, tensor in self._parameters.items() if _fits(tensor, shape, master)]
+        left = [name for name in names if name not in self._groups]
+        if not left:
+            raise _Ambiguous(f"a parameter of group {group}")
+        if len({self._parameters[name].numel() for name in left}) > 1:
+            raise _Ambiguous(left[0])
+        self._groups[left[0]] = group
+        self._candidates.append((group, names))
+        return left[0]
+
+    def check(self) -> None:
+        """Check that all parameters that look alike are of one group.
+
+        Raises:
+            _Ambiguous: they are not.
+        """
+        for group, names in self._candidates:
+            for name in names:
+                if self._groups.get(name) != group:
+                    raise _Ambiguous(name)
+
+
+def _fits(tensor: torch.Tensor, shape: torch.Size | None, master: torch.Tensor | None) -> bool:
+    """Whether a tensor of the module may be a parameter of the optimizer; see :meth:`_Names.next`."""
+    if shape is not None and shape != tensor.shape:
+        return False
+    if master is None:
+        return True
+    count, master, values = tensor.numel(), master.flatten(), tensor.flatten()
+    # A few values are compared first: those of different parameters differ.
+    return master.numel() >= count and all(
+        torch.equal(master[:some].to(tensor.dtype), values[:some]) for some in (min(64, count), count)
+    )
 
 
 def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> SavedState:
@@ -329,9 +347,7 @@ def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> Sav
     buffers = entry(model, file, "buffer_names", list)
     aliases = _aliases(module)
     weights = {
-        name: SavedTensor(tuple(tensor.shape), (tensor.flatten(),), file)
-        for name, tensor in module.items()
-        if name not in aliases
+        name: SavedTensor.complete(tensor, file) for name, tensor in module.items() if name not in aliases
     }
     parameters = {name: module[name] for name in weights if name not in buffers}
     optimizer: Mapping[str, Any] = model.get("optimizer") or {}
@@ -353,13 +369,12 @@ def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> Sav
             weights[name] = SavedTensor(shape, (master,), file, parameters[name])
         for kind, tensor in held.items():
             moments[kind][name] = SavedTensor(shape, (tensor,), file)
-    dtypes = [tensor.dtype for tensor in parameters.values()]
     return SavedState(
         directory,
         weights,
         moments if all(moments.values()) else {},
         aliases,
-        max(set(dtypes), key=dtypes.count, default=torch.float32),
+        main_dtype(parameters.values()),
         progress(model, file, adam_step(states.values(), groups), optimizer),
         groups,
         lacking,
@@ -369,12 +384,10 @@ def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> Sav
 def _aliases(module: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Further names of tied tensors, which have one memory, -> the first."""
     first: dict[tuple[int, torch.Size], str] = {}
-    found = {}
-    for name, tensor in module.items():
-        known = first.setdefault((tensor.data_ptr(), tensor.shape), name)
-        if known != name and tensor.numel():
-            found[name] = known
-    return found
+    names = {
+        name: first.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in module.items()
+    }
+    return {name: known for name, known in names.items() if known != name and module[name].numel()}
 
 
 def _assigned(
@@ -383,60 +396,37 @@ def _assigned(
     states: Mapping[int, Mapping[str, Any]],
     parameters: Mapping[str, torch.Tensor],
 ) -> Iterator[tuple[str, torch.Tensor | None, dict[str, torch.Tensor]]]:
-    """Of each parameter of the optimizer: its name, master weights, and moments as vectors.
+    """The name, master weights and moments, as vectors, of each parameter of the optimizer.
 
     Raises:
         _Ambiguous: they cannot be assigned.
     """
     vectors, lists = optimizer.get("fp32_groups_flat"), optimizer.get("fp32_groups")
-    owners: dict[str, int] = {}
-    alike: list[tuple[int, list[str]]] = []
+    names = _Names(parameters)
     for number, group in enumerate(groups):
         if vectors is not None:
             # DeepSpeed's fused Adam: a group is one vector, and one parameter to the optimizer.
             held = _moments(states.get(number, {}))
             begin, total = 0, vectors[number].numel()
             while begin < total:
-                name = _next(_Slot(None, vectors[number][begin:]), number, parameters, owners, alike)
+                name = names.next(number, None, vectors[number][begin:])
                 end = begin + parameters[name].numel()
-                parts = {kind: tensor.flatten()[begin:end] for kind, tensor in held.items()}
+                parts = {kind: tensor[begin:end] for kind, tensor in held.items()}
                 yield name, vectors[number][begin:end], parts
                 begin = end
             continue
         for place, key in enumerate(group["params"]):
             master = None if lists is None else lists[number][place]
-            held = _moments(states.get(key, {}))
+            moments = states.get(key, {})
+            held = _moments(moments)
             if master is None and not held:
                 continue  # the module's weights, before a first step
-            shape = next(iter(held.values())).shape if master is None else master.shape
-            name = _next(_Slot(shape, master), number, parameters, owners, alike)
-            vector = None if master is None else master.flatten()
-            yield name, vector, {kind: tensor.flatten() for kind, tensor in held.items()}
-    for number, names in alike:
-        for name in names:
-            if owners.get(name) != number:
-                raise _Ambiguous(name)
-
-
-def _next(
-    slot: _Slot,
-    group: int,
-    parameters: Mapping[str, torch.Tensor],
-    owners: dict[str, int],
-    alike: list[tuple[int, list[str]]],
-) -> str:
-    """The name of the parameter of a slot: the first that is left. ``owners`` receives its group, ``alike``
-    all that it could be."""
-    names = [name for name, tensor in parameters.items() if slot.fits(tensor)]
-    left = [name for name in names if name not in owners]
-    if not left:
-        raise _Ambiguous(f"a parameter of group {group}")
-    if len({parameters[name].numel() for name in left}) > 1:
-        raise _Ambiguous(left[0])
-    owners[left[0]] = group
-    alike.append((group, names))
-    return left[0]
+            shape = moments[next(iter(held))].shape if master is None else master.shape
+            name = names.next(number, shape, master)
+            yield name, None if master is None else master.flatten(), held
+    names.check()
 
 
 def _moments(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {kind: state[kind] for kind in MOMENTS if isinstance(state.get(kind), torch.Tensor)}
+    """Adam's moments in a parameter's state, as vectors."""
+    return {kind: state[kind].flatten() for kind in MOMENTS if isinstance(state.get(kind), torch.Tensor)}

@@ -10,8 +10,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from hexad.config import ConfigError
-from hexad.config.errors import did_you_mean
+from hexad.config import ConfigError, did_you_mean, setting_names
 
 from .keys import Section
 
@@ -19,19 +18,8 @@ log = logging.getLogger("hexad")
 
 Checked = TypeVar("Checked", bound=Section)
 
-_OLDER = {
-    "": ("bfloat16",),
-    "zero_optimization.": (
-        "cpu_offload",
-        "cpu_offload_param",
-        "cpu_offload_use_pin_memory",
-        "stage3_gather_fp16_weights_on_model_save",
-    ),
-}
-"""Older spellings, which :class:`~hexad.compat.deepspeed.keys.Keys` replaces."""
-
 _FORMS = {"betas": "[beta1, beta2]"}
-"""Keys whose values have a form of their own."""
+"""Keys whose values have a special form."""
 
 _BOUNDS = ("greater_than_equal", "less_than", "finite_number")
 
@@ -47,39 +35,37 @@ _KINDS = {
 """First word of a pydantic error's type -> what to write."""
 
 
-def nested(info: FieldInfo) -> type[Section] | None:
-    """The section that a key is."""
-    kinds = (info.annotation, *get_args(info.annotation))
+def nested(info: FieldInfo | None) -> type[Section] | None:
+    """The class of a key's section; None if the key is unknown or no section."""
+    kinds = (info.annotation, *get_args(info.annotation)) if info is not None else ()
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
 def spelling(name: str, info: FieldInfo) -> str:
-    """A key as it stands in the file."""
+    """The name of a key in the file."""
     return info.alias or name
 
 
 def field_of(section: type[Section] | None, key: str) -> FieldInfo | None:
-    """What a section has under a key; None: nothing."""
-    if section is None:
-        return None
-    fields = section.model_fields.items()
+    """The declaration of a section's key; None for an unknown one."""
+    fields = section.model_fields.items() if section is not None else ()
     return next((info for name, info in fields if key in (name, info.alias)), None)
 
 
 def given(section: Section, key: str) -> Any:
     """The value of a dotted key in what was read; None if it has none."""
-    found: Any = section
+    value: Any = section
     for part in key.split("."):
-        if found is None or part not in found.model_fields_set:
+        if value is None or part not in value.model_fields_set:
             return None
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def checked(
     tree: Mapping[str, Any], section: type[Checked], prefix: str = "", strict: bool = True
 ) -> Checked:
-    """A section's values.
+    """Check a section and return its values.
 
     Args:
         tree: what was read.
@@ -98,16 +84,15 @@ def checked(
 
 def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> dict[str, Any]:
     """The tree without unknown keys, about which it warns."""
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for key, value in tree.items():
         info = field_of(section, key)
-        if info is None and key not in _OLDER.get(prefix, ()):
+        if info is None and key not in section.older:
             log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, _names(section)))
             continue
-        inner = nested(info) if info is not None else None
-        inside = isinstance(value, Mapping) and inner is not None
-        found[key] = known(value, inner, f"{prefix}{key}.") if inside and inner else value
-    return found
+        inner = nested(info)
+        kept[key] = known(value, inner, f"{prefix}{key}.") if inner and isinstance(value, Mapping) else value
+    return kept
 
 
 def _names(section: type[Section]) -> list[str]:
@@ -124,13 +109,15 @@ def _readable(error: ValidationError, root: type[Section], prefix: str) -> Confi
         return ConfigError(name, f"unknown key{_hint(parts[-1], section, root)}")
     if problem["type"] == "missing" and len(parts) == len(problem["loc"]):
         return ConfigError(name, "is missing; give it")
-    # Of what a key may be, each alternative is a problem of its own.
-    same = [each for each in problems if _located(each["loc"], root)[0] == parts]
-    expected = " or ".join(dict.fromkeys(_expectation(each["type"], each["msg"]) for each in same))
+    # pydantic reports one problem per alternative that a key allows.
+    same = [alternative for alternative in problems if _located(alternative["loc"], root)[0] == parts]
+    expected = " or ".join(
+        dict.fromkeys(_expectation(alternative["type"], alternative["msg"]) for alternative in same)
+    )
     form = None if problem["type"] in _BOUNDS else _FORMS.get(parts[-1])
     value = problem["input"]
-    found = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return ConfigError(name, f"found {found}, expected {form or expected}")
+    written = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return ConfigError(name, f"found {written}, expected {form or expected}")
 
 
 def _located(location: tuple[int | str, ...], root: type[Section]) -> tuple[list[str], type[Section]]:
@@ -138,8 +125,7 @@ def _located(location: tuple[int | str, ...], root: type[Section]) -> tuple[list
     section, parts = root, list[str]()
     for part in location:
         parts.append(str(part))
-        info = field_of(section, str(part))
-        inner = nested(info) if info is not None else None
+        inner = nested(field_of(section, str(part)))
         if inner is None:
             break
         section = inner
@@ -156,20 +142,8 @@ def _expectation(kind: str, message: str) -> str:
 
 
 def _hint(key: str, section: type[Section], root: type[Section]) -> str:
-    """Which key an unknown one may mean."""
-    elsewhere = _elsewhere(key, root, "")
+    """A hint at the key that an unknown one may mean, in any section."""
+    elsewhere = next((name for name in setting_names(root) if name.rpartition(".")[2] == key), None)
     if elsewhere is not None:
         return f" (did you mean '{elsewhere}'?)"
     return did_you_mean(key, _names(section)) or f"; known here: {', '.join(_names(section))}"
-
-
-def _elsewhere(key: str, section: type[Section], prefix: str) -> str | None:
-    """The dotted name of a key in any section."""
-    for name, info in section.model_fields.items():
-        if key in (name, info.alias):
-            return prefix + spelling(name, info)
-        inner = nested(info)
-        found = _elsewhere(key, inner, f"{prefix}{spelling(name, info)}.") if inner is not None else None
-        if found is not None:
-            return found
-    return None

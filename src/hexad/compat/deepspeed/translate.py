@@ -1,28 +1,30 @@
-"""From DeepSpeed's keys to Hexad's settings: of an engine around modules, and of a ``run.yaml``. No torch."""
+"""DeepSpeed's keys as Hexad's settings: of an engine around modules, or of a ``run.yaml``. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
 from hexad.config import Config, ConfigError
 from hexad.model.configuration import load_config
 
 from .config import CheckedConfig, without_effect
-from .keys import Keys, Offload, Section
+from .keys import Keys, NoEffect, Offload, Section
+from .lr_schedules import LRSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from .sections import checked, given
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[Finite, Field(ge=0)]
 Beta = Annotated[Finite, Field(ge=0, lt=1)]
-Steps = Annotated[int, Field(ge=1)]
+ONE_ADAM = NoEffect("a run.yaml has one AdamW")
 
 
 def _required(wanted: Any, why: str) -> BeforeValidator:
-    """Refuses every value but one."""
+    """A check that refuses every value but one."""
 
     def check(value: Any) -> Any:
         if value != wanted:
@@ -32,11 +34,8 @@ def _required(wanted: Any, why: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-BeginsAnew = Annotated[int, _required(-1, "a run.yaml begins with the first step; remove it")]
-
-
 class AdamParams(Section):
-    """Of Adam and AdamW, from DeepSpeed or torch."""
+    """The parameters of Adam and AdamW, from DeepSpeed or torch."""
 
     lr: Rate = 1e-3
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -47,62 +46,41 @@ class AdamParams(Section):
     amsgrad: Annotated[bool, _required(False, "a run.yaml has AdamW without it")] = False
     maximize: Annotated[bool, _required(False, "a run.yaml minimizes the loss")] = False
     max_grad_norm: Rate | None = None
-    torch_adam: bool = False
-    fused: bool | None = None
-    foreach: bool | None = None
-    capturable: bool = False
-    differentiable: bool = False
-    set_grad_none: bool = True
-    fp32_optimizer_states: bool = True
+    torch_adam: Annotated[bool, ONE_ADAM] = False
+    fused: Annotated[bool | None, ONE_ADAM] = None
+    foreach: Annotated[bool | None, ONE_ADAM] = None
+    capturable: Annotated[bool, ONE_ADAM] = False
+    differentiable: Annotated[bool, ONE_ADAM] = False
+    set_grad_none: Annotated[bool, ONE_ADAM] = True
+    fp32_optimizer_states: Annotated[bool, ONE_ADAM] = True
 
 
-SAME_RESULT = (
-    "torch_adam",
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "set_grad_none",
-    "fp32_optimizer_states",
-)
-"""Parameters of Adam that do not change what it computes here."""
+_TYPES: dict[str, Any] = {
+    "warmup_max_lr": Rate | None,
+    "warmup_num_steps": Annotated[int, Field(ge=1)],
+    "total_num_steps": Annotated[int, Field(ge=1)],
+    "warmup_type": Literal["log", "linear"],
+    "last_batch_iteration": Annotated[int, _required(-1, "a run.yaml begins with the first step; remove it")],
+}
+"""Types of the schedules' parameters that are not plain rates."""
 
 
-class WarmupParams(Section):
-    """Of ``WarmupLR``."""
-
-    warmup_min_lr: Rate = 0.0
-    warmup_max_lr: Rate | None = None
-    warmup_num_steps: Steps = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-    last_batch_iteration: BeginsAnew = -1
-
-
-class WarmupDecayParams(WarmupParams):
-    """Of ``WarmupDecayLR``."""
-
-    total_num_steps: Steps
-    warmup_max_lr: Rate | None = 1e-3
-
-
-class WarmupCosineParams(Section):
-    """Of ``WarmupCosineLR``."""
-
-    total_num_steps: Steps
-    warmup_min_ratio: Rate = 0.0
-    warmup_num_steps: Steps = 1000
-    cos_min_ratio: Rate = 0.0001
-    warmup_type: Literal["log", "linear"] = "log"
-    last_batch_iteration: BeginsAnew = -1
+def _parameters(schedule: type[LRSchedule]) -> type[Section]:
+    """The parameters of a schedule, with the names and defaults of its constructor."""
+    fields: dict[str, Any] = {
+        name: (_TYPES.get(name, Rate), ... if parameter.default is parameter.empty else parameter.default)
+        for name, parameter in list(signature(schedule).parameters.items())[1:]
+    }
+    return create_model(schedule.__name__, __base__=Section, **fields)
 
 
 @dataclass(frozen=True)
 class FileTranslation:
-    """A ``run.yaml`` and what is different there.
+    """A ``run.yaml`` and its differences from the file.
 
     Attributes:
         tree: settings that differ from Hexad's defaults, and those that the file names.
-        notes: a line for everything that is different there.
+        notes: a line for every difference.
     """
 
     tree: dict[str, Any]
@@ -116,7 +94,7 @@ def engine_config(config: CheckedConfig, gpu: bool, tensor: int = 1, pipeline: i
         ConfigError: keys that cannot be honoured.
     """
     _check_offload(config.keys, gpu)
-    tree = _common(config, gpu)
+    tree = shared_settings(config)
     tree["run"] = {"timeout": 1800.0}
     tree["parallel"] |= {"tensor": tensor, "pipeline": pipeline}
     tree["checkpoint"] = {"asynchronous": False}
@@ -142,16 +120,16 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
         tree["lr_schedule"] = {"kind": "constant", "warmup": 0}
     if keys.steps_per_print is not None:
         tree["log"] = {"every": keys.steps_per_print}
-    notes += [f"{each}: no effect" for each in without_effect(keys)]
+    notes += [f"{key}: no effect" for key in without_effect(keys)]
     return FileTranslation({name: group for name, group in tree.items() if group}, notes)
 
 
 def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
-    """What a ``run.yaml`` has of everything but the optimizer and the learning rate.
+    """The settings of a ``run.yaml`` except the optimizer's and the learning rate's.
 
     Args:
         config: checked.
-        notes: receives a line for everything that is different there.
+        notes: receives a line for every difference.
 
     Raises:
         ConfigError: keys that have no counterpart.
@@ -166,16 +144,6 @@ def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[s
         notes.append("zero_optimization.offload_param: parameters stay on the device")
     notes += _of_modules(keys) + _formats(config)
     return shared_settings(config)
-
-
-def shared_settings(config: CheckedConfig) -> dict[str, Any]:
-    """As :func:`settings_beside_optimizer`, without checks and notes."""
-    keys, tree = config.keys, _common(config, gpu=True)
-    if keys.tensor_parallel.autotp_size > 1:
-        tree["parallel"]["tensor"] = keys.tensor_parallel.autotp_size
-    if keys.sequence_parallel_size > 1:
-        tree["parallel"] |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
-    return tree
 
 
 _OF_MODULES = {
@@ -204,17 +172,18 @@ def _of_modules(keys: Keys) -> list[str]:
 def _formats(config: CheckedConfig) -> list[str]:
     """A note for each format of gradients that is not honoured."""
     reduce, accumulate = config.keys.communication_data_type, config.keys.data_types.grad_accum_dtype
-    reduced, found = reduce == config.dtype == "bf16", list[str]()
+    reduced, notes = reduce == config.dtype == "bf16", list[str]()
     if reduce not in (None, "fp32") and not reduced:
         why = "bf16 needs bf16.enabled" if reduce == "bf16" else "fp16 is not supported"
-        found.append(f"communication_data_type: no effect: {why}; gradients are sent in fp32")
+        notes.append(f"communication_data_type: no effect: {why}; gradients are sent in fp32")
     if accumulate not in (None, "fp32") and not (reduced and accumulate == "bf16"):
         why = "bf16 needs communication_data_type: bf16" if accumulate == "bf16" else "fp16 is not supported"
-        found.append(f"data_types.grad_accum_dtype: no effect: {why}; gradients are added in fp32")
-    return found
+        notes.append(f"data_types.grad_accum_dtype: no effect: {why}; gradients are added in fp32")
+    return notes
 
 
-def _common(config: CheckedConfig, gpu: bool) -> dict[str, Any]:
+def shared_settings(config: CheckedConfig) -> dict[str, Any]:
+    """The settings of :func:`settings_beside_optimizer`, without its checks and notes."""
     keys, batch = config.keys, config.batch
     precision: dict[str, Any] = {"dtype": config.dtype}
     if keys.communication_data_type == "bf16" and config.dtype == "bf16":
@@ -232,10 +201,15 @@ def _common(config: CheckedConfig, gpu: bool) -> dict[str, Any]:
             "loss_scale_consecutive": scaler.consecutive_hysteresis,
             "loss_scale_min": scaler.min_loss_scale,
         }
+    parallel: dict[str, Any] = {"zero": keys.zero_optimization.stage}
+    if keys.tensor_parallel.autotp_size > 1:
+        parallel["tensor"] = keys.tensor_parallel.autotp_size
+    if keys.sequence_parallel_size > 1:
+        parallel |= {"context": keys.sequence_parallel_size, "context_method": "ulysses"}
     offload = keys.zero_optimization.offload_optimizer
     return {
         "batch": {"micro": batch.micro, "global": batch.total},
-        "parallel": {"zero": keys.zero_optimization.stage},
+        "parallel": parallel,
         "precision": precision,
         "memory": {"offload": "optimizer"} if _offloads(offload) else {},
         "optimizer": {"clip": config.clip},
@@ -262,7 +236,7 @@ def _check_offload(keys: Keys, gpu: bool) -> None:
 
 
 def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, Any]:
-    """Of AdamW, the one optimizer of a ``run.yaml``."""
+    """The settings of AdamW, the one optimizer of a ``run.yaml``."""
     optimizer = config.keys.optimizer
     if optimizer is None:
         notes.append("optimizer: the script's own; the settings here are AdamW's defaults in DeepSpeed")
@@ -272,16 +246,16 @@ def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, A
     params = checked(written, AdamParams, "optimizer.params.", strict)
     plain_adam = name.lower() == "adam" and not params.adam_w_mode
     if not adam or plain_adam:
-        found = "Adam with adam_w_mode: false" if plain_adam else name
+        kind = "Adam with adam_w_mode: false" if plain_adam else name
         raise ConfigError(
             "optimizer.type",
-            f"found {found}, but a run.yaml has AdamW; use it, or hexad.compat.deepspeed.initialize, which "
+            f"found {kind}, but a run.yaml has AdamW; use it, or hexad.compat.deepspeed.initialize, which "
             "takes any optimizer",
         )
     if params.weight_decay:
         notes.append("optimizer.params.weight_decay: norms and biases are excluded here")
-    unused = [each for each in SAME_RESULT if each in written]
-    notes += [f"optimizer.params.{each}: no effect: a run.yaml has one AdamW" for each in unused]
+    unused = [name for name, info in AdamParams.model_fields.items() if ONE_ADAM in info.metadata]
+    notes += [f"optimizer.params.{name}: no effect: {ONE_ADAM.why}" for name in unused if name in written]
     return {
         "lr": params.lr,
         "betas": list(params.betas),
@@ -290,30 +264,27 @@ def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, A
     }
 
 
-_SCHEDULES: dict[str, tuple[str, type[WarmupParams] | type[WarmupCosineParams]]] = {
-    "WarmupLR": ("constant", WarmupParams),
-    "WarmupDecayLR": ("linear", WarmupDecayParams),
-    "WarmupCosineLR": ("cosine", WarmupCosineParams),
-}
-"""``scheduler.type`` -> ``lr_schedule.kind`` and what the parameters are."""
+_KINDS = {WarmupLR: "constant", WarmupDecayLR: "linear", WarmupCosineLR: "cosine"}
+"""DeepSpeed's schedule -> ``lr_schedule.kind``."""
 
 
 def _schedule(
     config: CheckedConfig, optimizer: dict[str, Any], notes: list[str], strict: bool
 ) -> dict[str, Any]:
-    """Of the learning rate; its peak goes to the optimizer's settings."""
+    """The settings of the learning-rate schedule; its peak goes to the optimizer's settings."""
     scheduler = config.keys.scheduler
     assert scheduler is not None
-    if scheduler.type not in _SCHEDULES:
+    schedules = {schedule.__name__: schedule for schedule in _KINDS}
+    if scheduler.type not in schedules:
         raise ConfigError(
             "scheduler.type",
-            f"found {scheduler.type}, which has no counterpart in a run.yaml; use {', '.join(_SCHEDULES)}, "
+            f"found {scheduler.type}, which has no counterpart in a run.yaml; use {', '.join(schedules)}, "
             "or hexad.compat.deepspeed.initialize",
         )
-    kind, section = _SCHEDULES[scheduler.type]
-    params = checked(scheduler.params, section, "scheduler.params.", strict)
-    found: dict[str, Any] = {"kind": kind, "warmup": params.warmup_num_steps}
-    if isinstance(params, WarmupCosineParams):
+    schedule = schedules[scheduler.type]
+    params: Any = checked(scheduler.params, _parameters(schedule), "scheduler.params.", strict)
+    settings: dict[str, Any] = {"kind": _KINDS[schedule], "warmup": params.warmup_num_steps}
+    if schedule is WarmupCosineLR:
         low, least = params.warmup_min_ratio, optimizer["lr"] * params.cos_min_ratio
     else:
         low = least = params.warmup_min_lr
@@ -323,9 +294,9 @@ def _schedule(
         notes.append("scheduler.params.warmup_type: log there, linear here")
     if low:
         notes.append(f"scheduler: warm-up begins at {low} there, at 0 here")
-    if not isinstance(params, WarmupParams) or isinstance(params, WarmupDecayParams):
-        found |= {"decay_steps": params.total_num_steps, "min_lr": least}
+    if schedule is not WarmupLR:
+        settings |= {"decay_steps": params.total_num_steps, "min_lr": least}
     notes.append(
         "scheduler: step n there has the rate of step n - 2 here, since the first two have the smallest"
     )
-    return found
+    return settings

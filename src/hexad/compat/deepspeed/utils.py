@@ -27,13 +27,13 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, Mapping):
-        return type(item)((key, clone_tensors_for_torch_save(each, device)) for key, each in item.items())  # type: ignore[call-arg]
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
     if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
     return item
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_modules: Sequence[Any]) -> list[nn.Module]:
     """Accepted without effect: modules are gathered as they are called. Returns those that match."""
-    kinds = tuple(each for each in leaf_modules if isinstance(each, type))
+    kinds = tuple(leaf for leaf in leaf_modules if isinstance(leaf, type))
     return [module for module in model.modules() if isinstance(module, kinds)]

@@ -16,7 +16,7 @@ __all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Have a parameter of another module there while ``module`` runs, with ZeRO 3; before ``initialize``."""
+    """Gather another module's parameter too while ``module`` runs (ZeRO 3); call it before ``initialize``."""
     module.external_parameters = [*getattr(module, "external_parameters", ()), parameter]  # type: ignore[assignment]
 
 

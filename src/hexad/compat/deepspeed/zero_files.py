@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ from hexad.config import HexadError
 
 from .saved_state import (
     MOMENTS,
-    Flat,
     SavedState,
     SavedTensor,
     adam_step,
     entry,
     load_file,
+    main_dtype,
     progress,
     read_unsharded,
     shapes,
@@ -56,18 +57,14 @@ def read_zero(directory: Path) -> SavedState:
             raise _model_parallel(path)
     shard_files = _by_rank(directory, _OPTIMIZER)
     files, sharded = model_files(directory)
-    models = [load_file(path) for path in files]
-    shards = [load_file(path) for path in shard_files]
-    if sharded and len(files) != len(shards):
+    if sharded and len(files) != len(shard_files):
         raise HexadError(
-            f"{directory}: found {len(files)} files of model states and {len(shards)} of optimizer states; "
-            f"files are missing, or {_MIXED}"
+            f"{directory}: found {len(files)} files of model states and {len(shard_files)} of optimizer "
+            f"states; files are missing, or {_MIXED}"
         )
-    if sharded:
-        return _Stage3(directory, files, models, shard_files, shards).state()
-    if shards:
-        return _Stage12(directory, files, models, shard_files, shards).state()
-    return read_unsharded(directory, files[0], models[0])
+    if not shard_files:
+        return read_unsharded(directory, files[0], load_file(files[0]))
+    return _Zero(directory, files, sharded, shard_files).state()
 
 
 def model_files(directory: Path) -> tuple[list[Path], bool]:
@@ -89,44 +86,105 @@ def model_files(directory: Path) -> tuple[list[Path], bool]:
     return sharded or complete, bool(sharded)
 
 
-class _Zero:
-    """What all stages have in common.
+class _Model:
+    """The module's part of a checkpoint with ZeRO, or of the universal format.
 
     Args:
         directory: of the tag.
-        files: of the model, by rank.
-        models: their content.
-        shard_files: of the optimizer, by rank.
-        shards: their content.
+        files: by rank.
+        sharded: each file has a part of the frozen parameters (stage 3).
+
+    Attributes:
+        models: the content of the files.
+        module: the module's state in the first one.
+        groups: names and shapes of trained parameters, by parameter group.
+        aliases: further names of tied parameters -> the name of the first.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        files: Sequence[Path],
-        models: Sequence[Shard],
-        shard_files: Sequence[Path],
-        shards: Sequence[Shard],
-    ) -> None:
-        self.directory, self.files, self.models = directory, files, models
-        self.shard_files = shard_files
-        self.optimizers: list[Shard] = [
-            entry(shard, path, "optimizer_state_dict", Mapping) for path, shard in zip(shard_files, shards)
-        ]
-        self.model, self.file = models[0], files[0]
+    def __init__(self, directory: Path, files: Sequence[Path], sharded: bool) -> None:
+        self.directory, self.files, self.sharded = directory, files, sharded
+        self.models: list[Shard] = [load_file(path) for path in files]
+        self.model, self.file = self.models[0], files[0]
         self.module: Mapping[str, torch.Tensor] = entry(self.model, self.file, "module", Mapping)
         self.groups = shapes(entry(self.model, self.file, "param_shapes", list), self.file)
         self.aliases: dict[str, str] = dict(entry(self.model, self.file, "shared_params", Mapping))
+
+    def saved(
+        self,
+        trained: Mapping[str, SavedTensor],
+        moments: dict[str, dict[str, SavedTensor]],
+        updates: set[int],
+        optimizer: Mapping[str, Any],
+        groups: Sequence[Any],
+    ) -> SavedState:
+        """The state of the checkpoint.
+
+        Args:
+            trained: master weights.
+            moments: of Adam, where all parameters have them.
+            updates: the numbers of updates of parameters.
+            optimizer: DeepSpeed's state of it.
+            groups: settings of its parameter groups.
+        """
+        copies = {} if self.sharded else self.module
+        weights = {name: replace(tensor, rounded=copies.get(name)) for name, tensor in trained.items()}
+        return SavedState(
+            self.directory,
+            weights | (self._untrained_shards() if self.sharded else self._untrained(trained)),
+            moments if len(moments) == len(MOMENTS) else {},
+            self.aliases,
+            main_dtype(self.module[name] for name in trained if name in self.module),
+            progress(self.model, self.file, updates, optimizer),
+            [dict(group) for group in groups if isinstance(group, Mapping)],
+        )
+
+    def _untrained(self, trained: Container[str]) -> dict[str, SavedTensor]:
+        """Frozen parameters and buffers."""
+        return {
+            name: SavedTensor.complete(tensor, self.file)
+            for name, tensor in self.module.items()
+            if name not in trained and name not in self.aliases
+        }
+
+    def _untrained_shards(self) -> dict[str, SavedTensor]:
+        """Frozen parameters of which every file has a part, and buffers."""
+        tensors = {}
+        frozen = shapes([self.model.get("frozen_param_shapes") or {}], self.file)[0]
+        parts = [model.get("frozen_param_fragments") or {} for model in self.models]
+        for name, shape in frozen.items():
+            held = [entry(part, path, name, torch.Tensor).flatten() for path, part in zip(self.files, parts)]
+            tensors[name] = _joined(shape, held, self.file)
+        for name in entry(self.model, self.file, "buffer_names", list):
+            tensors[name] = SavedTensor.complete(entry(self.module, self.file, name, torch.Tensor), self.file)
+        return tensors
+
+
+class _Zero(_Model):
+    """A checkpoint of ZeRO stages 1 to 3, or of DeepSpeed's bf16 optimizer.
+
+    Args:
+        directory, files, sharded: see :class:`_Model`.
+        shard_files: of the optimizer, by rank.
+    """
+
+    def __init__(
+        self, directory: Path, files: Sequence[Path], sharded: bool, shard_files: Sequence[Path]
+    ) -> None:
+        super().__init__(directory, files, sharded)
+        self.shard_files = shard_files
+        self.optimizers: list[Shard] = [
+            entry(load_file(path), path, "optimizer_state_dict", Mapping) for path in shard_files
+        ]
         self._check_ranks()
 
     def _check_ranks(self) -> None:
-        """All ranks' files are there, and of one step."""
+        """Check that all ranks' files are there, and of one step."""
         for path, optimizer in zip(self.shard_files, self.optimizers):
             counts = optimizer.get("partition_count")
-            found = max(counts) if isinstance(counts, (list, tuple)) else counts
-            if found != len(self.shard_files):
+            count = max(counts) if isinstance(counts, (list, tuple)) else counts
+            if count != len(self.shard_files):
                 raise HexadError(
-                    f"{path}: found partition_count {found}, but {len(self.shard_files)} files of optimizer "
+                    f"{path}: found partition_count {count}, but {len(self.shard_files)} files of optimizer "
                     f"states; files are missing, or {_MIXED}"
                 )
         for path, model in zip(self.files, self.models):
@@ -135,166 +193,103 @@ class _Zero:
                     raise HexadError(f"{path}: {key} is not that of {self.file.name}; {_MIXED}")
 
     def state(self) -> SavedState:
-        """All of it."""
-        masters = self.partitions()
-        weights = self.tensors(masters, rounded=True)
-        ranks = range(len(self.optimizers))
-        held = [self.adam(rank) for rank in ranks]
+        """The state of the checkpoint."""
+        bases = [self._base(*held) for held in zip(self.shard_files, self.optimizers)]
+        held = [self._adam(base) for base in bases]
         moments = {}
         for kind in MOMENTS:
             if all(isinstance(state.get(kind), torch.Tensor) for states in held for state in states):
-                parts = [[state[kind] for state in states] for states in held]
-                moments[kind] = self.tensors(parts, rounded=False)
-        settings: list[list[Any]] = [self.base(rank).get("param_groups", []) for rank in ranks]
+                moments[kind] = self._tensors([[state[kind] for state in states] for states in held])
+        settings: list[list[Any]] = [base.get("param_groups", []) for base in bases]
         updates = adam_step(chain(*held), chain(*settings))
-        dtypes = [each.dtype for name, each in self.module.items() if name in weights]
-        return SavedState(
-            self.directory,
-            weights | self.untrained(),
-            moments if len(moments) == len(MOMENTS) else {},
-            self.aliases,
-            max(set(dtypes), key=dtypes.count, default=torch.float32),
-            progress(self.model, self.file, updates, self.optimizers[0]),
-            [dict(each) for each in settings[0] if isinstance(each, Mapping)],
-        )
+        masters = self._tensors(self._masters())
+        return self.saved(masters, moments, updates, self.optimizers[0], settings[0])
 
-    def partitions(self) -> list[list[torch.Tensor]]:
-        """Each rank's part of each group's master weights."""
-        raise NotImplementedError
-
-    def base(self, rank: int) -> Shard:
-        """The state of the optimizer that DeepSpeed's wraps."""
-        raise NotImplementedError
-
-    def tensors(self, parts: Sequence[Sequence[torch.Tensor]], rounded: bool) -> dict[str, SavedTensor]:
-        """The parameters in vectors that are like the master weights' partitions."""
-        raise NotImplementedError
-
-    def untrained(self) -> dict[str, SavedTensor]:
-        """Frozen parameters and buffers."""
-        raise NotImplementedError
-
-    def adam(self, rank: int) -> list[Shard]:
-        """The optimizer's state of each group, empty where there is none."""
-        states, groups = self.base(rank).get("state", {}), range(len(self.groups))
-        found = [states.get(number, {}) if isinstance(states, Mapping) else {} for number in groups]
-        return [each if isinstance(each, Mapping) else {} for each in found]
-
-    def per_group(self, key: str) -> list[list[torch.Tensor]]:
-        """Of each rank, the tensors of each group under a key.
+    def _masters(self) -> list[list[torch.Tensor]]:
+        """Each rank's part of each group's master weights.
 
         Raises:
             HexadError: there are more or fewer than groups, or other things.
         """
-        found = []
+        key = "fp32_flat_groups" if self.sharded else "single_partition_of_fp32_groups"
+        parts = []
         for path, optimizer in zip(self.shard_files, self.optimizers):
             tensors = list(entry(optimizer, path, key, (list, tuple)))
-            kinds = {isinstance(each, torch.Tensor) for each in tensors}
-            if len(tensors) != len(self.groups) or False in kinds:
+            if len(tensors) != len(self.groups) or not all(isinstance(t, torch.Tensor) for t in tensors):
                 raise HexadError(
                     f"{path}: {key} holds {len(tensors)} tensors, but param_shapes in {self.file.name} has "
                     f"{len(self.groups)} groups"
                 )
-            found.append(tensors)
-        return found
+            parts.append(tensors)
+        return parts
 
-
-class _Stage12(_Zero):
-    """Stages 1 and 2, and DeepSpeed's bf16 optimizer."""
-
-    def partitions(self) -> list[list[torch.Tensor]]:
-        return self.per_group("single_partition_of_fp32_groups")
-
-    def base(self, rank: int) -> Shard:
-        found = self.optimizers[rank].get("base_optimizer_state", {})
+    def _base(self, path: Path, optimizer: Shard) -> Shard:
+        """A rank's state of the optimizer that DeepSpeed's wraps."""
+        if self.sharded:
+            state: Shard = entry(optimizer, path, "optimizer_state_dict", Mapping)
+            return state
+        base = optimizer.get("base_optimizer_state", {})
         # With elastic checkpoints it is a list of states.
-        return found if isinstance(found, Mapping) else {"state": dict(enumerate(found))}
+        return base if isinstance(base, Mapping) else {"state": dict(enumerate(base))}
 
-    def tensors(self, parts: Sequence[Sequence[torch.Tensor]], rounded: bool) -> dict[str, SavedTensor]:
-        found = {}
-        for number, group in enumerate(self.groups):
-            flat = Flat([part[number] for part in parts])
-            begin = 0
-            for place, (name, shape) in enumerate(group.items()):
-                pieces = flat.cut(begin, math.prod(shape))
-                copy = self.module.get(name) if rounded else None
-                found[name] = SavedTensor(shape, pieces, self.shard_files[0], copy)
-                begin += math.prod(shape) + self._padding(number, place)
-            align = 2 * len(self.shard_files)  # what follows the last parameter
-            if -(-begin // align) != -(-len(flat) // align):
-                raise HexadError(
-                    f"{self.shard_files[0]}: group {number} has {len(flat)} values on all ranks, expected "
-                    f"{begin} and padding to a multiple of {align}; {_MIXED}"
-                )
-        return found
+    def _adam(self, base: Shard) -> list[Shard]:
+        """The optimizer's state of each group, empty where there is none."""
+        states = base.get("state", {})
+        held = [states.get(n, {}) if isinstance(states, Mapping) else {} for n in range(len(self.groups))]
+        return [state if isinstance(state, Mapping) else {} for state in held]
 
-    def _padding(self, group: int, place: int) -> int:
-        """Values between a parameter and the next."""
+    def _tensors(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, SavedTensor]:
+        """The parameters in vectors, by rank and group, that are like the master weights'."""
+        read = self._split if self.sharded else self._consecutive
+        tensors: dict[str, SavedTensor] = {}
+        for number in range(len(self.groups)):
+            tensors |= read(number, [part[number].flatten() for part in parts])
+        return tensors
+
+    def _consecutive(self, number: int, parts: Sequence[torch.Tensor]) -> dict[str, SavedTensor]:
+        """A group's parameters in stages 1 and 2: the ranks' parts are one vector."""
+        tensors, begin, file = {}, 0, self.shard_files[0]
         paddings = self.optimizers[0].get("param_alignment_paddings")
-        return int(paddings[group][place]) if paddings else 0
+        for place, (name, shape) in enumerate(self.groups[number].items()):
+            tensors[name] = SavedTensor(shape, _cut(parts, begin, math.prod(shape)), file)
+            begin += math.prod(shape) + (int(paddings[number][place]) if paddings else 0)
+        count = sum(part.numel() for part in parts)
+        align = 2 * len(self.shard_files)  # what follows the last parameter
+        if -(-begin // align) != -(-count // align):
+            raise HexadError(
+                f"{file}: group {number} has {count} values on all ranks, expected {begin} and padding to a "
+                f"multiple of {align}; {_MIXED}"
+            )
+        return tensors
 
-    def untrained(self) -> dict[str, SavedTensor]:
-        trained = {name for group in self.groups for name in group}
-        return untrained_complete(self.module, self.file, trained | set(self.aliases))
-
-
-class _Stage3(_Zero):
-    """Stage 3."""
-
-    def partitions(self) -> list[list[torch.Tensor]]:
-        return self.per_group("fp32_flat_groups")
-
-    def base(self, rank: int) -> Shard:
-        found: Shard = entry(self.optimizers[rank], self.shard_files[rank], "optimizer_state_dict", Mapping)
-        return found
-
-    def tensors(self, parts: Sequence[Sequence[torch.Tensor]], rounded: bool) -> dict[str, SavedTensor]:
-        found = {}
-        for number, group in enumerate(self.groups):
-            begin = 0
-            for name, shape in group.items():
-                found[name] = _joined(shape, [part[number][begin:] for part in parts], self.shard_files[0])
-                begin += _shard_size(shape, len(parts))
-            for path, part in zip(self.shard_files, parts):
-                if part[number].numel() != begin:
-                    raise HexadError(
-                        f"{path}: group {number} has {part[number].numel()} values, expected {begin}; "
-                        f"{_MIXED}, or values were offloaded to NVMe"
-                    )
-        return found
-
-    def untrained(self) -> dict[str, SavedTensor]:
-        return untrained_sharded(self.models, self.files)
+    def _split(self, number: int, parts: Sequence[torch.Tensor]) -> dict[str, SavedTensor]:
+        """A group's parameters in stage 3: every rank has a part of each."""
+        tensors, begin = {}, 0
+        for name, shape in self.groups[number].items():
+            tensors[name] = _joined(shape, [part[begin:] for part in parts], self.shard_files[0])
+            begin += _shard_size(shape, len(parts))
+        for path, part in zip(self.shard_files, parts):
+            if part.numel() != begin:
+                raise HexadError(
+                    f"{path}: group {number} has {part.numel()} values, expected {begin}; "
+                    f"{_MIXED}, or values were offloaded to NVMe"
+                )
+        return tensors
 
 
-def untrained_complete(
-    module: Mapping[str, torch.Tensor], file: Path, others: Container[str]
-) -> dict[str, SavedTensor]:
-    """The tensors of a module that are complete in its file, but for ``others``."""
-    return {
-        name: SavedTensor(tuple(tensor.shape), (tensor.flatten(),), file)
-        for name, tensor in module.items()
-        if name not in others
-    }
-
-
-def untrained_sharded(models: Sequence[Shard], files: Sequence[Path]) -> dict[str, SavedTensor]:
-    """Stage 3's frozen parameters, of which every rank's file has a part, and buffers."""
-    found = {}
-    frozen = shapes([models[0].get("frozen_param_shapes") or {}], files[0])[0]
-    parts = [model.get("frozen_param_fragments") or {} for model in models]
-    for name, shape in frozen.items():
-        held = [entry(part, path, name, torch.Tensor).flatten() for path, part in zip(files, parts)]
-        found[name] = _joined(shape, held, files[0])
-    module = entry(models[0], files[0], "module", Mapping)
-    for name in entry(models[0], files[0], "buffer_names", list):
-        tensor = entry(module, files[0], name, torch.Tensor)
-        found[name] = SavedTensor(tuple(tensor.shape), (tensor.flatten(),), files[0])
-    return found
+def _cut(parts: Sequence[torch.Tensor], begin: int, count: int) -> tuple[torch.Tensor, ...]:
+    """Views of ``count`` values from ``begin`` on of vectors that follow each other, as many as there are."""
+    pieces = []
+    for part in parts:
+        piece = part[begin : begin + count]
+        if piece.numel():
+            pieces.append(piece)
+        begin, count = max(0, begin - part.numel()), count - piece.numel()
+    return tuple(pieces)
 
 
 def _shard_size(shape: Sequence[int], ranks: int) -> int:
-    """How many values of a parameter a rank holds in stage 3, including padding."""
+    """The number of a parameter's values that a rank holds in stage 3, including padding."""
     return -(-math.prod(shape) // ranks)
 
 
@@ -311,7 +306,7 @@ def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     Raises:
         HexadError: one is missing, or they are those of a model-parallel run or of several checkpoints.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     kinds = set()
     for path in sorted(directory.iterdir()):
         named = pattern.fullmatch(path.name)
@@ -324,12 +319,12 @@ def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
             raise HexadError(
                 f"{path}: found beside files that begin with {min(kinds - {named[1]})}; {_MIXED}"
             )
-        found[int(named[2])] = path
-    missing = set(range(len(found))) - set(found)
+        paths[int(named[2])] = path
+    missing = set(range(len(paths))) - set(paths)
     if missing:
-        example = next(iter(found.values()))
+        example = next(iter(paths.values()))
         raise HexadError(f"{directory}: the file of rank {min(missing)} is missing; found {example.name}")
-    return [found[rank] for rank in sorted(found)]
+    return [paths[rank] for rank in sorted(paths)]
 
 
 def _model_parallel(path: Path) -> HexadError:
@@ -340,8 +335,7 @@ def _model_parallel(path: Path) -> HexadError:
 
 
 FOLDER = "zero"
-
-_UNIVERSAL_OPTIMIZER = "optimizer_state.pt"
+"""Directory of parameters in the universal format."""
 
 
 def read_universal(directory: Path) -> SavedState:
@@ -350,60 +344,33 @@ def read_universal(directory: Path) -> SavedState:
     Raises:
         HexadError: a file is missing or damaged, or the model's states are those of a model-parallel run.
     """
-    files, sharded = model_files(directory)
-    models = [load_file(path) for path in (files if sharded else files[:1])]
-    module: Mapping[str, torch.Tensor] = entry(models[0], files[0], "module", Mapping)
-    wanted: dict[str, tuple[int, ...]] = {}
-    for group in shapes(entry(models[0], files[0], "param_shapes", list), files[0]):
-        wanted |= group
-    aliases: dict[str, str] = dict(entry(models[0], files[0], "shared_params", Mapping))
-    folder = directory / FOLDER
-    copies: Mapping[str, torch.Tensor] = {} if sharded else module
-    weights = {name: _tensor(folder, name, "fp32", shape, copies.get(name)) for name, shape in wanted.items()}
+    model, folder = _Model(directory, *model_files(directory)), directory / FOLDER
+    wanted = {name: shape for group in model.groups for name, shape in group.items()}
+    weights = {name: _tensor(folder, name, "fp32", shape) for name, shape in wanted.items()}
     moments = {}
     for kind in MOMENTS:
-        if all((folder / name / f"{kind}.pt").is_file() for name in wanted):
+        lacking = [name for name in wanted if not (folder / name / f"{kind}.pt").is_file()]
+        if not lacking:
             moments[kind] = {name: _tensor(folder, name, kind, shape) for name, shape in wanted.items()}
-        elif any((folder / name / f"{kind}.pt").is_file() for name in wanted):
-            lacking = next(name for name in wanted if not (folder / name / f"{kind}.pt").is_file())
-            raise HexadError(f"{folder / lacking / kind}.pt: missing; other parameters have {kind}")
-    if sharded:
-        others = untrained_sharded(models, files)
-    else:
-        others = untrained_complete(module, files[0], wanted.keys() | aliases.keys())
-    optimizer = entry(
-        {_UNIVERSAL_OPTIMIZER: load_file(folder / _UNIVERSAL_OPTIMIZER)},
-        folder / _UNIVERSAL_OPTIMIZER,
-        _UNIVERSAL_OPTIMIZER,
-        Mapping,
-    )
-    groups = [group for group in optimizer.get("param_groups", []) if isinstance(group, Mapping)]
-    dtypes = [module[name].dtype for name in wanted if name in module]
-    return SavedState(
-        directory,
-        weights | others,
-        moments if len(moments) == len(MOMENTS) else {},
-        aliases,
-        max(set(dtypes), key=dtypes.count, default=torch.float32),
-        progress(models[0], files[0], _updates(folder, wanted, optimizer, groups), optimizer),
-        [dict(group) for group in groups],
-    )
+        elif len(lacking) < len(wanted):
+            raise HexadError(f"{folder / lacking[0] / kind}.pt: missing; other parameters have {kind}")
+    path = folder / "optimizer_state.pt"
+    optimizer = entry({path.name: load_file(path)}, path, path.name, Mapping)
+    groups = optimizer.get("param_groups", [])
+    return model.saved(weights, moments, _updates(folder, wanted, optimizer, groups), optimizer, groups)
 
 
-def _tensor(
-    folder: Path, name: str, kind: str, shape: tuple[int, ...], copy: torch.Tensor | None = None
-) -> SavedTensor:
-    """A parameter's values, from a file of their own: a vector, or in a dictionary that says how parts of
+def _tensor(folder: Path, name: str, kind: str, shape: tuple[int, ...]) -> SavedTensor:
+    """A parameter's values, from one file: a vector, or in a dictionary that says how parts of
     model-parallel ranks were joined."""
     path = folder / name / f"{kind}.pt"
     if not path.resolve().is_relative_to(folder.resolve()):
         raise HexadError(f"{path}: found the name {name!r}, expected one of a file in {folder}")
-    found: Any = load_file(path)
-    if isinstance(found, Mapping):
-        found = found.get("param")
-    if not isinstance(found, torch.Tensor):
+    content: Any = load_file(path)
+    values = content.get("param") if isinstance(content, Mapping) else content
+    if not isinstance(values, torch.Tensor):
         raise HexadError(f"{path}: holds no tensor")
-    return SavedTensor(shape, (found.flatten(),), path, copy)
+    return SavedTensor(shape, (values.flatten(),), path)
 
 
 def _updates(

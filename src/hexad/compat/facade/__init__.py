@@ -1,1 +1,1 @@
-"""What serves the interface of any foreign system: its world, its checkpoints, its engine."""
+"""Parts that the compatibility layers share: world, checkpoints, engine."""

@@ -79,7 +79,7 @@ def _buckets(params: Any) -> dict[Bucket, Engine]:
 
 @torch.no_grad()
 def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
-    """Adopt what a rank has changed."""
+    """Take over a rank's changes on all ranks."""
     assert bucket.whole is not None
     axis = engine.mesh.gradient_axis()
     if axis.size > 1:
@@ -90,16 +90,6 @@ def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
 
 _collects = False
 """Whether :func:`state_dict` is calling that of a module."""
-
-
-@contextmanager
-def _collecting() -> Iterator[None]:
-    global _collects
-    _collects = True
-    try:
-        yield
-    finally:
-        _collects = False
 
 
 def refuse_shards(*_: Any) -> None:
@@ -126,6 +116,7 @@ def state_dict(
         exclude_frozen: leave out parameters that are not trained.
         first_only: nothing on the other ranks, whose hosts hold no copy.
     """
+    global _collects
     keeps = not (first_only and engine.mesh.rank)
     engine.gatherer.settle()
     values: dict[torch.Tensor, torch.Tensor] = {}
@@ -134,11 +125,14 @@ def state_dict(
         for declared in bucket.members if keeps else ():
             values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
         engine.gatherer.leave(bucket)
-    found: dict[str, Any] = {}
-    with _collecting():
+    state: dict[str, Any] = {}
+    _collects = True
+    try:
         held = module.state_dict(keep_vars=True) if keeps else {}
+    finally:
+        _collects = False
     for name, value in held.items():
         frozen = isinstance(value, nn.Parameter) and not value.requires_grad
         if not (frozen and exclude_frozen):
-            found[name] = values[value] if value in values else value.detach().to("cpu", copy=True)
-    return found
+            state[name] = values[value] if value in values else value.detach().to("cpu", copy=True)
+    return state

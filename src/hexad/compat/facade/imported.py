@@ -3,6 +3,7 @@ published model that ``checkpoint import --model`` names."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 
-from hexad.checkpoint.hugging_face.importing import origin_of_import
+from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
+from hexad.checkpoint.hugging_face.importing import origin_of_import, with_tokenizer
 from hexad.checkpoint.index import Index
 from hexad.checkpoint.manifest import FileRecord
 from hexad.checkpoint.manifest_writer import ManifestJob, write_manifest
 from hexad.checkpoint.tensor_file import Part, TensorFile, dtype_name
 from hexad.config import Config, HexadError
-from hexad.model.hugging_face import CONFIG_FILE
+from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.parallel.rectangle import Rectangle
 
 
@@ -59,7 +61,7 @@ class ImportResult:
 
 @dataclass(frozen=True)
 class ForeignTensor:
-    """A tensor to write.
+    """A tensor of another system to write to a checkpoint.
 
     Attributes:
         name: in our checkpoint: ``model.<name>`` or ``optimizer.<moment>.<name>``.
@@ -74,41 +76,62 @@ class ForeignTensor:
     read: Callable[[], torch.Tensor]
 
 
-def write_foreign(
+def published_config(folder: Path) -> dict[str, Any]:
+    """The settings of the model in a Hugging Face directory, as groups of a configuration.
+
+    Raises:
+        HexadError: it is not supported.
+    """
+    settings = model_settings(read_config(folder), folder / CONFIG_FILE)
+    return {"model": settings, "data": {"sequence": settings["max_positions"]}}
+
+
+def write_import(
     tensors: Sequence[ForeignTensor],
-    directory: Path,
+    to: Path,
     source: Path,
     progress: Mapping[str, Any],
     config: Config | None = None,
-    others: Mapping[str, FileRecord] | None = None,
-) -> None:
-    """Write the files of a checkpoint.
+    folder: Path | None = None,
+) -> ImportResult:
+    """Write a checkpoint, renamed into place when all is on disk.
 
     Args:
         tensors: all of it.
-        directory: empty.
-        source: where they come from, for the manifest.
+        to: the checkpoint's directory.
+        source: where the tensors come from, for the manifest.
         progress: ``step``, ``updates`` and ``samples``.
         config: that the tensors belong to; None for the state of a plain module.
-        others: further files that exist already, by name.
+        folder: the Hugging Face directory of the model, whose tokenizer is copied.
 
     Raises:
-        HexadError: a tensor cannot be read.
-        OSError: the files cannot be written.
+        HexadError: a tensor cannot be read, or ``to`` is not empty or cannot be written.
     """
-    index, expected = _written(tensors, directory), {each.name: each.shape for each in tensors}
-    origin = origin_of_import(source)
-    if config is not None:
-        write_manifest(directory, index, expected, config, progress, origin, others)
-        return
-    ManifestJob(directory, index, expected, b"{}\n", {}, dict(progress), origin, dict(others or {})).run()
+    expected = {tensor.name: tensor.shape for tensor in tensors}
+    with appearing(to, "--to") as directory:
+        others: dict[str, FileRecord] = {}
+        if config is not None and folder is not None:
+            config, others = with_tokenizer(config, folder, directory, to.resolve())
+        index, origin = _written(tensors, directory), origin_of_import(source)
+        if config is not None:
+            write_manifest(directory, index, expected, config, progress, origin, others)
+        else:
+            ManifestJob(directory, index, expected, b"{}\n", {}, dict(progress), origin, others).run()
+    return ImportResult(
+        config,
+        progress["step"],
+        progress["samples"],
+        sum(math.prod(shape) for name, shape in expected.items() if name.startswith("model.")),
+        any(name.startswith("optimizer.") for name in expected),
+        folder is not None and has_tokenizer(folder),
+    )
 
 
 def _written(tensors: Sequence[ForeignTensor], directory: Path) -> Index:
     file = TensorFile.alone(
-        Part(Rectangle.whole(each.name, each.shape), dtype_name(each.dtype)) for each in tensors
+        Part(Rectangle.whole(tensor.name, tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors
     )
     with file.open(directory) as writer:
-        for each in tensors:
-            writer.write(each.read())
+        for tensor in tensors:
+            writer.write(tensor.read())
         return file.index(writer.close())

@@ -27,7 +27,7 @@ class Inert:
 
     Attributes:
         given: the arguments of its constructor.
-        state: of the object: a dictionary of attributes, unless its class has a form of its own.
+        state: of the object: a dictionary of attributes, unless its class pickles something else.
     """
 
     given: tuple[Any, ...]
@@ -35,16 +35,16 @@ class Inert:
 
     def __new__(cls, *given: Any) -> Inert:
         """Keep the arguments of a class, or of a function, that is not called."""
-        made = super().__new__(cls)
-        made.given, made.state = given, {}
-        return made
+        inert = super().__new__(cls)
+        inert.given, inert.state = given, {}
+        return inert
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     @property
     def held(self) -> dict[str, Any]:
-        """Its attributes; empty where the state is of another form."""
+        """The attributes of the object; empty where the state is of another form."""
         return self.state if isinstance(self.state, dict) else {}
 
 
@@ -64,7 +64,7 @@ _OF_ENUMS = "builtins.getattr"
 
 
 def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None) -> Any:
-    """What ``torch.save`` wrote: tensors on the CPU, in Python's containers.
+    """Load a file of ``torch.save``: tensors on the CPU, in Python's containers.
 
     Args:
         path: of the file, which is mapped: tensors are read when they are used.
@@ -74,24 +74,31 @@ def load_inert(path: Path, classes: Iterable[str], content: bytes | None = None)
     Raises:
         HexadError: it is missing, damaged, or names another class or function.
     """
-    given: Path | io.BytesIO = path if content is None else io.BytesIO(content)
-    try:
-        with zipfile.ZipFile(given) as archive:
+    source: Path | io.BytesIO = path if content is None else io.BytesIO(content)
+    with _naming(path):
+        with zipfile.ZipFile(source) as archive:
             damaged = archive.testzip()
         if damaged is not None:
             raise HexadError(f"{path}: damaged: the checksum of {damaged} does not match its content")
-        if isinstance(given, io.BytesIO):
-            given.seek(0)
+        if isinstance(source, io.BytesIO):
+            source.seek(0)
         with warnings.catch_warnings(), _inert_only((*_OF_SCRIPTS, _OF_ENUMS, *classes)):
             warnings.simplefilter("ignore")  # of deprecated storage classes
-            return torch.load(given, map_location="cpu", weights_only=True, mmap=content is None)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=content is None)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of reading it."""
+    try:
+        yield
     except HexadError:
         raise
     except FileNotFoundError:
         raise HexadError(f"{path}: missing") from None
     except zipfile.BadZipFile:
         raise HexadError(f"{path}: truncated, or not written by torch.save of torch 1.6 or later") from None
-    except Exception as error:  # of whatever kind a damaged pickle leads to
+    except Exception as error:  # of any kind: the pickle is damaged
         raise HexadError(f"{path}: {_reason(error)}") from None
 
 
@@ -135,14 +142,8 @@ def unpickle_inert(path: Path, classes: Iterable[str]) -> Any:
     Raises:
         HexadError: as for :func:`load_inert`.
     """
-    try:
+    with _naming(path):
         return _Unpickler(path, path.read_bytes(), classes).load()
-    except HexadError:
-        raise
-    except FileNotFoundError:
-        raise HexadError(f"{path}: missing") from None
-    except Exception as error:  # of whatever kind a damaged pickle leads to
-        raise HexadError(f"{path}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:

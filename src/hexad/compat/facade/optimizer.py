@@ -19,6 +19,21 @@ Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 """What ``torch.optim`` takes: parameters, or groups of them."""
 
 
+def refused(call: str, why: str) -> Callable[..., Any]:
+    """A method of another system that an engine cannot have.
+
+    Args:
+        call: as scripts write it.
+        why: what to call instead.
+    """
+
+    def method(self: Any, *_: Any, **__: Any) -> Any:
+        raise HexadError(f"{call}: {why}")
+
+    method.__doc__ = f"Refused: {why}."
+    return method
+
+
 def trained(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module that require gradients."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -100,7 +115,7 @@ def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> An
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """What ``initialize`` returns as the optimizer: the groups of the inner one, which the engine steps.
+    """The optimizer that ``initialize`` returns: the groups of the inner one, which the engine steps.
 
     Args:
         optimizer: the inner one.
@@ -125,50 +140,34 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Of the optimizer inside."""
+        """The parameter groups of the inner optimizer."""
         return self.optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Of the optimizer inside."""
+        """The state of the inner optimizer, by parameter."""
         return self.optimizer.state
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by; 1 except in fp16."""
+        """The factor of the loss; 1 except in fp16."""
         return self._engine.scaler.scale
 
-    @property
-    def cur_scale(self) -> float:
-        """As :attr:`loss_scale`."""
-        return self.loss_scale
+    cur_scale = loss_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank's shard: for inspection. ``engine.save_checkpoint`` saves what any layout loads."""
+        """This rank's shard of the state, for inspection; see ``engine.save_checkpoint`` for saving."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("optimizer.load_state_dict: state is sharded; use engine.load_checkpoint")
+    load_state_dict = refused("optimizer.load_state_dict", "state is sharded; use engine.load_checkpoint")
+    step = refused("optimizer.step", "gradients are sharded and scaled; call engine.step()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as
-        in DeepSpeed. Needless otherwise: a step begins without gradients."""
+        in DeepSpeed. Not needed otherwise: a step begins without gradients."""
         discard = None if self._discard is None else self._discard()
         if discard is not None:
             discard()
-
-    def step(self, closure: Any = None) -> Any:
-        """Refused.
-
-        Raises:
-            HexadError: always.
-        """
-        raise HexadError("optimizer.step: gradients are sharded and scaled; call engine.step()")
 
     def __repr__(self) -> str:
         return f"EngineOptimizer({self.optimizer!r})"

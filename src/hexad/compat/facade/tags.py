@@ -199,7 +199,7 @@ def _shown(names: set[str], most: int = 8) -> str:
 
 
 def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[str]) -> list[Chunk]:
-    """What to load. A ``torch.optim`` optimizer creates its state in its first step: it is created before."""
+    """The chunks to load. A ``torch.optim`` optimizer creates its state in its first step; here before."""
     if optimizer and isinstance(engine.optimizer.rule, TorchOptimizer):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
         engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))

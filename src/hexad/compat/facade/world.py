@@ -62,7 +62,7 @@ def world_size() -> int:
 
 
 def everyone(device: torch.device) -> Axis:
-    """All ranks of the world that was joined, for agreements before there is a layout."""
+    """The axis of all ranks of the world that was joined, for agreements before there is a layout."""
     return mesh_of(Layout(world=world_size()), device).world
 
 

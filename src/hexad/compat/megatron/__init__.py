@@ -8,25 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Resolved on first use: the translation of launch lines needs no torch.
-_PUBLIC = {
-    "ColumnParallelLinear": "layers",
-    "GPTModel": "gpt",
-    "ModelParallelConfig": "layers",
-    "RowParallelLinear": "layers",
-    "VocabParallelEmbedding": "layers",
-    "destroy_megatron": "initialize",
-    "get_args": "initialize",
-    "get_config": "initialize",
-    "get_forward_backward_func": "schedules",
-    "get_mesh": "parallel_state",
-    "get_num_microbatches": "schedules",
-    "get_tokenizer": "initialize",
-    "initialize_megatron": "initialize",
-    "setup_model": "schedules",
-    "vocab_parallel_cross_entropy": "mappings",
-}
-_MODULES = ("mappings", "parallel_state")
+_MODULES = ("initialize", "parallel_state", "mappings", "layers", "gpt", "schedules")
+"""Where public names are, in the order of the search."""
 
 __all__ = [
     "ColumnParallelLinear",
@@ -59,13 +42,15 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    """Resolved on first use: the translation of launch lines needs no torch."""
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
-    if name not in _PUBLIC:
+    if name not in __all__:
         from hexad.config import did_you_mean
 
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, __all__)}")
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def __dir__() -> list[str]:

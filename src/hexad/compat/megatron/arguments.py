@@ -20,7 +20,7 @@ ExtraArguments = Callable[[argparse.ArgumentParser], object]
 
 @dataclass(frozen=True)
 class Line:
-    """A launch line.
+    """A parsed launch line.
 
     Attributes:
         arguments: every known flag's value, and those of the script's own flags.
@@ -59,7 +59,7 @@ def parse(
         defaults: values of attributes for which Megatron-LM has no default and that the line does not set.
         extra: adds a script's own flags to the parser, as Megatron-LM's ``extra_args_provider``.
         ignore_unknown: ignore unknown flags.
-        others: options that stand elsewhere, and that an unknown flag may mean.
+        others: options of the command, which an unknown flag may mean.
 
     Raises:
         ConfigError: a flag that is not known, naming the nearest one, that is malformed or that Hexad cannot
@@ -71,22 +71,26 @@ def parse(
         for flag in group:
             _declare(section, flag)
     if extra is not None:
-        given_back = extra(parser)
-        parser = given_back if isinstance(given_back, argparse.ArgumentParser) else parser
-    found, unknown = parser.parse_known_args(list(words))
+        extended = extra(parser)
+        parser = extended if isinstance(extended, argparse.ArgumentParser) else parser
+    arguments, unknown = parser.parse_known_args(list(words))
     if unknown and not ignore_unknown:
         raise _unknown(unknown[0], parser, others)
-    written = frozenset(vars(found))
-    attributes, flags = vars(found), [flag for group in GROUPS.values() for flag in group]
+    attributes, written = vars(arguments), frozenset(vars(arguments))
+    flags = list(dict.fromkeys(FLAGS.values()))
     for flag in flags:
-        attributes.setdefault(flag.attribute, _copied(flag.default))
+        value = list(flag.default) if isinstance(flag.default, tuple) else flag.default
+        attributes.setdefault(flag.attribute, value)
     for name, value in (defaults or {}).items():
         if attributes.get(name) is None:
             attributes[name] = value
     given = tuple(flag for flag in flags if _differs(flag, attributes[flag.attribute]))
-    refuse(found, given)
-    notes = _notes(found, [flag for flag in given if flag.attribute in written])
-    return Line(found, given, written, notes)
+    for flag in given:
+        if flag.effect == "refused":
+            shown_value = f"found {shown(attributes[flag.attribute])}, but " if flag.kind is not bool else ""
+            raise ConfigError(flag.name, f"{shown_value}{flag.note}; leave it out")
+    notes = _notes(arguments, [flag for flag in given if flag.attribute in written])
+    return Line(arguments, given, written, notes)
 
 
 def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:
@@ -104,10 +108,6 @@ def _differs(flag: Flag, value: Any) -> bool:
     return bool((tuple(value) if isinstance(value, list) else value) != flag.default)
 
 
-def _copied(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _unknown(word: str, parser: argparse.ArgumentParser, others: Sequence[str]) -> ConfigError:
     """The error for a word that no flag takes."""
     if not word.startswith("-"):
@@ -117,19 +117,6 @@ def _unknown(word: str, parser: argparse.ArgumentParser, others: Sequence[str]) 
         return ConfigError(name, "an option of hexad megatron; give it before --")
     known = {*others, *(option for action in parser._actions for option in action.option_strings)}
     return ConfigError(name, f"not a flag of Megatron-LM that Hexad knows{did_you_mean(name, known)}")
-
-
-def refuse(arguments: Namespace, given: Sequence[Flag]) -> None:
-    """Refuse what Hexad cannot honour.
-
-    Raises:
-        ConfigError: the first such flag, with what was found and what to do.
-    """
-    for flag in given:
-        if flag.effect == "refused":
-            value = getattr(arguments, flag.attribute)
-            found = "" if flag.kind is bool else f"found {shown(value)}, but "
-            raise ConfigError(flag.name, f"{found}{flag.note}; leave it out")
 
 
 @contextmanager
@@ -143,7 +130,7 @@ def naming_flags() -> Iterator[None]:
         yield
     except ConfigError as error:
         setting = error.field.partition("[")[0]
-        flags = [flag.name for group in GROUPS.values() for flag in group if flag.target == setting]
+        flags = list(dict.fromkeys(flag.name for flag in FLAGS.values() if flag.target == setting))
         if not flags or error.field == "checkpoint.resume":
             raise
         raise ConfigError(error.field, f"{error.problem} ({' or '.join(flags[:3])})") from None
@@ -156,7 +143,7 @@ def values_of_flags(arguments: Namespace) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value as it stands on the line."""
+    """A value as it is written on the line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
@@ -166,7 +153,7 @@ def _notes(arguments: Namespace, given: Sequence[Flag]) -> tuple[str, ...]:
     for flag in given:
         if flag.effect == "none":
             reasons.setdefault(f": {flag.note}", []).append(flag.name)
-        elif flag.needs and not any(_holds(arguments, each) for each in flag.needs):
+        elif flag.needs and not any(_holds(arguments, condition) for condition in flag.needs):
             reasons.setdefault(f" without {alternatives(flag.needs)}", []).append(flag.name)
     return tuple(f"{', '.join(names)}: no effect{reason}" for reason, names in reasons.items())
 
@@ -174,21 +161,11 @@ def _notes(arguments: Namespace, given: Sequence[Flag]) -> tuple[str, ...]:
 def _holds(arguments: Namespace, condition: str) -> bool:
     """Whether one of :attr:`Flag.needs` is met."""
     name, _, value = condition.partition(" ")
-    flag = FLAGS[name]
-    found = getattr(arguments, flag.attribute)
-    return found == value if value else _differs(flag, found)
+    given = getattr(arguments, FLAGS[name].attribute)
+    return given == value if value else _differs(FLAGS[name], given)
 
 
-_REQUIRED = (
-    "--num-layers",
-    "--hidden-size",
-    "--num-attention-heads",
-    "--seq-length",
-    "--max-position-embeddings",
-    "--micro-batch-size",
-)
 _POSITIVE = (
-    *_REQUIRED,
     "--global-batch-size",
     "--train-iters",
     "--tensor-model-parallel-size",
@@ -199,6 +176,7 @@ _POSITIVE = (
     "--recompute-num-layers",
     "--ddp-bucket-size",
 )
+"""Flags without which a line is complete, and whose numbers are at least 1."""
 
 
 def derive(arguments: Namespace, world: int | None = None) -> None:
@@ -211,12 +189,13 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
     Raises:
         ConfigError: a required flag is missing, a size is not positive, or flags exclude each other.
     """
-    for flag in _POSITIVE:
-        value = getattr(arguments, FLAGS[flag].attribute)
-        if value is None and flag in _REQUIRED:
-            raise ConfigError(flag, "is missing; give it")
-        if value is not None and value < 1:
-            raise ConfigError(flag, f"found {value}, expected at least 1")
+    required = [name for name, flag in FLAGS.items() if flag.note.startswith("required")]
+    for name in (*required, *_POSITIVE):
+        value = getattr(arguments, FLAGS[name].attribute)
+        if value is None and name in required:
+            raise ConfigError(name, "is missing; give it")
+        if value is not None and value < 1 and FLAGS[name].kind is int:
+            raise ConfigError(name, f"found {value}, expected at least 1")
     _layout(arguments, world)
     _model(arguments)
     _exclude(arguments, "--fp16", "--bf16")
@@ -224,7 +203,7 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
 
 
 def _layout(arguments: Namespace, world: int | None) -> None:
-    """World size, data ranks and global batch size."""
+    """Compute world size, data ranks and global batch size."""
     tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     model = tensor * pipeline * arguments.context_parallel_size
     arguments.world_size = model if world is None else world
@@ -243,7 +222,7 @@ def _layout(arguments: Namespace, world: int | None) -> None:
 
 
 def _model(arguments: Namespace) -> None:
-    """Sizes that follow from others."""
+    """Compute the sizes that follow from others."""
     hidden, heads = arguments.hidden_size, arguments.num_attention_heads
     if arguments.ffn_hidden_size is None:
         arguments.ffn_hidden_size = 8 * hidden // (3 * 64) * 64 if arguments.swiglu else 4 * hidden
@@ -264,25 +243,25 @@ def _model(arguments: Namespace) -> None:
 
 def _exclude(arguments: Namespace, *flags: str) -> None:
     """Refuse two of some flags together."""
-    given = [flag for flag in flags if getattr(arguments, flag.removeprefix("--").replace("-", "_"))]
+    given = [flag for flag in flags if getattr(arguments, FLAGS[flag].attribute)]
     if len(given) > 1:
         raise ConfigError(given[1], f"found beside {given[0]}; give one of them")
 
 
 def _iterations(arguments: Namespace) -> None:
-    """``train_iters``; flags that count samples and flags that count iterations do not mix."""
+    """Compute ``train_iters``; flags that count samples and flags that count iterations do not mix."""
     _exclude(arguments, "--train-iters", "--train-samples")
     _exclude(arguments, "--lr-warmup-fraction", "--lr-warmup-iters")
     _exclude(arguments, "--lr-warmup-fraction", "--lr-warmup-samples")
     samples = arguments.train_samples is not None
     unit, other = ("iters", "--train-samples") if samples else ("samples", "--train-iters")
-    for name in (f"lr_decay_{unit}", f"lr_warmup_{unit}", f"lr_wsd_decay_{unit}"):
-        if getattr(arguments, name):
-            flag, found = f"--{name.replace('_', '-')}", shown(getattr(arguments, name))
+    for flag in (f"--lr-decay-{unit}", f"--lr-warmup-{unit}", f"--lr-wsd-decay-{unit}"):
+        value = getattr(arguments, FLAGS[flag].attribute)
+        if value:
             wanted = flag.replace(unit, "samples" if samples else "iters")
-            raise ConfigError(flag, f"found {found} with {other}; use {wanted}")
+            raise ConfigError(flag, f"found {value} with {other}; use {wanted}")
     if samples:
         arguments.train_iters = arguments.train_samples // arguments.global_batch_size
     if not arguments.train_iters:
-        found = f"found {arguments.train_samples} samples, less than one batch" if samples else "is missing"
-        raise ConfigError("--train-samples" if samples else "--train-iters", f"{found}; give it")
+        problem = f"found {arguments.train_samples} samples, less than one batch" if samples else "is missing"
+        raise ConfigError("--train-samples" if samples else "--train-iters", f"{problem}; give it")

@@ -10,6 +10,8 @@ from typing import Any
 
 from hexad.config import ConfigError
 
+from .flags import flag_of
+
 _DOCUMENTS = 1000
 _NUMBERS = 256
 """Ids that any tokenizer has."""
@@ -41,9 +43,6 @@ class MockData:
         from hexad.dataset.files import written_once
         from hexad.dataset.indexed import IndexedWriter, dtype_for, idx_path
 
-        def read(path: Path) -> bool | None:
-            return path.is_file() or None
-
         def write() -> None:
             lengths = np.random.default_rng(0).integers(1, 2 * self.sequence, _DOCUMENTS)
             with IndexedWriter(self.prefix, dtype_for(_NUMBERS)) as writer:
@@ -51,7 +50,7 @@ class MockData:
                     writer.add_document(np.arange(1, length + 1) % _NUMBERS)
 
         path = idx_path(self.prefix)
-        written_once(path, lambda: read(path), write, _PATIENCE)
+        written_once(path, lambda: path.is_file() or None, write, _PATIENCE)
 
 
 @dataclass(frozen=True)
@@ -93,52 +92,38 @@ class Gpt2Tokenizer:
         temporary.replace(place)
 
 
-@dataclass(frozen=True)
-class Data:
-    """The data of a launch line.
-
-    Attributes:
-        settings: of the group ``data``.
-        vocab: ``model.vocab`` where it is not the tokenizer's.
-        notes: for the user.
-        files: what must be written before the run starts.
-    """
-
-    settings: dict[str, Any]
-    vocab: int | None
-    notes: tuple[str, ...]
-    files: tuple[MockData | Gpt2Tokenizer, ...]
+Files = list[MockData | Gpt2Tokenizer]
 
 
-def data_settings(arguments: Namespace, directory: str, need_data: bool = True) -> Data:
-    """Data and tokenizer.
+def data_settings(
+    arguments: Namespace, directory: str, notes: list[str], files: Files, need_data: bool = True
+) -> tuple[dict[str, Any], int | None]:
+    """The group ``data``, and ``model.vocab`` where it is not the tokenizer's.
 
     Args:
         arguments: completed.
         directory: of the run, for what is written.
+        notes: receives notes for the user.
+        files: receives what must be written before the run starts.
         need_data: the line must name some.
 
     Raises:
         ConfigError: flags that are missing, exclude each other, or that Hexad cannot honour.
     """
-    notes: list[str] = []
-    files: list[MockData | Gpt2Tokenizer] = []
     settings = {"sequence": arguments.seq_length, **_documents(arguments)}
     settings |= _source(arguments, directory, files, need_data)
     tokenizer, vocab = _tokenizer(arguments, directory, files, notes, need_data)
-    return Data(settings | tokenizer, vocab, tuple(notes), tuple(files))
+    return settings | tokenizer, vocab
 
 
-def _source(
-    arguments: Namespace, directory: str, files: list[MockData | Gpt2Tokenizer], need_data: bool
-) -> dict[str, Any]:
-    """Where samples come from; adds what is to be written to ``files``."""
+def _source(arguments: Namespace, directory: str, files: Files, need_data: bool) -> dict[str, Any]:
+    """The settings of the data set; adds what is to be written to ``files``."""
     sources = ["data_path", "data_args_path", "train_data_path", "mock_data"]
     given = [name for name in sources if getattr(arguments, name)]
     if len(given) != 1:
         if not given and not need_data:
             return {}
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        flags = ", ".join(map(flag_of, given))
         raise ConfigError(
             "--data-path",
             f"found {flags or 'no data'}; give --data-path, --train-data-path or --mock-data",
@@ -150,11 +135,10 @@ def _source(
         files.append(data)
         return {"train": data.prefix, "split": _split(arguments.split)}
     if arguments.train_data_path:
-        found: dict[str, Any] = {}
-        found["train"] = _blend("--train-data-path", arguments.train_data_path)
+        settings: dict[str, Any] = {"train": _blend("--train-data-path", arguments.train_data_path)}
         if arguments.valid_data_path:
-            found["validation"] = _blend("--valid-data-path", arguments.valid_data_path)
-        return found
+            settings["validation"] = _blend("--valid-data-path", arguments.valid_data_path)
+        return settings
     words = arguments.data_path
     if arguments.data_args_path:
         try:
@@ -165,15 +149,14 @@ def _source(
 
 
 def _documents(arguments: Namespace) -> dict[str, Any]:
-    """Megatron-LM's three switches together are isolated documents."""
+    """``data.documents``: Megatron-LM's three switches together isolate documents."""
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    missing = [f"--{name.replace('_', '-')}" for name in names if not getattr(arguments, name)]
+    missing = [flag_of(name) for name in names if not getattr(arguments, name)]
     if len(missing) == len(names):
         return {"documents": "join"}
     if missing:
-        given = next(name for name in names if getattr(arguments, name)).replace("_", "-")
         raise ConfigError(
-            f"--{given}",
+            next(flag_of(name) for name in names if getattr(arguments, name)),
             f"found without {' and '.join(missing)}; documents are isolated by all three, or joined without "
             "any: add or remove them",
         )
@@ -196,9 +179,9 @@ def _blend(flag: str, words: Sequence[str]) -> str | list[list[Any]]:
 
 
 def _split(text: str) -> list[float]:
-    """Three proportions."""
+    """The value of ``--split`` as three proportions."""
     try:
-        numbers = [float(each) for each in text.replace("/", ",").split(",")]
+        numbers = [float(word) for word in text.replace("/", ",").split(",")]
     except ValueError:
         numbers = []
     if not 0 < len(numbers) <= 3 or min(numbers) < 0 or not sum(numbers):
@@ -207,11 +190,7 @@ def _split(text: str) -> list[float]:
 
 
 def _tokenizer(
-    arguments: Namespace,
-    directory: str,
-    files: list[MockData | Gpt2Tokenizer],
-    notes: list[str],
-    need_data: bool,
+    arguments: Namespace, directory: str, files: Files, notes: list[str], need_data: bool
 ) -> tuple[dict[str, Any], int | None]:
     """``data.tokenizer``, and ``model.vocab`` where it is not the tokenizer's."""
     kind, model = arguments.tokenizer_type, arguments.tokenizer_model

@@ -25,13 +25,6 @@ _EQUAL = {
 }
 """Settings that the flags determine -> the key that must be equal, where the file has it."""
 
-_KEYS = {
-    "parallel.zero": "zero_optimization.stage",
-    "memory.offload": "zero_optimization.offload_optimizer",
-    "optimizer.clip": "gradient_clipping",
-}
-"""Settings that the file determines where it has the key."""
-
 _PRECISION = {
     "loss_scale": "fp16.loss_scale",
     "loss_scale_initial": "fp16.initial_scale_power",
@@ -55,7 +48,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
     Args:
         tree: the settings of the flags.
         line: with what :func:`~hexad.compat.megatron.arguments.derive` has added.
-        script: the line is a script's, whose ``deepspeed.initialize`` reads the whole file.
+        script: the line is a script's, whose ``deepspeed.initialize`` reads the complete file.
 
     Returns:
         what the user should know; nothing for a script.
@@ -69,7 +62,7 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
         alone, other = (
             ("--deepspeed", "--deepspeed_config") if used else ("--deepspeed_config", "--deepspeed")
         )
-        return [f"{alone}: no effect without {other}"] if (used or path is not None) and not script else []
+        return [f"{alone}: no effect without {other}"] if (used or path) and not script else []
     notes: list[str] = []
     with _naming(path):
         keys, content = read_keys(path)
@@ -84,19 +77,20 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
             f"{arguments.data_parallel_size} data ranks, but {path} has gradient_accumulation_steps "
             f"{keys.gradient_accumulation_steps}; make them equal, or change the number of ranks",
         )
-    merge.determine("parallel.zero", _KEYS["parallel.zero"], keys.zero_optimization.stage)
+    merge.determine("parallel.zero", "zero_optimization.stage", keys.zero_optimization.stage)
     with _naming(path):
         config = CheckedConfig(_with_flags(keys, tree), batch, content)
-        found = shared_settings(config) if script else settings_beside_optimizer(config, notes)
-    merge.determine("memory.offload", _KEYS["memory.offload"], found["memory"].get("offload", "none"))
-    merge.determine("optimizer.clip", _KEYS["optimizer.clip"], keys.gradient_clipping)
-    merge.precision(found["precision"])
+        settings = shared_settings(config) if script else settings_beside_optimizer(config, notes)
+    offload = settings["memory"].get("offload", "none")
+    merge.determine("memory.offload", "zero_optimization.offload_optimizer", offload)
+    merge.determine("optimizer.clip", "gradient_clipping", keys.gradient_clipping)
+    merge.precision(settings["precision"])
     kind = tree["precision"]["dtype"]
     arguments.fp16, arguments.bf16 = kind == "fp16", kind == "bf16"
     arguments.zero_stage, arguments.clip_grad = tree["parallel"]["zero"], tree["optimizer"]["clip"]
     if script:
         return []
-    notes += _of_flags(keys, kind) + [f"{each}: no effect" for each in without_effect(keys)]
+    notes += _of_flags(keys, kind) + [f"{key}: no effect" for key in without_effect(keys)]
     return [f"{path}: {note}" for note in notes]
 
 
@@ -114,14 +108,12 @@ def _with_flags(keys: Keys, tree: dict[str, dict[str, Any]]) -> Keys:
 
 def _of_flags(keys: Keys, dtype: str) -> list[str]:
     """A note for each key of the file in whose place a flag has an effect."""
-    names = ("optimizer", "scheduler", "steps_per_print")
-    found = [
-        f"{name}: no effect: the flags determine it" for name in names if getattr(keys, name) is not None
-    ]
+    names = [key for key in ("optimizer", "scheduler", "steps_per_print") if given(keys, key) is not None]
+    notes = [f"{name}: no effect: the flags determine it" for name in names]
     if dtype == "fp16" and not keys.fp16.enabled:
         scaler = [key for key in _PRECISION.values() if key.startswith("fp16.")]
-        found += [f"{key}: no effect without fp16.enabled" for key in scaler if given(keys, key) is not None]
-    return found
+        notes += [f"{key}: no effect without fp16.enabled" for key in scaler if given(keys, key) is not None]
+    return notes
 
 
 @contextmanager
@@ -171,18 +163,18 @@ class _Merge:
         if self._value(key) is not None:
             self._set(setting, key, value)
 
-    def precision(self, found: dict[str, Any]) -> None:
-        """As :meth:`determine`, of all of ``precision``."""
+    def precision(self, settings: dict[str, Any]) -> None:
+        """Set what the file has of ``precision`` and no flag; refuse other values than the flags'."""
         kinds = ("fp16", "bf16")
         for kind in kinds:
             if self._value(f"{kind}.enabled") is False and self._known("precision.dtype") == kind:
                 raise self._contradiction(f"--{kind}", "precision.dtype", f"{kind}.enabled", False)
-        if found["dtype"] in kinds:
-            self._set("precision.dtype", f"{found['dtype']}.enabled", found["dtype"])
+        if settings["dtype"] in kinds:
+            self._set("precision.dtype", f"{settings['dtype']}.enabled", settings["dtype"])
             for name, key in _PRECISION.items():
                 setting, value = f"precision.{name}", self._value(key)
-                if name in found:
-                    self._set(setting, key, found[name])
+                if name in settings:
+                    self._set(setting, key, settings[name])
                 elif value == "fp32" or (value is not None and self._flags(setting)):
                     self._set(setting, key, value)
 
@@ -205,10 +197,10 @@ class _Merge:
         return self.tree[group].get(name)
 
     def _value(self, key: str) -> Any:
-        """The file's; None if it has none."""
-        found = given(self.keys, key)
-        return found.device if isinstance(found, Offload) else found
+        """The file's value of a key; None if it has none."""
+        value = given(self.keys, key)
+        return value.device if isinstance(value, Offload) else value
 
     def _contradiction(self, flag: str, setting: str, key: str, value: Any) -> ConfigError:
-        found = f"found {self._known(setting)} ({setting})"
-        return ConfigError(flag, f"{found}, but {self.path} has {key} {json.dumps(value)}; make them equal")
+        problem = f"found {self._known(setting)} ({setting})"
+        return ConfigError(flag, f"{problem}, but {self.path} has {key} {json.dumps(value)}; make them equal")

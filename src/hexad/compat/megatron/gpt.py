@@ -85,7 +85,7 @@ class GPTModel(Transformer):
                 "GPTModel: context parallel is for 'hexad megatron': use --context-parallel-size 1"
             )
         placement = plan.schedule.placement
-        own = [number for number, rank in enumerate(placement) if rank == mesh.pipeline.rank]
+        own = plan.schedule.stages_of(mesh.pipeline.rank)
         number = own[parallel_state.get_virtual_pipeline_model_parallel_rank() or 0]
         wanted = (number == 0, number == len(placement) - 1)
         if (pre_process, post_process) != wanted:
@@ -178,11 +178,8 @@ class GPTModel(Transformer):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         if self._isolated and position_ids is None:
             raise HexadError("position_ids: found None with --reset-position-ids; pass them")
-        if self._isolated or mask is None or mask.numel() < 2:
-            wrong_mask = False
-        else:
-            wrong_mask = not bool((mask.bool() == (places > places[:, None])).all())
-        if wrong_mask:
+        masks = mask is not None and mask.numel() > 1 and not self._isolated
+        if mask is not None and masks and not bool((mask.bool() == (places > places[:, None])).all()):
             raise HexadError("attention_mask: found one that is not causal; pass None")
         if not self._isolated and position_ids is not None and not bool((position_ids == places).all()):
             raise HexadError("position_ids: found others than 0, 1, ...; add --reset-position-ids")
@@ -192,7 +189,7 @@ class GPTEngine(Engine):
     """An engine around stages with a :class:`GPTModel`, whose dropout continues after resuming."""
 
     def progress(self) -> dict[str, Any]:
-        """As of an :class:`~hexad.Engine`, with the number of passes, which is that of every stage."""
+        """The progress of an :class:`~hexad.Engine`, with the number of passes, equal on all stages."""
         passes = max((model.passes for model in self._models()), default=0)
         return {**super().progress(), "passes": passes}
 

@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 
-from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
-from hexad.checkpoint.hugging_face.importing import check_target, with_precision, with_tokenizer
+from hexad.checkpoint.hugging_face.importing import check_target, with_precision
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config, load_config
-from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.inventory import ModelInventory
 from hexad.parallel.rectangle import Rectangle
 
-from ..facade.imported import ForeignTensor, ImportResult, model_directory, write_foreign
+from ..facade.imported import ForeignTensor, ImportResult, model_directory, published_config, write_import
 from ..facade.inert import Inert, load_inert, unpickle_inert
 
 METADATA, COMMON = ".metadata", "common.pt"
@@ -119,13 +117,13 @@ class TorchDistCheckpoint:
             HexadError: a piece is damaged, or is not what ``.metadata`` says.
         """
         wanted = Rectangle(tensor.key, tensor.shape, offset, sizes)
-        found = torch.empty(sizes, dtype=tensor.dtype)
+        values_read = torch.empty(sizes, dtype=tensor.dtype)
         for piece in tensor.pieces:
             common = wanted.intersection(piece.rectangle)
             if common is not None:
                 values = self._values(tensor, piece)
-                found[_within(common, wanted)] = values[_within(common, piece.rectangle)]
-        return found
+                values_read[_within(common, wanted)] = values[_within(common, piece.rectangle)]
+        return values_read
 
     def _values(self, tensor: DistTensor, piece: _Piece) -> torch.Tensor:
         path = self.directory / piece.file
@@ -164,20 +162,20 @@ def _within(part: Rectangle, whole: Rectangle) -> tuple[slice, ...]:
 def _iteration(directory: Path) -> Path:
     """The directory of the newest iteration, or the given one."""
     latest = directory / "latest_checkpointed_iteration.txt"
-    found = directory
+    newest = directory
     if latest.is_file():
         text = latest.read_text(encoding="utf-8", errors="replace").strip()
-        found = directory / (f"iter_{int(text):07d}" if text.isdigit() else text)
-    if not (found / METADATA).is_file():
+        newest = directory / (f"iter_{int(text):07d}" if text.isdigit() else text)
+    if not (newest / METADATA).is_file():
         raise HexadError(
-            f"{found}: holds no {METADATA}; expected a checkpoint of Megatron-Core in the torch_dist format"
+            f"{newest}: holds no {METADATA}; expected a checkpoint of Megatron-Core in the torch_dist format"
         )
-    return found
+    return newest
 
 
 def _described_tensors(metadata: Inert) -> dict[str, DistTensor]:
     """The tensors that the metadata describe."""
-    found: dict[str, DistTensor] = {}
+    tensors: dict[str, DistTensor] = {}
     sizes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
     for key, entry in metadata.held["state_dict_metadata"].items():
         if "chunks" not in entry.held:
@@ -185,19 +183,21 @@ def _described_tensors(metadata: Inert) -> dict[str, DistTensor]:
         dtype = entry.held["properties"].state[0]
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{key}: dtype {dtype}")
-        found[key] = DistTensor(key, tuple(entry.held["size"]), dtype)
-        sizes[key] = {tuple(each.held["offsets"]): tuple(each.held["sizes"]) for each in entry.held["chunks"]}
+        tensors[key] = DistTensor(key, tuple(entry.held["size"]), dtype)
+        sizes[key] = {
+            tuple(chunk.held["offsets"]): tuple(chunk.held["sizes"]) for chunk in entry.held["chunks"]
+        }
     for index, info in metadata.held["storage_data"].items():
         key, held = index.held["fqn"], info.held
-        if key not in found:
+        if key not in tensors:
             continue
         if held.get("transform_descriptors"):
             raise ValueError(f"{held['relative_path']}: files of extensions, which are not read")
         offset = tuple(index.held["offset"])
-        rectangle = Rectangle(key, found[key].shape, offset, sizes[key][offset])
+        rectangle = Rectangle(key, tensors[key].shape, offset, sizes[key][offset])
         place = str(held["relative_path"]), int(held["offset"]), int(held["length"])
-        found[key].pieces.append(_Piece(rectangle, *place))
-    return found
+        tensors[key].pieces.append(_Piece(rectangle, *place))
+    return tensors
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -213,7 +213,7 @@ _OUTSIDE = {
     "head.weight": "output_layer.weight",
 }
 _IN_LAYERS = {
-    # Layer norms are parts of the products that follow them, also where they are modules of their own.
+    # Layer norms are parts of the products that follow them, also where they are separate modules.
     "attention_norm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "attention_norm.bias": ("self_attention.linear_qkv.layer_norm_bias", "input_layernorm.bias"),
     "ffn_norm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
@@ -271,23 +271,15 @@ def import_checkpoint(
     if folder is None:
         config = check(load_config(model))
     else:
-        settings = model_settings(read_config(folder), folder / CONFIG_FILE)
-        config = check(build_config({"model": settings, "data": {"sequence": settings["max_positions"]}}))
+        config = check(build_config(published_config(folder)))
         own = given.tensors.get(_OUTSIDE["embedding.weight"])
         config = config if own is None else with_precision(config, own.dtype)
     if not weights_only:
         _check_sharding(given)
     kinds = ("",) if weights_only else ("", *MOMENTS)
-    tensors = [each for kind in kinds for each in _tensors(given, config.model, kind)]
+    tensors = [tensor for kind in kinds for tensor in _tensors(given, config.model, kind)]
     progress = {"step": 0, "updates": 0, "samples": 0} if weights_only else _progress(given, options)
-    with appearing(to, "--to") as directory:
-        others = None
-        if folder is not None:
-            config, others = with_tokenizer(config, folder, directory, to.resolve())
-        write_foreign(tensors, directory, source, progress, config, others)
-    count = sum(math.prod(each.shape) for each in tensors) // len(kinds)
-    found = folder is not None and has_tokenizer(folder)
-    return ImportResult(config, progress["step"], progress["samples"], count, not weights_only, found)
+    return write_import(tensors, to, source, progress, config, folder)
 
 
 def _check_sharding(given: TorchDistCheckpoint) -> None:
@@ -297,10 +289,10 @@ def _check_sharding(given: TorchDistCheckpoint) -> None:
         HexadError: they are those of buckets, or of flattened parts.
     """
     optimizer = given.common.get("optimizer")
-    found = optimizer.get("param_state_sharding_type") if isinstance(optimizer, Mapping) else None
-    if found not in (None, "fully_reshardable"):
+    kind = optimizer.get("param_state_sharding_type") if isinstance(optimizer, Mapping) else None
+    if kind not in (None, "fully_reshardable"):
         raise HexadError(
-            f"{given.directory}: found optimizer states as {found}; save with "
+            f"{given.directory}: found optimizer states as {kind}; save with "
             "--dist-ckpt-optim-fully-reshardable, or add --weights-only to import the weights"
         )
 
@@ -392,9 +384,13 @@ def _part(name: str, theirs: torch.Tensor, model: ModelSettings) -> torch.Tensor
     may be padded."""
     module = name.split(".", 2)[-1].rpartition(".")[0]
     if module in ("attention.q", "attention.k", "attention.v"):
-        groups, each = int(model.kv_heads), int(model.heads) // int(model.kv_heads)
-        by_group = theirs.unflatten(0, (groups, each + 2, int(model.head_dim)))
-        place = {"q": slice(0, each), "k": slice(each, each + 1), "v": slice(each + 1, each + 2)}
+        groups, queries = int(model.kv_heads), int(model.heads) // int(model.kv_heads)
+        by_group = theirs.unflatten(0, (groups, queries + 2, int(model.head_dim)))
+        place = {
+            "q": slice(0, queries),
+            "k": slice(queries, queries + 1),
+            "v": slice(queries + 1, queries + 2),
+        }
         return by_group[:, place[module[-1]]]
     if module in ("ffn.gate", "ffn.up") and _gated(model):
         return theirs.chunk(2)[module == "ffn.up"]
@@ -406,7 +402,7 @@ def _gated(model: ModelSettings) -> bool:
 
 
 def _progress(given: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What Hexad's engine resumes from.
+    """The progress that Hexad's engine resumes from.
 
     Raises:
         HexadError: there is no iteration, or parameters have different numbers of updates.
@@ -420,13 +416,13 @@ def _progress(given: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[st
         raise HexadError(
             f"{given.directory}: common.pt: found different numbers of updates {sorted(updates)}"
         )
-    found = {"step": step, "updates": updates.pop() if updates else step}
-    found["samples"] = int(options.get("consumed_train_samples") or 0)
+    progress: dict[str, Any] = {"step": step, "updates": updates.pop() if updates else step}
+    progress["samples"] = int(options.get("consumed_train_samples") or 0)
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
     names = {"scale": "scale", "growth_tracker": "clean", "hysteresis_tracker": "patience"}
     if isinstance(scaler, Mapping) and scaler.keys() >= names.keys():
-        return {**found, "loss_scale": {ours: float(scaler[theirs]) for theirs, ours in names.items()}}
-    return found
+        progress["loss_scale"] = {ours: float(scaler[theirs]) for theirs, ours in names.items()}
+    return progress
 
 
 def _steps(state: Any) -> Iterator[int]:
@@ -438,5 +434,5 @@ def _steps(state: Any) -> Iterator[int]:
             else:
                 yield from _steps(value)
     elif isinstance(state, (list, tuple)):
-        for each in state:
-            yield from _steps(each)
+        for item in state:
+            yield from _steps(item)

@@ -59,7 +59,7 @@ class MegatronTokenizer:
         return self.backend.encode(text)
 
     def detokenize(self, token_ids: Iterable[int]) -> str:
-        """The text of ids."""
+        """The text of some ids."""
         return self.backend.decode(token_ids)
 
 
@@ -91,14 +91,14 @@ def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> Megat
     translation.write_files("tokenizer")
     with blaming("--tokenizer-type"):
         backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
-    found = MegatronTokenizer(backend, vocab or backend.vocab_size)
-    arguments.padded_vocab_size = -(-found.vocab_size // multiple) * multiple
-    return found
+    tokenizer = MegatronTokenizer(backend, vocab or backend.vocab_size)
+    arguments.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    return tokenizer
 
 
 @dataclass(frozen=True)
 class _Started:
-    """What the functions below return."""
+    """The state between ``initialize_megatron`` and ``destroy_megatron``."""
 
     arguments: Namespace
     translation: LineTranslation
@@ -151,7 +151,8 @@ def initialize_megatron(
     line, translation, common = agreed(read, world.everyone(world.join())) if joined else read()
     arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
-    arguments.params_dtype = _dtype(arguments)
+    half = torch.bfloat16 if arguments.bf16 else torch.float32
+    arguments.params_dtype = torch.half if arguments.fp16 else half
     arguments.iteration = arguments.consumed_train_samples = arguments.consumed_valid_samples = 0
     if here.rank == 0:
         for note in translation.notes:
@@ -165,7 +166,7 @@ def initialize_megatron(
         translation.write_files("data")
         return build_tokenizer(translation, arguments)
 
-    # Hosts may have file systems of their own.
+    # Hosts may not share a file system.
     tokenizer = prepare() if skip_mpu_initialization else agreed(prepare, parallel_state.get_mesh().world)
     _started = _Started(arguments, translation, tokenizer, settings)
 
@@ -209,15 +210,11 @@ def _start(arguments: Namespace, common: dict[str, Any]) -> None:
 
 
 def _divide_heads(config: Config) -> None:
-    """Where several tensor ranks hold each key/value head, the mesh knows which ones."""
+    """Use a mesh with the groups of tensor ranks that hold the same key/value head, if any do."""
     mesh = parallel_state.get_mesh()
-    found = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
-    if found is not mesh:
-        parallel_state.use_mesh(found, parallel_state.get_virtual_pipeline_model_parallel_world_size())
-
-
-def _dtype(arguments: Namespace) -> torch.dtype:
-    return torch.half if arguments.fp16 else torch.bfloat16 if arguments.bf16 else torch.float32
+    factored = mesh if mesh.context.size > 1 else factored_mesh(config.model, config.parallel, mesh)
+    if factored is not mesh:
+        parallel_state.use_mesh(factored, parallel_state.get_virtual_pipeline_model_parallel_world_size())
 
 
 def _current() -> _Started:

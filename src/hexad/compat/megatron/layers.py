@@ -34,7 +34,7 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class ModelParallelConfig:
-    """What the layers read of Megatron-LM's class of this name, which may be passed in its place.
+    """The attributes that layers read of Megatron-LM's class of this name, which may be passed instead.
 
     Attributes:
         params_dtype: of parameters and activations.
@@ -53,26 +53,25 @@ class ModelParallelConfig:
 
 
 class _Layer(ShardedModule):
-    """What the layers have in common.
+    """The base class of the parallel linear layers.
 
     Args:
         config: Megatron-LM's, or :class:`ModelParallelConfig`.
         group: of tensor ranks; None: those of the mesh.
-        sequence: activations outside are sharded over tokens; by default that of ``config``.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, config: Any, group: dist.ProcessGroup | None, sequence: bool | None = None) -> None:
+    def __init__(self, config: Any, group: dist.ProcessGroup | None) -> None:
         axis = parallel_state.axis_of(group)
         _check_config(type(self).__name__, config, group)
-        sequence = bool(config.sequence_parallel) if sequence is None else sequence
+        sequence = bool(config.sequence_parallel) and axis.size > 1
         device = parallel_state.get_mesh().device
-        super().__init__(Shard({"tensor": axis}, sequence and axis.size > 1, config.params_dtype, device))
+        super().__init__(Shard({"tensor": axis}, sequence, config.params_dtype, device))
         self.config = config
 
     def _weight(self, shape: tuple[int, int], dim: int, init_method: Initialise | None) -> None:
-        """The matrix, sharded along ``dim``."""
+        """Create the matrix, sharded along ``dim``."""
         std = getattr(self.config, "init_method_std", _STD)
         weight = Weight("weight", shape, {"tensor": dim}, decay=True, std=std)
         self._divisible(shape[dim])
@@ -82,7 +81,7 @@ class _Layer(ShardedModule):
             _initialise(self.weight, shape, dim, std, init_method, self.shard)
 
     def _bias(self, size: int, divided: bool) -> None:
-        """The bias, initialised with 0."""
+        """Create the bias, initialised with 0."""
         partial = frozenset({"tensor"} if self.shard.sequence and not divided else ())
         weight = Weight("bias", (size,), {"tensor": 0} if divided else {}, partial)
         self.declare(Parameter("bias", (weight,)))
@@ -120,7 +119,7 @@ def _check_config(layer: str, config: Any, group: dist.ProcessGroup | None) -> N
 
 
 def _describe(parameter: nn.Parameter, dim: int) -> None:
-    """The attributes by which Megatron-LM's scripts recognise sharded parameters."""
+    """Set the attributes by which Megatron-LM's scripts recognise sharded parameters."""
     for name, value in (("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1)):
         setattr(parameter, name, value)
 
@@ -203,8 +202,8 @@ class ColumnParallelLinear(_Layer):
         weight = self.weight if weight is None else weight
         shape = self.output_size_per_partition, self.input_size
         if weight is None or tuple(weight.shape) != shape:
-            found = None if weight is None else tuple(weight.shape)
-            raise HexadError(f"ColumnParallelLinear: found a weight of shape {found}, expected {shape}")
+            given_shape = None if weight is None else tuple(weight.shape)
+            raise HexadError(f"ColumnParallelLinear: found a weight of shape {given_shape}, expected {shape}")
         added = None if self.skip_bias_add else self.bias
         y = column_linear(_rows(input_), weight, added, self.shard)
         y = y.unflatten(0, (-1, *input_.shape[1:-1]))
@@ -219,13 +218,10 @@ class RowParallelLinear(_Layer):
     Args:
         input_size, output_size: global features.
         config: as of :class:`ColumnParallelLinear`; in sequence parallel the output is sharded over tokens.
-        init_method: fills a float32 tensor ``[output_size, input_size]``; None: normal.
         bias: whether there is one; it is added after the sum.
         input_is_parallel: the input is this rank's features; otherwise all, of which it takes its own.
-        skip_bias_add: return the bias instead of adding it.
-        stride, is_expert: defaults only.
-        keep_master_weight_for_test, tp_comm_buffer_name: have no effect.
-        tp_group: of :mod:`~hexad.compat.megatron.parallel_state`.
+        init_method, skip_bias_add, stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name,
+            tp_group: as of :class:`ColumnParallelLinear`.
 
     Attributes:
         weight: ``[output_size, input_size / size]``.
@@ -353,9 +349,9 @@ def _initialise(
     init_method: Initialise | None,
     shard: Shard,
 ) -> None:
-    """This rank's shard of what ``init_method`` fills.
+    """Set this rank's shard of the values that ``init_method`` draws.
 
-    All of it is drawn on every rank, as Megatron-LM does on CPUs: the same values for any number of ranks.
+    All values are drawn on every rank, as Megatron-LM does on CPUs: the same values for any number of ranks.
     """
     whole = torch.empty(shape, dtype=torch.float32)
     if init_method is None:

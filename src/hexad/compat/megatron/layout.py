@@ -8,10 +8,20 @@ from typing import Any
 
 from hexad.config import ConfigError
 
+from .flags import flag_of
+
 _CONTEXT = {"p2p": "ring", "a2a": "ulysses", "allgather": "all_gather", "a2a+p2p": "ulysses_ring"}
 """``--cp-comm-type`` -> ``parallel.context_method``."""
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """``--data-parallel-sharding-strategy``, by level of ZeRO."""
+_OF_PIPELINES = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+"""Attributes of flags that divide layers among pipeline ranks."""
 
 
 def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
@@ -20,7 +30,7 @@ def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
     Raises:
         ConfigError: flags that exclude each other, do not fit, or that Hexad cannot honour.
     """
-    found: dict[str, Any] = {
+    parallel: dict[str, Any] = {
         "tensor": arguments.tensor_model_parallel_size,
         "sequence": arguments.sequence_parallel,
         "context": arguments.context_parallel_size,
@@ -28,58 +38,47 @@ def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
         "zero": _zero(arguments),
     }
     if arguments.context_parallel_size > 1:
-        found |= _context(arguments)
+        parallel |= _context(arguments)
     if arguments.pipeline_model_parallel_size > 1:
-        found |= _stages(arguments)
+        parallel |= _stages(arguments)
     else:
-        _refuse_without_pipeline(arguments)
+        for name in _OF_PIPELINES:
+            if getattr(arguments, name) is not None:
+                problem = (
+                    f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
+                )
+                raise ConfigError(flag_of(name), problem)
     if arguments.num_distributed_optimizer_instances > 1:
-        found["replicas"] = arguments.num_distributed_optimizer_instances
+        parallel["replicas"] = arguments.num_distributed_optimizer_instances
     if arguments.use_tp_pp_dp_mapping:
-        found["order"] = "tensor-context-expert-pipeline-data"
+        parallel["order"] = "tensor-context-expert-pipeline-data"
     if arguments.ddp_bucket_size:
-        found["bucket_mb"] = arguments.ddp_bucket_size * 4 / 2**20
-    return {"parallel": found, "memory": _memory(arguments)}
-
-
-def _refuse_without_pipeline(arguments: Namespace) -> None:
-    """Refuse to divide layers among one pipeline rank."""
-    for name in (
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "pipeline_model_parallel_layout",
-    ):
-        if getattr(arguments, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                flag, f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
-            )
+        parallel["bucket_mb"] = arguments.ddp_bucket_size * 4 / 2**20
+    return {"parallel": parallel, "memory": _memory(arguments)}
 
 
 def _zero(arguments: Namespace) -> int:
-    """The level that flags determine; several need to agree."""
+    """``parallel.zero``; several flags that determine it need to agree."""
     stage, strategy = arguments.zero_stage, arguments.data_parallel_sharding_strategy
     if stage is not None and not 0 <= stage <= 3:
         raise ConfigError("--zero-stage", f"found {stage}, expected 0, 1, 2 or 3")
-    found: dict[str, int] = {}
+    levels: dict[str, int] = {}
     if arguments.use_torch_fsdp2:
-        found["--use-torch-fsdp2"] = 3
+        levels["--use-torch-fsdp2"] = 3
     if arguments.use_megatron_fsdp and strategy != _STRATEGIES[0]:
-        found[f"--data-parallel-sharding-strategy {strategy}"] = _STRATEGIES.index(strategy)
+        levels[f"--data-parallel-sharding-strategy {strategy}"] = _STRATEGIES.index(strategy)
     elif arguments.use_distributed_optimizer:  # which Megatron-FSDP needs at every level
-        found["--use-distributed-optimizer"] = 1
+        levels["--use-distributed-optimizer"] = 1
     if stage is not None:
-        found[f"--zero-stage {stage}"] = int(stage)
-    for one, level in found.items():
-        other = next((name for name in found if found[name] != level), None)
+        levels[f"--zero-stage {stage}"] = int(stage)
+    for one, level in levels.items():
+        other = next((name for name in levels if levels[name] != level), None)
         if other is not None:
             raise ConfigError(
                 other.split(" ")[0],
-                f"sets ZeRO level {found[other]}, but {one} sets level {level}; leave one out",
+                f"sets ZeRO level {levels[other]}, but {one} sets level {level}; leave one out",
             )
-    return next(iter(found.values()), 0)
+    return next(iter(levels.values()), 0)
 
 
 def _context(arguments: Namespace) -> dict[str, Any]:
@@ -90,7 +89,7 @@ def _context(arguments: Namespace) -> dict[str, Any]:
             "--cp-comm-type",
             f"found {' '.join(arguments.cp_comm_type)}, expected one of {', '.join(_CONTEXT)} for all layers",
         )
-    found: dict[str, Any] = {"context_method": _CONTEXT[kind]}
+    settings: dict[str, Any] = {"context_method": _CONTEXT[kind]}
     if kind != "a2a+p2p" and sizes is not None:
         raise ConfigError(
             "--hierarchical-context-parallel-sizes", f"found with --cp-comm-type {kind}; use a2a+p2p"
@@ -102,8 +101,8 @@ def _context(arguments: Namespace) -> dict[str, Any]:
                 f"found {sizes}, expected two numbers whose product is --context-parallel-size "
                 f"{arguments.context_parallel_size}",
             )
-        found["context_ulysses"] = sizes[0]
-    return found
+        settings["context_ulysses"] = sizes[0]
+    return settings
 
 
 def _stages(arguments: Namespace) -> dict[str, Any]:
@@ -117,33 +116,36 @@ def _stages(arguments: Namespace) -> dict[str, Any]:
         virtual = _virtual(arguments, pipeline)
         split = _split(arguments, pipeline, virtual)
     arguments.virtual_pipeline_model_parallel_size = virtual if virtual > 1 else None
-    found: dict[str, Any] = {"schedule": "interleaved" if virtual > 1 else "1f1b", "virtual_stages": virtual}
+    settings: dict[str, Any] = {
+        "schedule": "interleaved" if virtual > 1 else "1f1b",
+        "virtual_stages": virtual,
+    }
     group = arguments.microbatch_group_size_per_vp_stage
     if group is not None and virtual > 1:
-        found["schedule_group"] = group
-    return {**found, "split": split}
+        settings["schedule_group"] = group
+    return {**settings, "split": split}
 
 
 def _virtual(arguments: Namespace, pipeline: int) -> int:
-    """Stages per pipeline rank."""
-    each, number = (
+    """``parallel.virtual_stages``: the number of stages per pipeline rank."""
+    size, number = (
         arguments.num_layers_per_virtual_pipeline_stage,
         arguments.num_virtual_stages_per_pipeline_rank,
     )
-    if number is not None or each is None:
+    if number is not None or size is None:
         return number or 1
-    layers = arguments.num_layers + _extra(arguments)[0] + _extra(arguments)[1]
-    if layers % (pipeline * each):
+    layers = arguments.num_layers + sum(_extra(arguments))
+    if layers % (pipeline * size):
         raise ConfigError(
             "--num-layers-per-virtual-pipeline-stage",
-            f"found {each}, which with pipeline {pipeline} does not divide {layers} layers; use a divisor of "
+            f"found {size}, which with pipeline {pipeline} does not divide {layers} layers; use a divisor of "
             f"{layers / pipeline:g}",
         )
-    return int(layers // pipeline // each)
+    return int(layers // pipeline // size)
 
 
 def _extra(arguments: Namespace) -> tuple[int, int]:
-    """What embedding and loss count as, in layers."""
+    """The numbers of layers that embedding and loss count as."""
     return (
         int(arguments.account_for_embedding_in_pipeline_split),
         int(arguments.account_for_loss_in_pipeline_split),
@@ -151,12 +153,12 @@ def _extra(arguments: Namespace) -> tuple[int, int]:
 
 
 def _split(arguments: Namespace, pipeline: int, virtual: int) -> str | list[int]:
-    """Layers per stage."""
+    """``parallel.split``: the number of layers per stage."""
     layers = arguments.num_layers
     first, last = arguments.decoder_first_pipeline_num_layers, arguments.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
         end = "first" if first is not None else "last"
-        ends = [each for each in (first, last) if each is not None]
+        ends = [count for count in (first, last) if count is not None]
         others, left = pipeline - len(ends), layers - sum(ends)
         sizes = [*ends[: first is not None], *[left // max(others, 1)] * others, *ends[first is not None :]]
         if sum(sizes) != layers or any(size % virtual for size in sizes):
@@ -186,8 +188,8 @@ def _split(arguments: Namespace, pipeline: int, virtual: int) -> str | list[int]
             f"found {layers}, with embedding and loss {layers + embedding + loss}, which do not divide by "
             f"{stages} stages; change one of them",
         )
-    each = (layers + embedding + loss) // stages
-    return [each - embedding * (n == 0) - loss * (n == stages - 1) for n in range(stages)]
+    size = (layers + embedding + loss) // stages
+    return [size - embedding * (n == 0) - loss * (n == stages - 1) for n in range(stages)]
 
 
 def _from_text(text: str, layers: int, pipeline: int) -> list[int]:
@@ -198,23 +200,23 @@ def _from_text(text: str, layers: int, pipeline: int) -> list[int]:
         plain = shorter
     plain = re.sub(r"([EtL|])\*(\d+)", lambda m: m[1] * int(m[2]), plain)
     stages = plain.split("|")
-    found = [stage.count("t") for stage in stages]
+    counts = [stage.count("t") for stage in stages]
     well_formed = re.fullmatch(r"E[t|]*L", plain) is not None
-    if not well_formed or sum(found) != layers or len(stages) % pipeline:
+    if not well_formed or sum(counts) != layers or len(stages) % pipeline:
         raise ConfigError(
             "--pipeline-model-parallel-layout",
-            f"found {text!r}: {len(stages)} stages of {sum(found)} layers; expected E, t and L of {layers} "
+            f"found {text!r}: {len(stages)} stages of {sum(counts)} layers; expected E, t and L of {layers} "
             f"layers, and a multiple of {pipeline} stages",
         )
-    return found
+    return counts
 
 
 def _memory(arguments: Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"offload": "optimizer"} if arguments.optimizer_cpu_offload else {}
+    memory: dict[str, Any] = {"offload": "optimizer"} if arguments.optimizer_cpu_offload else {}
     kind, flag = _recompute(arguments)
     method, layers = arguments.recompute_method, arguments.recompute_num_layers
     if flag == "--checkpoint-activations":
-        return {"recompute": kind, **found}
+        return {"recompute": kind, **memory}
     if kind == "selective" and method is not None:
         raise ConfigError("--recompute-method", f"found {method} with {flag}; leave it out")
     if kind == "full" and method is None:
@@ -227,12 +229,12 @@ def _memory(arguments: Namespace) -> dict[str, Any]:
                 "--recompute-num-layers",
                 f"found {layers}, expected at most --num-layers {arguments.num_layers}; lower it",
             )
-        found["recompute_layers"] = layers
-    return {"recompute": kind, **found}
+        memory["recompute_layers"] = layers
+    return {"recompute": kind, **memory}
 
 
 def _recompute(arguments: Namespace) -> tuple[str, str]:
-    """What is recomputed, and the flag that determines it; several need to agree."""
+    """``memory.recompute``, and the flag that determines it; several need to agree."""
     kind = arguments.recompute_granularity
     given = {f"--recompute-granularity {kind}": kind} if kind is not None else {}
     if arguments.checkpoint_activations:

@@ -147,17 +147,17 @@ def all_to_all(
         input_split_sizes: rows to each rank; by default equal parts.
     """
 
-    def sent(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        if axis.size == 1:
-            return _identity(x, axis)
-        return exchange(x.contiguous(), axis, input_split_sizes, output_split_sizes_)
+    sizes = input_split_sizes, output_split_sizes_
 
-    def returned(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        if axis.size == 1:
-            return _identity(x, axis)
-        return exchange(x.contiguous(), axis, output_split_sizes_, input_split_sizes)
+    def exchanged(x: torch.Tensor, axis: Axis, *sizes: Sequence[int] | None) -> torch.Tensor:
+        return _identity(x, axis) if axis.size == 1 else exchange(x.contiguous(), axis, *sizes)
 
-    return _mapped(input_, group, sent, returned)
+    return _mapped(
+        input_,
+        group,
+        lambda x, axis: exchanged(x, axis, *sizes),
+        lambda x, axis: exchanged(x, axis, *sizes[::-1]),
+    )
 
 
 def vocab_parallel_cross_entropy(
@@ -204,5 +204,5 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        found = rows * gradient.reshape(-1, 1)
-        return found.view(*gradient.shape, -1).to(ctx.dtype), None, None
+        scaled = rows * gradient.reshape(-1, 1)
+        return scaled.view(*gradient.shape, -1).to(ctx.dtype), None, None

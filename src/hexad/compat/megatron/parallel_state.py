@@ -7,6 +7,7 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "p
 
 @dataclass
 class _State:
-    """The current mesh.
+    """The current mesh and the groups made from it.
 
     Attributes:
         mesh: of the run.
@@ -88,8 +89,8 @@ def initialize_model_parallel(
 
 
 def _same_number_of_groups() -> None:
-    """Torch numbers process groups per process: if ranks have created different numbers of them, creating
-    those of a mesh would hang."""
+    """Refuse ranks that have created different numbers of process groups: torch numbers groups per process,
+    and creating those of a mesh would hang."""
     everyone = Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
     counts = gather_objects(len(dist.distributed_c10d._world.pg_names), everyone)
     other = next((count for count in counts if count != counts[0]), None)
@@ -161,68 +162,129 @@ def axis_of(group: dist.ProcessGroup | None) -> Axis:
     raise HexadError("group: found a process group that parallel_state has not returned; pass one of these")
 
 
-def _group(axis: Axis) -> dist.ProcessGroup:
-    if axis.group is None:
-        return _state().alone
-    return axis.group
-
-
-def _data(with_context_parallel: bool) -> Axis:
+def _axis(name: str) -> Axis:
+    """An axis, or a combined one, of the current mesh."""
     state = _state()
-    return state.together["data-context"] if with_context_parallel else state.mesh.data
+    return state.together.get(name) or state.mesh.axes[name]
 
 
-# Process groups
+def _group(axis: Axis) -> dist.ProcessGroup:
+    return _state().alone if axis.group is None else axis.group
 
 
-def get_tensor_model_parallel_group() -> dist.ProcessGroup:
-    """This rank's tensor ranks."""
-    return _group(_state().mesh.tensor)
+_RANKS = {
+    "tensor": "this rank's tensor ranks",
+    "pipeline": "this rank's pipeline ranks",
+    "context": "this rank's context ranks",
+    "tensor-pipeline": "the ranks that hold this copy of the model (tensor x pipeline)",
+    "tensor-context": "this rank's tensor x context ranks",
+    "expert": "this rank's expert ranks: itself, as there are no experts yet",
+}
+"""The ranks of an axis, for docstrings."""
+
+_NUMBERS: dict[str, tuple[str, Callable[[Axis], int]]] = {
+    "size": ("The number of", lambda axis: axis.size),
+    "rank": ("This rank's place among", lambda axis: axis.rank),
+    "first": ("The global rank of the first of", lambda axis: axis.ranks[0]),
+    "last": ("The global rank of the last of", lambda axis: axis.ranks[-1]),
+    "next": ("The global rank after this one, in a ring of", lambda a: a.ranks[(a.rank + 1) % a.size]),
+    "previous": ("The global rank before this one, in a ring of", lambda a: a.ranks[(a.rank - 1) % a.size]),
+}
+"""Numbers of an axis: what they are, for docstrings, and how they are read."""
 
 
-def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
-    """This rank's pipeline ranks."""
-    return _group(_state().mesh.pipeline)
+def _group_of(axis: str) -> Callable[[], dist.ProcessGroup]:
+    """The accessor of an axis's process group."""
+
+    def accessor() -> dist.ProcessGroup:
+        return _group(_axis(axis))
+
+    accessor.__doc__ = f"The process group of {_RANKS[axis]}."
+    return accessor
 
 
-def get_context_parallel_group() -> dist.ProcessGroup:
-    """This rank's context ranks."""
-    return _group(_state().mesh.context)
+def _number_of(axis: str, kind: str) -> Callable[[], int]:
+    """The accessor of a number of an axis."""
+    what, read = _NUMBERS[kind]
+
+    def accessor() -> int:
+        return read(_axis(axis))
+
+    accessor.__doc__ = f"{what} {_RANKS[axis]}."
+    return accessor
+
+
+get_tensor_model_parallel_group = _group_of("tensor")
+get_tensor_model_parallel_world_size = _number_of("tensor", "size")
+get_tensor_model_parallel_rank = _number_of("tensor", "rank")
+get_tensor_model_parallel_src_rank = _number_of("tensor", "first")
+
+get_pipeline_model_parallel_group = _group_of("pipeline")
+get_pipeline_model_parallel_world_size = _number_of("pipeline", "size")
+get_pipeline_model_parallel_rank = _number_of("pipeline", "rank")
+get_pipeline_model_parallel_first_rank = _number_of("pipeline", "first")
+get_pipeline_model_parallel_last_rank = _number_of("pipeline", "last")
+get_pipeline_model_parallel_next_rank = _number_of("pipeline", "next")
+get_pipeline_model_parallel_prev_rank = _number_of("pipeline", "previous")
+
+get_context_parallel_group = _group_of("context")
+get_context_parallel_world_size = _number_of("context", "size")
+get_context_parallel_rank = _number_of("context", "rank")
+
+get_model_parallel_group = _group_of("tensor-pipeline")
+get_model_parallel_world_size = _number_of("tensor-pipeline", "size")
+get_model_parallel_rank = _number_of("tensor-pipeline", "rank")
+get_model_parallel_src_rank = _number_of("tensor-pipeline", "first")
+
+get_tensor_and_context_parallel_group = _group_of("tensor-context")
+get_tensor_and_context_parallel_world_size = _number_of("tensor-context", "size")
+get_tensor_and_context_parallel_rank = _number_of("tensor-context", "rank")
+
+get_expert_model_parallel_group = _group_of("expert")
+get_expert_model_parallel_world_size = _number_of("expert", "size")
+get_expert_model_parallel_rank = _number_of("expert", "rank")
+
+for _name, _function in list(globals().items()):
+    if getattr(_function, "__name__", None) == "accessor":
+        _function.__name__ = _function.__qualname__ = _name
 
 
 def get_context_parallel_global_ranks() -> list[int]:
-    """Global ranks of this rank's context ranks."""
+    """The global ranks of this rank's context ranks."""
     return list(_state().mesh.context.ranks)
 
 
+def _data(with_context_parallel: bool) -> Axis:
+    return _axis("data-context" if with_context_parallel else "data")
+
+
 def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """This rank's data ranks, with their context ranks if asked for."""
+    """The process group of this rank's data ranks, with their context ranks if asked for."""
     return _group(_data(with_context_parallel))
 
 
-def get_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold one copy of the model: tensor x pipeline."""
-    return _group(_state().together["tensor-pipeline"])
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    """The data degree, times the context degree if asked for."""
+    return _data(with_context_parallel).size
 
 
-def get_tensor_and_context_parallel_group() -> dist.ProcessGroup:
-    """tensor x context."""
-    return _group(_state().together["tensor-context"])
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    """This rank's place among its data ranks, with their context ranks if asked for."""
+    return _data(with_context_parallel).rank
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """The global rank of the first of this rank's data ranks, with their context ranks if asked for."""
+    return _data(with_context_parallel).ranks[0]
 
 
 def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """tensor x data, with context if asked for."""
-    name = "tensor-data-context" if with_context_parallel else "tensor-data"
-    return _group(_state().together[name])
-
-
-def get_expert_model_parallel_group() -> dist.ProcessGroup:
-    """This rank alone: there are no experts yet."""
-    return _state().alone
+    """The process group of this rank's tensor x data ranks, with their context ranks if asked for."""
+    return _group(_axis("tensor-data-context" if with_context_parallel else "tensor-data"))
 
 
 def get_embedding_group() -> dist.ProcessGroup:
-    """The first and the last pipeline rank, which share tied embeddings.
+    """The process group of the first and the last pipeline rank, which share tied embeddings.
 
     Raises:
         HexadError: this rank is neither.
@@ -233,7 +295,7 @@ def get_embedding_group() -> dist.ProcessGroup:
 
 
 def get_position_embedding_group() -> dist.ProcessGroup:
-    """The pipeline ranks that hold position embeddings: the first one.
+    """The process group of the pipeline ranks that hold position embeddings: the first one.
 
     Raises:
         HexadError: this rank holds none.
@@ -241,119 +303,6 @@ def get_position_embedding_group() -> dist.ProcessGroup:
     if not is_rank_in_position_embedding_group():
         raise HexadError("get_position_embedding_group: this rank does not hold the first stage")
     return _state().alone
-
-
-# Sizes and ranks
-
-
-def get_tensor_model_parallel_world_size() -> int:
-    """The tensor degree."""
-    return _state().mesh.tensor.size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's place among its tensor ranks."""
-    return _state().mesh.tensor.rank
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    """The pipeline degree."""
-    return _state().mesh.pipeline.size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's place among its pipeline ranks."""
-    return _state().mesh.pipeline.rank
-
-
-def get_context_parallel_world_size() -> int:
-    """The context degree."""
-    return _state().mesh.context.size
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's place among its context ranks."""
-    return _state().mesh.context.rank
-
-
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """The data degree, times the context degree if asked for."""
-    return _data(with_context_parallel).size
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """This rank's place among its data ranks."""
-    return _data(with_context_parallel).rank
-
-
-def get_model_parallel_world_size() -> int:
-    """Ranks that hold one copy of the model: tensor x pipeline."""
-    return _state().together["tensor-pipeline"].size
-
-
-def get_model_parallel_rank() -> int:
-    """This rank's place among them."""
-    return _state().together["tensor-pipeline"].rank
-
-
-def get_tensor_and_context_parallel_world_size() -> int:
-    """tensor x context."""
-    return _state().together["tensor-context"].size
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """This rank's place among these."""
-    return _state().together["tensor-context"].rank
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """1: there are no experts yet."""
-    return _state().mesh.axes["expert"].size
-
-
-def get_expert_model_parallel_rank() -> int:
-    """0: there are no experts yet."""
-    return _state().mesh.axes["expert"].rank
-
-
-# Global ranks
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Global rank of the first of this rank's tensor ranks."""
-    return _state().mesh.tensor.ranks[0]
-
-
-def get_model_parallel_src_rank() -> int:
-    """Global rank of the first of the ranks that hold this copy of the model."""
-    return _state().together["tensor-pipeline"].ranks[0]
-
-
-def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Global rank of the first of this rank's data ranks."""
-    return _data(with_context_parallel).ranks[0]
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """Global rank of the first of this rank's pipeline ranks."""
-    return _state().mesh.pipeline.ranks[0]
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """Global rank of the last of this rank's pipeline ranks."""
-    return _state().mesh.pipeline.ranks[-1]
-
-
-def get_pipeline_model_parallel_next_rank() -> int:
-    """Global rank of the pipeline rank after this one; after the last the first."""
-    axis = _state().mesh.pipeline
-    return axis.ranks[(axis.rank + 1) % axis.size]
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """Global rank of the pipeline rank before this one; before the first the last."""
-    axis = _state().mesh.pipeline
-    return axis.ranks[(axis.rank - 1) % axis.size]
 
 
 # Pipeline stages
@@ -381,9 +330,8 @@ def _is_virtual_stage(given: int | None, wanted: int) -> bool:
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Whether this rank holds the first or the last stage."""
-    return is_pipeline_first_stage(ignore_virtual, vp_stage) or is_pipeline_last_stage(
-        ignore_virtual, vp_stage
-    )
+    options = ignore_virtual, vp_stage
+    return is_pipeline_first_stage(*options) or is_pipeline_last_stage(*options)
 
 
 def is_rank_in_position_embedding_group() -> bool:
@@ -397,7 +345,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_world_size(size: int | None) -> None:
-    """Say how many stages a pipeline rank has."""
+    """Set the number of stages per pipeline rank; None for one."""
     _state().virtual = size
 
 
@@ -407,5 +355,5 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Make one of this rank's stages the current one."""
+    """Select the current one of this rank's stages."""
     _state().virtual_rank = rank

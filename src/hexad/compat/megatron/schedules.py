@@ -26,7 +26,7 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, LossFunction]]
 
 @dataclass
 class _Step:
-    """What the stages of one call compute with.
+    """The script's functions and data of one call.
 
     Attributes:
         forward: the script's ``forward_step``.
@@ -51,26 +51,31 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
         ConfigError: flags that do not fit each other.
     """
     resolved, mesh = resolved_model(), parallel_state.get_mesh()
-    placement = resolved.plan.schedule.placement
-    own = [number for number, rank in enumerate(placement) if rank == mesh.pipeline.rank]
+    schedule = resolved.plan.schedule
+    own = schedule.stages_of(mesh.pipeline.rank)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(len(own) if len(own) > 1 else None)
     stages: dict[int, nn.Module] = {}
     for place, number in enumerate(own):
         parallel_state.set_virtual_pipeline_model_parallel_rank(place if len(own) > 1 else None)
-        stages[number] = model_provider(pre_process=number == 0, post_process=number == len(placement) - 1)
-    compute = partial(_compute, {stage: number for number, stage in stages.items()}, len(placement) - 1)
+        stages[number] = model_provider(pre_process=number == 0, post_process=number == schedule.stages - 1)
+    compute = partial(_compute, {stage: number for number, stage in stages.items()}, schedule.stages - 1)
     # GPTModel wraps its own layers in recompute; an engine does not know the layers of modules.
     config = resolved.config.model_copy(
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
     )
-    boundary = partial(_boundary, config, mesh)
     return GPTEngine(
-        stages, mesh, config, plan=resolved.plan, compute=compute, boundary=boundary, initialise=False
+        stages,
+        mesh,
+        config,
+        plan=resolved.plan,
+        compute=compute,
+        boundary=lambda *_: empty_hidden(config, mesh),
+        initialise=False,
     )
 
 
-def _boundary(config: Config, mesh: Mesh, _: Any, stage: int) -> torch.Tensor:
-    """An empty tensor for what crosses a stage boundary."""
+def empty_hidden(config: Config, mesh: Mesh) -> torch.Tensor:
+    """An empty tensor like the hidden states that cross a stage boundary."""
     tokens = config.batch.micro * config.data.sequence
     rows = tokens // (mesh.tensor.size if config.parallel.sequence_parallel else 1)
     dtype = DTYPES[config.precision.dtype]
@@ -135,8 +140,8 @@ def forward_backward(
         HexadError: another ``model``, other shapes than those of the flags, or too few iterators.
     """
     if not isinstance(model, Engine):
-        found = "None" if model is None else f"a {type(model).__name__}"
-        raise HexadError(f"model: found {found}; pass what setup_model returns")
+        kind = "None" if model is None else f"a {type(model).__name__}"
+        raise HexadError(f"model: found {kind}; pass what setup_model returns")
     arguments = get_args()
     for name, given in (("seq_length", seq_length), ("micro_batch_size", micro_batch_size)):
         if given not in (None, getattr(arguments, name)):

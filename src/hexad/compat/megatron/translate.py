@@ -1,5 +1,5 @@
-"""From a launch line of Megatron-LM to Hexad's settings: architecture, schedule, checkpoints and the rest. No
-torch."""
+"""Translation of a launch line of Megatron-LM into Hexad's settings: architecture, schedule, checkpoints and
+the rest. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import yaml
 from hexad.config import ConfigError
 
 from .arguments import Line, derive, parse
-from .data import Gpt2Tokenizer, MockData, data_settings
+from .data import Files, Gpt2Tokenizer, MockData, data_settings
 from .deepspeed_file import merge_file
+from .flags import flag_of
 from .layout import layout_settings
 
 
@@ -25,8 +26,11 @@ def model_settings(arguments: Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: an architecture that no family has, or experts.
     """
-    refuse_experts(arguments)
-    found = {
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if (getattr(arguments, name) or 1) > 1:  # as Megatron-LM does
+            problem = f"found {getattr(arguments, name)} without --num-experts; leave it out"
+            raise ConfigError(flag_of(name), problem)
+    settings = {
         "family": _family(arguments),
         "layers": arguments.num_layers,
         "hidden": arguments.hidden_size,
@@ -41,23 +45,11 @@ def model_settings(arguments: Namespace) -> dict[str, Any]:
         "attention_dropout": arguments.attention_dropout,
         "init_std": arguments.init_method_std,
     }
-    if found["family"] != "gpt2":
-        found |= _rotary(arguments)
+    if settings["family"] != "gpt2":
+        settings |= _rotary(arguments)
     if arguments.window_size is not None:
-        found["sliding_window"] = _window(arguments.window_size)
-    return found
-
-
-def refuse_experts(arguments: Namespace) -> None:
-    """Refuse layouts of experts without experts, as Megatron-LM does.
-
-    Raises:
-        ConfigError: ``--expert-...`` without ``--num-experts``.
-    """
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        if (getattr(arguments, name) or 1) > 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(flag, f"found {getattr(arguments, name)} without --num-experts; leave it out")
+        settings["sliding_window"] = _window(arguments.window_size)
+    return settings
 
 
 def _family(arguments: Namespace) -> str:
@@ -74,8 +66,8 @@ def _family(arguments: Namespace) -> str:
     }
     if not arguments.add_position_embedding and arguments.position_embedding_type != "rope":
         raise ConfigError("--no-position-embedding", "found without rope; leave it out, or use rope")
-    gpt2 = [flag for flag, (found, one, _) in traits.items() if found != one]
-    llama = [flag for flag, (found, _, other) in traits.items() if found != other]
+    gpt2 = [flag for flag, (value, one, _) in traits.items() if value != one]
+    llama = [flag for flag, (value, _, other) in traits.items() if value != other]
     if not gpt2:
         if arguments.qk_layernorm:
             raise ConfigError("--qk-layernorm", "found with LayerNorm; it needs RMSNorm: leave it out")
@@ -83,8 +75,8 @@ def _family(arguments: Namespace) -> str:
     if not llama:
         return "qwen3" if arguments.qk_layernorm else "qwen2" if arguments.add_qkv_bias else "llama"
     wrong = gpt2 if len(gpt2) <= len(llama) else llama
-    found = traits[wrong[0]][0]
-    what = f"found {found}" if isinstance(found, str) else "is set" if found else "is missing"
+    value = traits[wrong[0]][0]
+    what = f"found {value}" if isinstance(value, str) else "is set" if value else "is missing"
     raise ConfigError(
         wrong[0],
         f"{what}: the flags fit neither GPT-2 (LayerNorm, learned_absolute, GELU, biases) nor Llama "
@@ -94,7 +86,7 @@ def _family(arguments: Namespace) -> str:
 
 
 def _rotary(arguments: Namespace) -> dict[str, Any]:
-    found = {
+    settings = {
         "qkv_bias": arguments.add_qkv_bias,
         "qk_norm": arguments.qk_layernorm,
         "rope_theta": arguments.rotary_base,
@@ -103,14 +95,14 @@ def _rotary(arguments: Namespace) -> dict[str, Any]:
     if arguments.use_rope_scaling:
         # Megatron-LM has a flag for the factor only.
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}
-        found["rope_scaling"] = {"factor": arguments.rope_scaling_factor, **fixed}
-    return found
+        settings["rope_scaling"] = {"factor": arguments.rope_scaling_factor, **fixed}
+    return settings
 
 
 def _window(text: str) -> int | None:
     """``sliding_window`` of Megatron-LM's (tokens to the left, tokens to the right); -1 is no limit."""
     try:
-        left, right = (int(each) for each in text.strip("()").split(","))
+        left, right = (int(word) for word in text.strip("()").split(","))
     except ValueError:
         left, right = -2, 0
     if left < -1 or right not in (0, -1):
@@ -129,28 +121,26 @@ _KINDS = {
 SHIFT = "learning rate: that of step n is Megatron-LM's of iteration n + 1, whose first update has the rate 0"
 
 
-def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The group ``lr_schedule``, in iterations, and notes for the user.
+def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
+    """The group ``lr_schedule``, in iterations; adds notes for the user.
 
     Raises:
         ConfigError: a shape that Hexad does not have.
     """
-    steps, notes = arguments.train_iters, []
+    steps = arguments.train_iters
+    in_samples = arguments.train_samples is not None
+    unit, per_iteration = ("samples", arguments.global_batch_size) if in_samples else ("iters", 1)
 
     def iterations(name: str) -> float | None:
         """``lr_..._iters``, or ``lr_..._samples`` of one batch size."""
-        if arguments.train_samples is None:
-            found = getattr(arguments, f"{name}_iters")
-            return None if found is None else float(found)
-        found = getattr(arguments, f"{name}_samples")
-        return None if found is None else float(found / arguments.global_batch_size)
+        count = getattr(arguments, f"{name}_{unit}")
+        return None if count is None else float(count / per_iteration)
 
     def rounded(flag: str, number: float) -> int:
         if number != round(number):
             notes.append(f"{flag}: {number:,.2f} iterations, rounded to {round(number):,}")
         return round(number)
 
-    unit = "iters" if arguments.train_samples is None else "samples"
     given = iterations("lr_decay")
     decay = float(steps) if given is None else given
     if arguments.lr_warmup_fraction is not None:
@@ -161,15 +151,18 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
         flag, length = "--lr-warmup-fraction", arguments.lr_warmup_fraction * decay
     else:
         flag, length = f"--lr-warmup-{unit}", iterations("lr_warmup") or 0.0
-    _check_warmup(flag, length, decay, f"--train-{unit}" if given is None else f"--lr-decay-{unit}")
+    if length and length >= decay:
+        problem = f"found {length:g} iterations of warm-up, expected less than the {decay:g} of "
+        problem += f"--train-{unit}" if given is None else f"--lr-decay-{unit}"
+        raise ConfigError(flag, f"{problem}; lower it")
     warmup = rounded(flag, length)
     end = rounded(f"--lr-decay-{unit}", decay)
     kind = _KINDS[arguments.lr_decay_style]
-    found: dict[str, Any] = {"kind": kind, "warmup": warmup}
+    settings: dict[str, Any] = {"kind": kind, "warmup": warmup}
     if warmup:
         notes.append(SHIFT)
     if kind == "constant":
-        return found, notes
+        return settings
     if kind in ("wsd", "inverse_sqrt") and end != steps:
         raise ConfigError(
             f"--lr-decay-{unit}",
@@ -181,41 +174,29 @@ def schedule_settings(arguments: Namespace) -> tuple[dict[str, Any], list[str]]:
         if length is None:
             raise ConfigError(f"--lr-wsd-decay-{unit}", "is missing with WSD; give it")
         if arguments.lr_wsd_decay_style != "linear":
-            raise ConfigError(
-                "--lr-wsd-decay-style",
-                f"found {arguments.lr_wsd_decay_style}; Hexad's wsd decays linearly: use linear",
-            )
-        found["decay_steps"] = rounded(f"--lr-wsd-decay-{unit}", length)
+            problem = f"found {arguments.lr_wsd_decay_style}; Hexad's wsd decays linearly: use linear"
+            raise ConfigError("--lr-wsd-decay-style", problem)
+        settings["decay_steps"] = rounded(f"--lr-wsd-decay-{unit}", length)
     elif kind != "inverse_sqrt":
-        found["decay_steps"] = end
-    return {**found, "min_lr": arguments.min_lr}, notes
-
-
-def _check_warmup(flag: str, length: float, decay: float, whole: str) -> None:
-    """Refuse warm-up that does not end before the schedule of ``decay`` iterations, those of ``whole``."""
-    if length and length >= decay:
-        raise ConfigError(
-            flag,
-            f"found {length:g} iterations of warm-up, expected less than the {decay:g} of {whole}; lower it",
-        )
+        settings["decay_steps"] = end
+    return {**settings, "min_lr": arguments.min_lr}
 
 
 DEFAULT_DIRECTORY = "runs/megatron"
 """``run.dir`` without ``--save``."""
 
 
-def checkpoint_settings(arguments: Namespace) -> tuple[dict[str, Any], str | None, list[str]]:
-    """The group ``checkpoint``, ``model.load``, and notes for the user.
+def checkpoint_settings(arguments: Namespace, notes: list[str]) -> tuple[dict[str, Any], str | None]:
+    """The group ``checkpoint``, and ``model.load``; adds notes for the user.
 
     As in Megatron-LM, a run resumes only from what ``--load`` names.
 
     Raises:
         ConfigError: what Hexad cannot load, or flags that exclude each other.
     """
-    notes: list[str] = []
     load, save, weights = arguments.load, arguments.save, arguments.pretrained_checkpoint
     resumes = load is not None and save is not None and Path(load) == Path(save)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "every": (arguments.save_interval or 0) if save else 0,
         "keep": 10**9,  # Megatron-LM deletes none
         "asynchronous": arguments.async_save,
@@ -236,13 +217,13 @@ def checkpoint_settings(arguments: Namespace) -> tuple[dict[str, Any], str | Non
             "add --finetune to begin with the weights only",
         )
     if resumes and arguments.exit_on_missing_checkpoint:
-        found["resume"] = "must"
+        settings["resume"] = "must"
     elif load is not None and not resumes:
         if Path(load).is_dir() or arguments.exit_on_missing_checkpoint:
-            found["load"] = load
+            settings["load"] = load
         else:
             notes.append(f"--load: {load} does not exist: the run begins with initial weights")
-    return found, weights, notes
+    return settings, weights
 
 
 def refuse_forgotten(directory: str, resume: str) -> None:
@@ -280,7 +261,7 @@ def _refuse_foreign(flag: str, directory: str | None) -> None:
 
 @dataclass(frozen=True)
 class LineTranslation:
-    """What a launch line means.
+    """A launch line as Hexad's settings.
 
     Attributes:
         tree: the settings that it determines, by group, as a ``run.yaml`` has them.
@@ -306,12 +287,12 @@ class LineTranslation:
         Raises:
             HexadError: they cannot be written.
         """
-        for each in self.files:
-            if not kinds or each.kind in kinds:
+        for file in self.files:
+            if not kinds or file.kind in kinds:
                 try:
-                    each.write()
+                    file.write()
                 except OSError as error:
-                    problem = f"{each.kind} cannot be written to {self.tree['run']['dir']}: {error.strerror}"
+                    problem = f"{file.kind} cannot be written to {self.tree['run']['dir']}: {error.strerror}"
                     raise ConfigError("--save", f"{problem}; name another directory") from None
 
 
@@ -337,30 +318,27 @@ def translate(words: Sequence[str], world: int | None = None, others: Sequence[s
 
 
 def translated(line: Line, script: bool = False) -> LineTranslation:
-    """As :func:`translate`, of a completed namespace; that of a script may name no data.
+    """Translate a completed namespace; that of a script may name no data.
 
     Raises:
         ConfigError: as there.
     """
     arguments = line.arguments
-    notes = list(line.notes)
+    notes, files = list(line.notes), Files()
     directory = arguments.save or DEFAULT_DIRECTORY
-    schedule, rounded = schedule_settings(arguments)
-    notes += rounded
-    data = data_settings(arguments, directory, need_data=not script)
-    notes += data.notes
+    schedule = schedule_settings(arguments, notes)
+    data, vocab = data_settings(arguments, directory, notes, files, need_data=not script)
     model = model_settings(arguments)
-    if data.vocab is not None:
-        model["vocab"] = data.vocab
-    checkpoint, weights, begun = checkpoint_settings(arguments)
-    notes += begun
+    if vocab is not None:
+        model["vocab"] = vocab
+    checkpoint, weights = checkpoint_settings(arguments, notes)
     if weights is not None:
         model["load"] = weights
-    validated = "validation" in data.settings or data.settings.get("split", (0, 0))[1]
+    validated = "validation" in data or data.get("split", (0, 0))[1]
     tree = {
         "run": _run(arguments, directory),
         "model": model,
-        "data": data.settings,
+        "data": data,
         "batch": {"micro": arguments.micro_batch_size, "global": arguments.global_batch_size},
         **layout_settings(arguments),
         "precision": _precision(arguments),
@@ -374,28 +352,26 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
         },
     }
     notes += merge_file(tree, line, script)
-    return LineTranslation(tree, tuple(notes), data.files)
+    return LineTranslation(tree, tuple(notes), tuple(files))
 
 
 def _run(arguments: Namespace, directory: str) -> dict[str, Any]:
-    found = {
+    settings = {
         "dir": directory,
         "seed": arguments.seed,
         "steps": arguments.train_iters,
         "timeout": 60.0 * arguments.distributed_timeout_minutes,
     }
     if arguments.distributed_backend == "gloo":
-        found["device"] = "cpu"
+        settings["device"] = "cpu"
     if arguments.deterministic_mode:
-        found["deterministic"] = True
-    return found
+        settings["deterministic"] = True
+    return settings
 
 
 def _optimizer(arguments: Namespace) -> dict[str, Any]:
     if arguments.optimizer != "adam":
         raise ConfigError("--optimizer", f"found {arguments.optimizer}; Hexad has AdamW: use adam")
-    if arguments.lr is None:
-        raise ConfigError("--lr", "is missing; give it")
     return {
         "name": "adamw",
         "lr": arguments.lr,
@@ -410,8 +386,8 @@ def _precision(arguments: Namespace) -> dict[str, Any]:
     if arguments.grad_reduce_in_bf16 and not arguments.bf16:
         raise ConfigError("--grad-reduce-in-bf16", "found without --bf16; add that, or leave it out")
     if not arguments.fp16:
-        found = {"dtype": "bf16" if arguments.bf16 else "fp32"}
-        return found | ({"reduce": "bf16", "accumulate": "bf16"} if arguments.grad_reduce_in_bf16 else {})
+        settings = {"dtype": "bf16" if arguments.bf16 else "fp32"}
+        return settings | ({"reduce": "bf16", "accumulate": "bf16"} if arguments.grad_reduce_in_bf16 else {})
     if arguments.loss_scale:
         return {"dtype": "fp16", "loss_scale": arguments.loss_scale}
     return {
@@ -425,16 +401,16 @@ def _precision(arguments: Namespace) -> dict[str, Any]:
 
 
 def _log(arguments: Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"every": arguments.log_interval}
+    settings: dict[str, Any] = {"every": arguments.log_interval}
     if arguments.tensorboard_dir:
-        found["tensorboard"] = True
+        settings["tensorboard"] = True
     if arguments.wandb_project:
-        found["wandb"] = arguments.wandb_project
+        settings["wandb"] = arguments.wandb_project
     if arguments.profile:
         first, end = arguments.profile_step_start, arguments.profile_step_end
         if end <= first:
             raise ConfigError(
                 "--profile-step-end", f"found {end}, expected more than --profile-step-start {first}"
             )
-        found["profile"] = {"start": first + 1, "steps": end - first}
-    return found
+        settings["profile"] = {"start": first + 1, "steps": end - first}
+    return settings

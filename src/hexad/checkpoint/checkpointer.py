@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +25,7 @@ from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .index import Index
 from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
 from .manifest import Manifest, check_size
-from .manifest_writer import is_large, separately, write_manifest
+from .manifest_writer import write_manifest
 from .reader import chosen, load
 from .tensor_file import Chunk, Part, TensorFile, to_write, write_shard
 
@@ -231,12 +230,8 @@ class Checkpointer:
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)  # it must not fill the disk
                 raise
-            tidy = partial(self.directory.tidy, self.config.checkpoint.keep)  # which reads manifests
             try:
-                if is_large(written.files):
-                    separately(tidy)
-                else:
-                    tidy()
+                self.directory.tidy(self.config.checkpoint.keep)
             except OSError as error:
                 log.warning("checkpoint of step %d: saved, but older ones cannot be removed: %s", step, error)
 

@@ -29,7 +29,8 @@ from hexad.model.hugging_face import CONFIG_FILE
 
 from .directory import sync_directory, write_durably
 from .hugging_face.files import byte_tokenizer_files, has_tokenizer, tokenizer_files
-from .manifest import FileRecord, whole_file
+from .index import FileRecord
+from .manifest import whole_file
 
 log = logging.getLogger("hexad")
 

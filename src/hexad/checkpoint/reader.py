@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +23,7 @@ from hexad.topology.mesh import Axis
 from .directory import wait_until_visible
 from .index import Index, Need
 from .manifest import (
-    MANIFEST_FILE,
     Manifest,
-    Stored,
     check_file,
     check_size,
     damaged,
@@ -40,27 +39,45 @@ _OPEN_FILES = 8
 
 @dataclass(frozen=True)
 class _Part:
-    """The rectangle that a chunk and a stored one have in common."""
+    """The rectangle that a chunk and a stored one have in common.
+
+    Attributes:
+        chunk: to fill.
+        stored: the rectangle in the file.
+        file: its name.
+        begin: where the values of the stored rectangle begin in it, in bytes.
+        block: the number of their first block among the file's.
+    """
 
     chunk: Chunk
-    stored: Stored
-    common: Rectangle
+    stored: Rectangle
+    file: str
+    begin: int
+    block: int
     dtype: torch.dtype
+
+    @cached_property
+    def common(self) -> Rectangle:
+        """What both rectangles have in common."""
+        common = self.chunk.rectangle.intersection(self.stored)
+        assert common is not None
+        return common
 
     def rows(self) -> tuple[int, int]:
         """Its first row and the one after its last, among the stored rectangle's."""
-        low = self.common.offset[0] - self.stored.rectangle.offset[0]
-        return low, low + self.common.sizes[0]
+        common = self.common
+        low = common.offset[0] - self.stored.offset[0]
+        return low, low + common.sizes[0]
 
     def span(self) -> tuple[int, int]:
         """The bytes of the file that hold these rows."""
-        row = math.prod(self.stored.rectangle.sizes[1:]) * self.dtype.itemsize
+        row = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
         low, high = self.rows()
-        return self.stored.begin + low * row, self.stored.begin + high * row
+        return self.begin + low * row, self.begin + high * row
 
     def place(self) -> tuple[str, int]:
         """The order of reading: file, and offset in it."""
-        return self.stored.file, self.span()[0]
+        return self.file, self.span()[0]
 
 
 class Checkpoint:
@@ -108,18 +125,14 @@ class Checkpoint:
         self._check(chunk)
         if not chunk.tensor.numel():
             return
-        found, tensor = 0, self.manifest.tensors[chunk.name]
-        dtype = _dtype(tensor.dtype)
-        try:
-            rectangles = tensor.stored
-        except ValueError as error:
-            raise damaged(self.path, f"{MANIFEST_FILE}: tensor {chunk.name}: {error}") from None
-        for stored in rectangles:
-            common = chunk.rectangle.intersection(stored.rectangle)
-            if common is not None:
-                found += common.numel
-                yield _Part(chunk, stored, common, dtype)
-        if found != chunk.tensor.numel():
+        shape, names, values = chunk.rectangle.shape, list(self.manifest.files), 0
+        dtype = _dtype(self.manifest.tensors[chunk.name].dtype)
+        for file, block, begin, *place in self.manifest.index.touching(chunk.rectangle).tolist():
+            stored = Rectangle(chunk.name, shape, tuple(place[: len(shape)]), tuple(place[len(shape) :]))
+            part = _Part(chunk, stored, names[file], begin, block, dtype)
+            values += part.common.numel
+            yield part
+        if values != chunk.tensor.numel():
             raise damaged(self.path, f"tensor {chunk.name} is incomplete")
 
     def read(
@@ -159,12 +172,11 @@ class Checkpoint:
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         begin, end = part.span()
-        os.posix_fadvise(self._file(part.stored.file), begin, end - begin, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(self._file(part.file), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def _read(self, part: _Part) -> None:
         """Copy the rectangle that a chunk and a stored one have in common, block by block."""
-        stored, dtype, common = part.stored, part.dtype, part.common
-        held, wanted = stored.rectangle, part.chunk.rectangle
+        held, wanted, dtype, common = part.stored, part.chunk.rectangle, part.dtype, part.common
         width = math.prod(held.sizes[1:])
         step = rows_per_block(held.sizes, dtype.itemsize)
         target = part.chunk.tensor.detach()
@@ -175,17 +187,17 @@ class Checkpoint:
             first, last = block * step, min((block + 1) * step, held.sizes[0])
             begin, end = max(low, first), min(high, last)
             to = target.narrow(0, held.offset[0] + begin - wanted.offset[0], end - begin)
-            place = stored.begin + first * width * dtype.itemsize
+            place = part.begin + first * width * dtype.itemsize
             # Directly into place, if the complete block belongs there unchanged.
             whole = (begin, end) == (first, last) and common.sizes[1:] == held.sizes[1:]
             if whole and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
-                self._block(stored.file, stored.block + block, place, to.flatten().view(torch.uint8))
+                self._block(part.file, part.block + block, place, to.flatten().view(torch.uint8))
                 continue
             count = (last - first) * width * dtype.itemsize
             if self._buffer.numel() < count:
                 self._buffer = torch.empty(count, dtype=torch.uint8)
             data = self._buffer[:count]
-            self._block(stored.file, stored.block + block, place, data)
+            self._block(part.file, part.block + block, place, data)
             rows = data.view(dtype).view(last - first, *held.sizes[1:])[begin - first : end - first]
             for dim in range(1, len(common.sizes)):
                 rows = rows.narrow(dim, common.offset[dim] - held.offset[dim], common.sizes[dim])
@@ -305,19 +317,14 @@ def load(
         AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another format, refused by
             ``check``, or does not have what ``chunks`` ask for.
     """
-    whole: Manifest | None = None
-    index: Index | None = None
+    complete: list[Manifest] = []  # on the first rank
 
     def read() -> tuple[Manifest, bool]:
-        nonlocal whole, index
         with Checkpoint(path, verify) as checkpoint:
-            whole = checkpoint.manifest
-        check(whole)
-        try:
-            index = Index.of_manifest(whole)
-        except ValueError as error:
-            raise damaged(path, f"{MANIFEST_FILE}: {error}") from None
-        return replace(whole, tensors={}, files={}), whole.weights_only
+            manifest = checkpoint.manifest
+        check(manifest)
+        complete.append(manifest)
+        return replace(manifest, index=Index.empty({})), manifest.weights_only
 
     try:
         head, weights_only = from_first(read, axis)
@@ -325,8 +332,8 @@ def load(
         raise AgreedError(str(error), type(error)) from None
     wanted = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
     need = Need.of(chunk.rectangle for chunk in wanted)
-    part = handed_out(index, axis, need, Need.merge, Index.select)
-    manifest = whole or replace(head, tensors=part.stored(), files=part.files)
+    part = handed_out(complete[0].index if complete else None, axis, need, Need.merge, Index.select)
+    manifest = complete[0] if complete else replace(head, index=part)
 
     def fill() -> None:
         with Checkpoint(path, verify, manifest) as checkpoint:

@@ -21,8 +21,7 @@ import xxhash
 
 from hexad.parallel.rectangle import Rectangle
 
-from .index import Index
-from .manifest import FileRecord
+from .index import FileRecord, Index
 
 _PART_BYTES = 4 * 2**20
 """Copies smaller than this are written by one of the ranks that hold them, larger ones by several."""

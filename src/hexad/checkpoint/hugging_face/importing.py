@@ -20,9 +20,9 @@ from hexad.model.transformer import DTYPES
 from hexad.parallel.rectangle import Rectangle
 
 from ..directory import sync_directory
-from ..index import Index
+from ..index import FileRecord, Index
 from ..kept_tokenizer import FOLDER
-from ..manifest import STEP_NAME, FileRecord, whole_file
+from ..manifest import STEP_NAME, whole_file
 from ..manifest_writer import write_manifest
 from ..tensor_file import Part, TensorFile, dtype_name
 from .files import appearing, copy_files, has_tokenizer, tokenizer_files

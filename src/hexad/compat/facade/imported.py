@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from hexad.checkpoint.hugging_face.importing import origin_of_import
-from hexad.checkpoint.index import Index
-from hexad.checkpoint.manifest import FileRecord
-from hexad.checkpoint.manifest_writer import ManifestJob, write_manifest
+from hexad.checkpoint.index import FileRecord, Index
+from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.tensor_file import Part, TensorFile, dtype_name
 from hexad.config import Config, HexadError
 from hexad.model.hugging_face import CONFIG_FILE
@@ -97,11 +96,7 @@ def write_foreign(
         OSError: the files cannot be written.
     """
     index, expected = _written(tensors, directory), {each.name: each.shape for each in tensors}
-    origin = origin_of_import(source)
-    if config is not None:
-        write_manifest(directory, index, expected, config, progress, origin, others)
-        return
-    ManifestJob(directory, index, expected, b"{}\n", {}, dict(progress), origin, dict(others or {})).run()
+    write_manifest(directory, index, expected, config, progress, origin_of_import(source), others)
 
 
 def _written(tensors: Sequence[ForeignTensor], directory: Path) -> Index:

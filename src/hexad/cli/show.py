@@ -465,8 +465,8 @@ def context_command(
     comparison.
     """
     division = divided(settings, lengths, microbatch)
-    text = partial(context_text, division, get_terminal_size().columns)
-    _present(as_json, output, partial(context_json, division), partial(context_figure, division), text)
+    figure, text = partial(context_figure, division), partial(context_text, division)
+    _present(as_json, output, partial(context_json, division), figure, text)
 
 
 @show.command("run")

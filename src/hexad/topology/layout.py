@@ -16,16 +16,18 @@ world is ever stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import product
 from math import gcd, prod
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from hexad.config import ConfigError, did_you_mean
+from hexad.config.schema import ParallelSettings
 
 MOST_RANKS = 2**22
-"""Of any world: pictures and groups of ranks list them."""
+"""Most ranks of a world: pictures and groups of ranks list them."""
 
 DENSE_AXES = ("tensor", "context", "data", "pipeline")
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
@@ -44,25 +46,6 @@ class Digit(NamedTuple):
 
     degree: int
     stride: int
-
-
-class LayoutSettings(Protocol):
-    """The settings a layout is made of (``hexad.config.schema.ParallelSettings``)."""
-
-    @property
-    def tensor(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def pipeline(self) -> int: ...
-    @property
-    def expert(self) -> int: ...
-    @property
-    def expert_tensor(self) -> int: ...
-    @property
-    def data(self) -> int | Literal["auto"]: ...
-    @property
-    def order(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +87,10 @@ class Layout:
         self._check_order()
 
     @classmethod
-    def from_settings(cls, settings: LayoutSettings, world: int) -> Layout:
+    def from_settings(cls, settings: ParallelSettings, world: int) -> Layout:
         """The layout that the ``parallel`` settings describe in a world of ``world`` ranks."""
-        return cls(
-            world=world,
-            tensor=settings.tensor,
-            context=settings.context,
-            pipeline=settings.pipeline,
-            expert=settings.expert,
-            expert_tensor=settings.expert_tensor,
-            data=settings.data,
-            order=settings.order,
-        )
+        own = {field.name: getattr(settings, field.name) for field in fields(cls) if field.name != "world"}
+        return cls(world=world, **own)
 
     # Questions about axes
 
@@ -149,17 +124,14 @@ class Layout:
         """:meth:`groups`, one at a time."""
         inside = self._digits_of(axes)
         outside = [digit for digit in self._grid_of(axes) if digit not in inside]
-        members = _numbers(inside)
-        return ([first + member for member in members] for first in _iter_numbers(outside))
+        members = list(_numbers(inside))
+        return ([first + member for member in members] for first in _numbers(outside))
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that share every coordinate with ``rank`` but those along ``axes``, itself included."""
         self._check_rank(rank)
         inside = self._digits_of(axes)
         first = rank - sum(rank // digit.stride % digit.degree * digit.stride for digit in inside)
-        if len(inside) == 1:
-            degree, stride = inside[0]
-            return list(range(first, first + degree * stride, stride))
         return [first + member for member in _numbers(inside)]
 
     # Questions about ranks
@@ -366,23 +338,10 @@ def _number(coordinate: int, digits: tuple[Digit, ...]) -> int:
     return total
 
 
-def _numbers(digits: list[Digit]) -> list[int]:
+def _numbers(digits: list[Digit]) -> Iterator[int]:
     """Every value that ``digits`` (fastest first) can add to a rank, ascending."""
-    values = [0]
-    for degree, stride in digits:
-        values = [value + step * stride for step in range(degree) for value in values]
-    return values
-
-
-def _iter_numbers(digits: list[Digit]) -> Iterator[int]:
-    """:func:`_numbers` without keeping them."""
-    if not digits:
-        yield 0
-        return
-    *faster, (degree, stride) = digits
-    for step in range(degree):
-        for value in _iter_numbers(faster):
-            yield step * stride + value
+    slowest_first = (range(0, degree * stride, stride) for degree, stride in reversed(digits))
+    return map(sum, product(*slowest_first))
 
 
 def _ranks(count: int) -> str:

@@ -18,7 +18,7 @@ from hexad.config import HexadError
 from hexad.dataset.files import lock
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.load.order import Blend, permute
-from hexad.dataset.load.samples import SampleSource, Stream
+from hexad.dataset.load.samples import SampleSource
 
 
 def numbered(directory: Path, lengths: list[int]) -> IndexedDataset:
@@ -127,10 +127,10 @@ def test_large_index_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Locks belong to open files, so that threads stand for the processes of several hosts."""
     dataset = numbered(tmp_path, list(range(1, 60)))
     written: list[int] = []
-    write = Stream._write
+    write = SampleSource._write
     begun = Barrier(4)
 
-    def slow(self: Stream, path: Path, epoch: int) -> None:
+    def slow(self: SampleSource, path: Path, epoch: int) -> None:
         written.append(epoch)
         time.sleep(0.3)  # meanwhile the others arrive
         write(self, path, epoch)
@@ -141,7 +141,7 @@ def test_large_index_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         samples.prepare(0)
         return samples.read(np.arange(1))[0].tolist()
 
-    monkeypatch.setattr(Stream, "_write", slow)
+    monkeypatch.setattr(SampleSource, "_write", slow)
     with ThreadPoolExecutor(4) as ranks:
         found = [each.result() for each in [ranks.submit(first_sample) for _ in range(4)]]
     assert written == [0] and found == [found[0]] * 4

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from hexad.topology.layout import Layout
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -38,6 +40,12 @@ def nproc_option(axis: str) -> Callable[[Command], Command]:
     )
 
 
+def ranks_option(name: str, purpose: str) -> Callable[[Command], Command]:
+    """``--nproc`` or ``--world`` of commands that take as few ranks as the degrees allow by default."""
+    text = f"{purpose}. [default: as few as the degrees allow]"
+    return click.option(name, type=click.IntRange(1), help=text)
+
+
 def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None, list[str]]:
     """(path of a configuration or run, if given; ``KEY=VALUE`` overrides) of a command's arguments.
 
@@ -55,6 +63,24 @@ def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None,
 def print_json(document: Any) -> None:
     """One JSON document on stdout."""
     click.echo(json.dumps(document))
+
+
+def answer(as_json: bool, document: Any, *lines: str) -> None:
+    """A command's result on stdout: one JSON document, or lines for people."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo("\n".join(lines))
+
+
+def progress_bar() -> Progress:
+    """A bar of bytes read on stderr, of tasks that say what they do; nothing where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def degrees(layout: Layout) -> dict[str, int]:

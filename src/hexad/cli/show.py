@@ -34,7 +34,6 @@ from hexad.show.layout import layout_figure, layout_json, layout_text
 from hexad.show.memory import Device, memory_figure, memory_json, memory_text, memory_title
 from hexad.show.run import read_metrics, run_figure, run_text, summary
 from hexad.show.schedule import Chart, read_timeline, schedule_figure, schedule_text
-from hexad.show.trace import read_traces, trace_json, trace_text
 from hexad.topology.devices import named_gpus
 from hexad.topology.layout import Layout
 
@@ -494,6 +493,8 @@ def run_command(directory: str, references: tuple[str, ...], as_json: bool, outp
 def trace_command(directory: str, as_json: bool) -> None:
     """Show what each rank did in the steps that log.profile named: compute, communication that nothing hid,
     idle."""
+    from hexad.show.trace import read_traces, trace_json, trace_text  # numpy
+
     ranks = read_traces(directory)
     _present(as_json, None, partial(trace_json, ranks), lambda: None, partial(trace_text, ranks))
 

@@ -13,7 +13,7 @@ from hexad.launching.files import refuse_locked
 from hexad.model.configuration import load_config
 from hexad.planning import Resolved, check_config, resolve, smallest_world, working_layout
 
-from .options import degrees, json_option, overrides_argument, print_json, start_local
+from .options import degrees, json_option, overrides_argument, print_json, ranks_option, start_local
 
 if TYPE_CHECKING:
     from hexad.training.loop import Outcome
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 @click.command("train")
 @click.argument("path", metavar="run.yaml")
 @overrides_argument
-@click.option(
-    "--nproc", type=click.IntRange(1), help="Local ranks to start. [default: as few as the degrees allow]"
-)
+@ranks_option("--nproc", "Local ranks to start")
 @click.option(
     "--dry-run",
     is_flag=True,

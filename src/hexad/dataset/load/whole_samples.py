@@ -15,9 +15,9 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from hexad.config.errors import HexadError
 
 from ..files import write_whole
-from ..indexed import SMALL, IndexedDataset
+from ..indexed import IndexedDataset
 from .order import permute
-from .samples import Samples, SampleSource, Source, document_order, index_places, ranges, stored
+from .samples import OrderSettings, Samples, SampleSource, Source, document_order, ranges
 
 
 class Placement(NamedTuple):
@@ -161,7 +161,7 @@ class WholeSamples(Source):
             has no target.
         too_long: what to do with documents longer than that: ``refuse`` the data, ``truncate`` them to their
             first ``sequence`` tokens, or ``skip`` them.
-        seed, source, cache_dir, in_memory, patience: as for :class:`~.samples.SampleSource`.
+        order: see :class:`~.samples.OrderSettings`.
 
     Raises:
         HexadError: documents are too long, or nothing is left.
@@ -175,13 +175,9 @@ class WholeSamples(Source):
         *,
         sequence: int,
         too_long: TooLong = "refuse",
-        seed: int,
-        source: int = 0,
-        cache_dir: str | Path | None = None,
-        in_memory: int = SMALL,
-        patience: float = 600.0,
+        **order: Unpack[OrderSettings],
     ) -> None:
-        self.data, self.sequence, self.too_long = data, sequence, too_long
+        self.too_long = too_long
         self._histogram, self.facts = packing_facts(data, sequence, too_long)
         if too_long == "refuse" and self.facts.too_long:
             raise HexadError(
@@ -191,9 +187,8 @@ class WholeSamples(Source):
             )
         if not self.facts.samples:
             raise HexadError(f"{data.prefix}: no document is left (data.too_long: {too_long})")
-        super().__init__((seed, source), self.facts.samples)
-        places = index_places(data, cache_dir)
-        self._places, self._in_memory, self._patience = places, in_memory, patience
+        size, words = self.facts.samples + 1 + self.facts.documents, (_FORMAT, sequence, too_long)
+        super().__init__(data, sequence, self.facts.samples, size, words, **order)
 
     @cached_property
     def _slots(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -203,17 +198,8 @@ class WholeSamples(Source):
         ends = np.cumsum(np.bincount(samples, minlength=self.per_epoch))
         return np.argsort(samples, kind="stable"), np.concatenate([[0], ends])
 
-    def _make_index(self, epoch: int) -> NDArray[np.int64]:
-        """``per_epoch + 1`` places where samples begin, then the documents of all samples in order."""
-        if self.data.documents <= self._in_memory:
-            return self._computed(epoch)
-        size = self.per_epoch + 1 + self.facts.documents
-        words = (_FORMAT, self.data.identity(), *self._key, self.sequence, self.too_long, epoch)
-        what = f"{self.data.prefix}: the index of {self.data.documents} documents"
-        read, write = partial(_mapped, size=size), partial(self._write, epoch=epoch)
-        return stored(words, self._places, read, write, self._patience, what)
-
     def _computed(self, epoch: int) -> NDArray[np.int64]:
+        """``per_epoch + 1`` places where samples begin, then the documents of all samples in order."""
         documents = self.data.documents
         self.data.verify()
         order = document_order(np.arange(documents), documents, self._key, epoch)
@@ -313,12 +299,3 @@ def packing_facts(
         longest=longest,
         sequence=sequence,
     )
-
-
-def _mapped(path: Path, size: int) -> NDArray[np.int64] | None:
-    """A stored index if it is complete."""
-    try:
-        index = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError):
-        return None
-    return np.asarray(index) if index.shape == (size,) and index.dtype == np.int64 else None

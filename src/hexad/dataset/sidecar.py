@@ -132,18 +132,18 @@ def chat_templates(data: Iterable[str]) -> Mapping[str, str] | None:
     Raises:
         HexadError: two data sets have different ones: a model is kept with one.
     """
-    first, found = "", None
+    first, templates = "", None
     for prefix in data:
         built = read_sidecar(prefix)
         if built is None or built.chat_templates is None:
             continue
-        if found is not None and built.chat_templates != found:
+        if templates is not None and built.chat_templates != templates:
             raise HexadError(
                 f"found {first} and {prefix}, whose conversations have different chat templates; build one "
                 "of them again with that of the other (--chat-template FILE)"
             )
-        first, found = prefix, built.chat_templates
-    return found
+        first, templates = prefix, built.chat_templates
+    return templates
 
 
 def check_mask(data: IndexedDataset, built: Sidecar) -> None:

@@ -131,7 +131,7 @@ def _text(key: str, content: dict[str, Any], place: Place) -> str:
     value = content[key]
     if isinstance(value, str):
         return value
-    if value is None and place.row is not None:  # a missing value of a table
+    if value is None and place.kind == "row":  # a missing value of a table
         return ""
     raise HexadError(f"{place}: '{key}' is {_name(value)}, expected text")
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import xxhash
@@ -244,9 +243,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 

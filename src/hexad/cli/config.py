@@ -19,7 +19,7 @@ from hexad.model.configuration import build_config, load_config
 from hexad.model.families import family, preset
 from hexad.planning import check_config, planned_layout
 
-from .options import answer, degrees, json_option, overrides_argument, print_json, ranks_option
+from .options import answer, json_option, overrides_argument, print_json, ranks_option
 
 _WIDTH = 100
 
@@ -209,13 +209,13 @@ def check(
     checked = check_without_data if sizing else check_machine
     resolved = resolve(given, layout, None if elsewhere else checked(given))
     ranks = per_pipeline_rank(resolved)
-    sizes = degrees(layout)
+    facts = summary(resolved, ranks)
+    sizes = facts["degrees"]
     tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
-    facts = {"ok": True, "world": layout.world, "degrees": sizes, "summary": summary(resolved, ranks)}
     shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
     answer(
         as_json,
-        facts | tree,
+        {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts} | tree,
         f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}",
         *summary_lines(given, resolved, ranks),
         *([NO_DATA] if sizing else []),

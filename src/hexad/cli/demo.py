@@ -110,14 +110,9 @@ def _report(where: Path, data: DemoData) -> int:
     from .generate import generate
 
     metrics = read_metrics(where)
-    picture = where / "loss.svg"
-    references = {"unigram entropy": data.unigram_entropy}
-    save_figure(run_figure(metrics, references), picture)
-    save_figure(run_figure(metrics, references), where / "loss.png")
-    last = metrics.lines[-1]
-    validation = next(
-        (line["validation_loss"] for line in reversed(metrics.lines) if "validation_loss" in line), None
-    )
+    for ending in ("svg", "png"):
+        save_figure(run_figure(metrics, {"unigram entropy": data.unigram_entropy}), where / f"loss.{ending}")
+    last, validation = metrics.lines[-1], metrics.series("validation_loss")[1]
     click.echo("3. a sample of generated code", err=True)
     sys.stderr.flush()
     click.echo("-" * 72)
@@ -126,12 +121,12 @@ def _report(where: Path, data: DemoData) -> int:
     if status:
         return status
     click.echo("-" * 72)
-    click.echo(f"loss {last['loss']:.3f} nats per token", nl=False)
-    click.echo("" if validation is None else f", validation {validation:.3f}", nl=False)
-    click.echo(f"; unigram entropy {data.unigram_entropy:.3f}")
+    held_out = f", validation {validation[-1]:.3f}" if validation else ""
+    entropy = f"unigram entropy {data.unigram_entropy:.3f}"
+    click.echo(f"loss {last['loss']:.3f} nats per token{held_out}; {entropy}")
     sent = {axis: count for axis, count in last["comm_bytes"].items() if count}
     click.echo("sent per rank and step: " + ", ".join(f"{a} {readable_bytes(n)}" for a, n in sent.items()))
-    click.echo(f"loss curve: {picture}")
+    click.echo(f"loss curve: {where / 'loss.svg'}")
     _draw_timeline(where)
     # Inside 'make demo' the command is not on the user's path.
     hexad = "hexad" if shutil.which("hexad") else os.path.relpath(Path(sys.executable).with_name("hexad"))

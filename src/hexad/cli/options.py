@@ -21,8 +21,6 @@ import click
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from hexad.topology.layout import Layout
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -81,12 +79,6 @@ def progress_bar() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-
-
-def degrees(layout: Layout) -> dict[str, int]:
-    """The axes of degree above 1, in the usual order."""
-    names = ("tensor", "context", "pipeline", "data", "expert")
-    return {name: layout.degrees[name] for name in names if layout.degrees[name] > 1}
 
 
 def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 0) -> int:

@@ -149,9 +149,8 @@ def _from_config(config: Config, times: Times | None) -> Chart:
         return _with_times(plan.schedule, times)
     flops = stage_costs(resolved.config, plan.layers, plan.schedule.pipeline)
     unit = sum(flops.forward) / plan.schedule.pipeline
-    forward, backward, weight = (
-        tuple(time / unit for time in each) for each in (flops.forward, flops.backward, flops.weight)
-    )
+    passes = (flops.forward, flops.backward, flops.weight)
+    forward, backward, weight = (tuple(time / unit for time in times) for times in passes)
     costs = Costs(forward, backward, weight, activation=flops.activation)
     return Chart(simulate(plan.schedule, costs), basis="times proportional to FLOPs, mean F of a rank 1")
 
@@ -196,10 +195,10 @@ def _documents(
     """(Where documents begin, and the total, or None where they are joined; where this is from)."""
     config = resolved.config
     if config.data.documents == "join":
-        for option, found in (("--lengths", lengths), ("--microbatch", microbatch)):
-            if found is not None:
+        for option, given in (("--lengths", lengths), ("--microbatch", microbatch)):
+            if given is not None:
                 raise HexadError(
-                    f"{option}: found {found} with data.documents join, where attention crosses documents; "
+                    f"{option}: found {given} with data.documents join, where attention crosses documents; "
                     "leave it out, or set data.documents=isolate"
                 )
         return None, ""
@@ -244,50 +243,36 @@ def _from_data(config: Config, microbatch: int) -> tuple[int, ...]:
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": samples})})
     tokenizer = load_tokenizer(config.data.tokenizer)
     with loader_from_config(config, 0, int(config.parallel.data), tokenizer) as loader:
-        (found,) = loader.step(microbatch * samples)
-    assert found.documents is not None
-    return found.documents
+        (read,) = loader.step(microbatch * samples)
+    assert read.documents is not None
+    return read.documents
 
 
-class Planned(NamedTuple):
-    """What ``hexad show memory`` shows.
-
-    Attributes:
-        resolved: the run.
-        plan: of the rank asked for, or of one that needs the most.
-        ranks: plans by pipeline coordinate.
-        device: whose memory the largest plan is compared with, if any.
-    """
-
-    resolved: Resolved
-    plan: MemoryPlan
-    ranks: list[MemoryPlan]
-    device: Device | None
-
-
-def planned(settings: tuple[str, ...], world: int | None, rank: int | None, device: str | None) -> Planned:
-    """The plans of a configuration file with overrides, in the smallest world if none is given.
+def planned(
+    settings: tuple[str, ...], world: int | None, rank: int | None, device: Device | None
+) -> tuple[Resolved, MemoryPlan, list[MemoryPlan]]:
+    """A configuration file with overrides, resolved in the smallest world if none is given, and its
+    :func:`plans_of` a rank.
 
     Raises:
-        HexadError: the settings are refused, or there is no such rank or device.
+        HexadError: the settings are refused, or there is no such rank.
     """
     path, overrides = split_settings("show memory", settings)
     if path is None:
         raise HexadError("show memory: found no configuration file; give one")
-    found = None if device is None else device_of(device)
-    gpu = None if found is None else found.gpu
+    gpu = None if device is None else device.gpu
     if gpu is not None:
         overrides += ["run.device=cuda"]  # planned for the GPU that is named
     config = load_config(path, overrides)
-    if gpu is not None and config.precision.dtype == "fp8" and not gpu.fp8:
+    if device is not None and gpu is not None and config.precision.dtype == "fp8" and not gpu.fp8:
         raise ConfigError(
-            "precision.dtype", f"found fp8, but {device} has no fp8 matrix units; use auto, bf16 or fp16"
+            "precision.dtype", f"found fp8, but {device.name} has no fp8 matrix units; use auto, bf16 or fp16"
         )
     layout = planned_layout(config, world)
     if rank is not None and not 0 <= rank < layout.world:
         raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
     resolved = resolve(config, layout, bf16=None if gpu is None else gpu.bf16)
-    return Planned(resolved, *plans_of(resolved, rank), found)
+    return resolved, *plans_of(resolved, rank)
 
 
 def device_of(text: str) -> Device:
@@ -432,11 +417,11 @@ def memory_command(
     With --device, whether the rank that needs the most fits into the device's memory; the exit status is 0
     either way.
     """
-    found = planned(settings, world, rank, device)
-    title = memory_title(found.resolved)
-    tree = partial(memory_json, *found)
-    figure = partial(memory_figure, found.ranks, title, found.device)
-    _present(as_json, output, tree, figure, partial(memory_text, *found))
+    target = None if device is None else device_of(device)
+    resolved, plan, ranks = planned(settings, world, rank, target)
+    tree = partial(memory_json, resolved, plan, ranks, target)
+    figure = partial(memory_figure, ranks, memory_title(resolved), target)
+    _present(as_json, output, tree, figure, partial(memory_text, resolved, plan, ranks, target))
 
 
 @show.command("context")

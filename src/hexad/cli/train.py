@@ -13,7 +13,7 @@ from hexad.launching.files import refuse_locked
 from hexad.model.configuration import load_config
 from hexad.planning import Resolved, check_config, resolve, smallest_world, working_layout
 
-from .options import degrees, json_option, overrides_argument, print_json, ranks_option, start_local
+from .options import json_option, overrides_argument, print_json, ranks_option, start_local
 
 if TYPE_CHECKING:
     from hexad.training.loop import Outcome
@@ -114,14 +114,14 @@ def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
 
     config, layout, plan = resolved.config, resolved.layout, resolved.plan
     memory, per_rank = plans_of(resolved)
-    sizes = degrees(layout)
     if as_json:
+        facts = summary(resolved, per_rank)
         print_json(
             {
-                "summary": summary(resolved, per_rank),
+                "summary": facts,
                 "config": config.model_dump(mode="json", by_alias=True),
                 "world": layout.world,
-                "degrees": sizes,
+                "degrees": facts["degrees"],
                 "memory_bytes_per_rank": memory.as_tree(),
                 "pipeline": {
                     "schedule": plan.schedule.name,

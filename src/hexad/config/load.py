@@ -170,12 +170,22 @@ def _field_of(loc: Sequence[int | str]) -> tuple[str, type[BaseModel]]:
     names: list[str] = []
     for index, part in enumerate(loc):
         names.append(str(part))
-        field = next((f for n, f in model.model_fields.items() if (f.alias or n) == part), None)
-        nested = field and next((t for t in _types(field.annotation) if issubclass(t, BaseModel)), None)
+        nested = _group(_annotation(model, str(part)))
         if nested is None or index == len(loc) - 1:
             break
         model = nested
     return ".".join(names), model
+
+
+def _annotation(model: type[BaseModel], name: str) -> Any:
+    """The type of a setting of a group, by the last part of its name; None for an unknown one."""
+    last = name.rpartition(".")[2]
+    return next((f.annotation for n, f in model.model_fields.items() if (f.alias or n) == last), None)
+
+
+def _group(annotation: Any) -> type[BaseModel] | None:
+    """The group of settings in a type, through any nesting, if there is one."""
+    return next((kind for kind in _types(annotation) if issubclass(kind, BaseModel)), None)
 
 
 def _types(annotation: Any) -> list[type]:
@@ -186,16 +196,13 @@ def _types(annotation: Any) -> list[type]:
 
 def _choices(model: type[BaseModel], field: str) -> list[str]:
     """The strings a setting may take, through any nesting of Literal and union."""
-    info = next(
-        (f for n, f in model.model_fields.items() if (f.alias or n) == field.rsplit(".", 1)[-1]), None
-    )
 
     def strings(annotation: Any) -> list[str]:
         if isinstance(annotation, str):
             return [annotation]
         return [s for inner in get_args(annotation) for s in strings(inner)]
 
-    return strings(info.annotation) if info else []
+    return strings(_annotation(model, field))
 
 
 def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
@@ -204,9 +211,8 @@ def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         names.append(key)
-        for inner in _types(field.annotation):
-            if issubclass(inner, BaseModel):
-                names += setting_names(inner, key + ".")
+        if (group := _group(field.annotation)) is not None:
+            names += setting_names(group, key + ".")
     return names
 
 
@@ -221,10 +227,7 @@ def _unknown(field: str, key: str, model: type[BaseModel]) -> str:
 
 def _group_of(field: str, model: type[BaseModel]) -> str:
     """What to write where a group of settings is expected."""
-    info = next(
-        (f for n, f in model.model_fields.items() if (f.alias or n) == field.rsplit(".", 1)[-1]), None
-    )
-    group = next((t for t in _types(info.annotation) if issubclass(t, BaseModel)), None) if info else None
+    group = _group(_annotation(model, field))
     names = [f.alias or n for n, f in group.model_fields.items()] if group else []
     some = f" such as {', '.join(names[:3])}" if names else ""
     return f"settings{some}; to keep the defaults, leave out the line"
@@ -250,9 +253,9 @@ def anchored(config: Config) -> Config:
             prefix = "hf:" if value.startswith("hf:") else ""  # of model.load
             return prefix + str(Path(value.removeprefix(prefix)).absolute())
         if isinstance(value, Mapping):
-            return {name: absolute(each) for name, each in value.items()}
+            return {name: absolute(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(absolute(each) for each in value)
+            return type(value)(map(absolute, value))
         return value
 
     update = {

@@ -177,7 +177,7 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
     data = IndexedDataset(prefix)
     if (built := read_sidecar(prefix)) is not None:
         check_mask(data, built)
-        _check_built(prefix, built, vocab, eod)
+        _check_ids(prefix, built, vocab, eod)
         if bos is not None and built.bos is not None and list(bos) != list(built.bos):
             raise HexadError(
                 f"{prefix} was built with the ids {list(built.bos)} before each document, but data.bos and "
@@ -187,7 +187,7 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
     return data
 
 
-def _check_built(prefix: str, built: Sidecar, vocab: int | None, eod: int | None) -> None:
+def _check_ids(prefix: str, built: Sidecar, vocab: int | None, eod: int | None) -> None:
     if eod is not None and built.eod not in (None, eod):
         raise HexadError(
             f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, but "

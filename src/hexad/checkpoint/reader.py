@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -36,47 +36,28 @@ _OPEN_FILES = 8
 """Files of a checkpoint that are open at once: parts are read in the files' order."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rectangle that a chunk and a stored one have in common.
+class _Part(NamedTuple):
+    """The rectangle that a chunk and a stored one have in common; parts are read in the order of files and
+    bytes.
 
     Attributes:
-        chunk: to fill.
-        stored: the rectangle in the file.
-        file: its name.
-        begin: where the values of the stored rectangle begin in it, in bytes.
+        file: name of the file.
+        span: the bytes of it that hold the rows of the common rectangle.
+        begin: the byte where the values of the stored rectangle begin.
         block: the number of their first block among the file's.
+        chunk: to fill.
+        stored, common: the rectangles.
+        dtype: of the stored values.
     """
 
-    chunk: Chunk
-    stored: Rectangle
     file: str
+    span: tuple[int, int]
     begin: int
     block: int
+    chunk: Chunk
+    stored: Rectangle
+    common: Rectangle
     dtype: torch.dtype
-
-    @cached_property
-    def common(self) -> Rectangle:
-        """What both rectangles have in common."""
-        common = self.chunk.rectangle.intersection(self.stored)
-        assert common is not None
-        return common
-
-    def rows(self) -> tuple[int, int]:
-        """Its first row and the one after its last, among the stored rectangle's."""
-        common = self.common
-        low = common.offset[0] - self.stored.offset[0]
-        return low, low + common.sizes[0]
-
-    def span(self) -> tuple[int, int]:
-        """The bytes of the file that hold these rows."""
-        row = math.prod(self.stored.sizes[1:]) * self.dtype.itemsize
-        low, high = self.rows()
-        return self.begin + low * row, self.begin + high * row
-
-    def place(self) -> tuple[str, int]:
-        """The order of reading: file, and offset in it."""
-        return self.file, self.span()[0]
 
 
 class Checkpoint:
@@ -113,7 +94,8 @@ class Checkpoint:
             HexadError: a tensor is missing, or has another shape or a format that does not fit.
             DamagedCheckpoint: so is the file.
         """
-        parts = sorted((part for chunk in chunks for part in self._parts(chunk)), key=_Part.place)
+        every = (part for chunk in chunks for part in self._parts(chunk))
+        parts = sorted(every, key=lambda part: (part.file, part.span))
         for part, after in zip_longest(parts, parts[1:]):
             if after is not None:
                 self._announce(after)
@@ -128,9 +110,13 @@ class Checkpoint:
         dtype = _dtype(self.manifest.tensors[chunk.name].dtype)
         for file, block, begin, *place in self.manifest.index.touching(chunk.rectangle).tolist():
             stored = Rectangle(chunk.name, shape, tuple(place[: len(shape)]), tuple(place[len(shape) :]))
-            part = _Part(chunk, stored, names[file], begin, block, dtype)
-            values += part.common.numel
-            yield part
+            common = chunk.rectangle.intersection(stored)
+            assert common is not None
+            width = math.prod(stored.sizes[1:]) * dtype.itemsize
+            first = begin + (common.offset[0] - stored.offset[0]) * width
+            span = first, first + common.sizes[0] * width
+            values += common.numel
+            yield _Part(names[file], span, begin, block, chunk, stored, common, dtype)
         if values != chunk.tensor.numel():
             raise damaged(self.path, f"tensor {chunk.name} is incomplete")
 
@@ -170,7 +156,7 @@ class Checkpoint:
         """Let the system read ahead."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
-        begin, end = part.span()
+        begin, end = part.span
         os.posix_fadvise(self._file(part.file), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def _read(self, part: _Part) -> None:
@@ -181,7 +167,8 @@ class Checkpoint:
         target = part.chunk.tensor.detach()
         for dim in range(1, len(common.sizes)):
             target = target.narrow(dim, common.offset[dim] - wanted.offset[dim], common.sizes[dim])
-        low, high = part.rows()
+        low = common.offset[0] - held.offset[0]
+        high = low + common.sizes[0]
         for block in range(low // step, -(-high // step)):
             first, last = block * step, min((block + 1) * step, held.sizes[0])
             begin, end = max(low, first), min(high, last)

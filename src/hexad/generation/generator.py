@@ -112,23 +112,6 @@ def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
     return chunks
 
 
-def generate(
-    model: Transformer,
-    prompt: list[int],
-    tokens: int,
-    sampling: Sampling,
-    stop: int | None = None,
-    pipeline: Axis | None = None,
-) -> Iterator[int]:
-    """Yield up to ``tokens`` new token ids after ``prompt``; ends after the id ``stop``. Otherwise as
-    :func:`generate_all` of one prompt."""
-    for found in _steps(model, [prompt], tokens, sampling, [sampling.seed], pipeline):
-        token = found[0]
-        yield token
-        if token == stop:
-            return
-
-
 def generate_all(
     model: Transformer,
     prompts: Sequence[list[int]],

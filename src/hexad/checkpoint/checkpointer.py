@@ -238,7 +238,7 @@ class Checkpointer:
         self._on_first(commit, step)
 
     def _file(self, parts: list[Part]) -> TensorFile:
-        """The one that the ranks of this host write together: not those of several hosts, as clients of a
+        """The tensor file that the ranks of this host write together. Hosts have a file each: clients of a
         network file system may undo each other's changes to one file."""
         same = among_neighbours(parts == self._parts, self._axis)
         if self._together is None or not all(same.values()):
@@ -246,7 +246,7 @@ class Checkpointer:
             near = among_neighbours((here, parts), self._axis)
             self._parts = parts
             self._together = TensorFile.of_host(
-                rank, {other: found for other, (where, found) in near.items() if where == here}
+                rank, {other: theirs for other, (where, theirs) in near.items() if where == here}
             )
         return self._together
 
@@ -283,7 +283,7 @@ class Checkpointer:
 
 
 def _device_of(path: Path) -> int | None:
-    """Of the file system: containers of a host may have mounts of their own."""
+    """The number of the file system's device: containers of a host may have mounts of their own."""
     try:
         return path.stat().st_dev
     except OSError:
@@ -298,7 +298,7 @@ class _Written(NamedTuple):
     error: Exception | None = None
 
     def merge(self, other: _Written) -> _Written:
-        """That of more ranks."""
+        """Merge what two groups of ranks have written."""
         return _Written(self.files.merge(other.files), self.held | other.held, self.error or other.error)
 
 
@@ -310,7 +310,7 @@ class _Copies:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def of(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with copies of their values, valid until the next call. From a GPU they are copied to
+        """Copy the values of chunks: the copies are valid until the next call. From a GPU they are copied to
         pinned memory, all concurrently."""
         gpu = any(chunk.tensor.is_cuda for chunk in chunks)
         ends = list(accumulate(-(-chunk.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for chunk in chunks))

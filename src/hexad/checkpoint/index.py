@@ -77,14 +77,14 @@ class Index:
 
     @classmethod
     def empty(cls, files: dict[str, FileRecord]) -> Index:
-        """Files without rectangles."""
+        """An index of files without rectangles."""
         return cls(files, {}, np.empty((0, _PLACE), dtype=np.int64))
 
     @classmethod
     def of_file(
         cls, name: str, record: FileRecord, parts: Sequence[tuple[Rectangle, str, int, int]]
     ) -> Index:
-        """A file, or a section of one, and its parts: (rectangle, dtype, its block, where it begins)."""
+        """The index of a file, or of a section of one, with parts (rectangle, dtype, block, begin)."""
         tensors = {part.name: GlobalTensor(dtype, part.shape) for part, dtype, _, _ in parts}
         numbers = _numbers((part.name for part, *_ in parts), tensors).tolist()
         dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
@@ -99,7 +99,7 @@ class Index:
 
     @classmethod
     def unpack(cls, files: dict[str, FileRecord], entries: Mapping[str, Sequence[Any]]) -> Index:
-        """The files of a manifest, and what :meth:`pack` made of the tensors.
+        """The index of a manifest's files and of its tensors, as :meth:`pack` writes them.
 
         Raises:
             ValueError: an entry has another form, or names a file or block that does not exist.
@@ -132,7 +132,7 @@ class Index:
         return (self.rows.shape[1] - _PLACE) // 2
 
     def merge(self, other: Index) -> Index:
-        """Both as one; the other's files follow this one's, and so do its sections of the same files."""
+        """Merge two parts; the other's files follow this one's, and so do its sections of the same files."""
         dims = max(self.dims, other.dims)
         tensors, files = self.tensors | other.tensors, dict(self.files)
         for name, record in other.files.items():
@@ -157,7 +157,7 @@ class Index:
         return self._by_tensor[name][:, columns]
 
     def touching(self, rectangle: Rectangle) -> Rows:
-        """Those of :meth:`rows_of` a tensor that have values in common with a rectangle of it."""
+        """The rows (:meth:`rows_of`) that have values in common with a rectangle of their tensor."""
         rows, dims = self.rows_of(rectangle.name), len(rectangle.shape)
         low, sizes = np.array((rectangle.offset, rectangle.sizes), dtype=np.int64)
         begins, ends = rows[:, 3 : 3 + dims], rows[:, 3 : 3 + dims] + rows[:, 3 + dims :]
@@ -218,7 +218,7 @@ class Need:
 
     @classmethod
     def of(cls, rectangles: Iterable[Rectangle]) -> Need:
-        """One box around what is held of each tensor: ranks hold runs of its rows."""
+        """The need of a rank: one box around what it holds of each tensor, mostly a run of its rows."""
         bounds: dict[str, tuple[list[int], list[int]]] = {}
         for part in rectangles:
             if part.numel:
@@ -238,7 +238,7 @@ class Need:
         return (self.boxes.shape[1] - 1) // 2
 
     def merge(self, other: Need) -> Need:
-        """Both as one; boxes that touch in dim 0 and agree in all others become one."""
+        """Merge the needs of two groups of ranks; boxes that touch in dim 0 and agree else become one."""
         dims = max(self.dims, other.dims)
         names = dict.fromkeys(self.names) | dict.fromkeys(other.names)
         boxes = _padded(other.boxes, dims, 1).copy()
@@ -248,7 +248,7 @@ class Need:
 
 
 def _numbers(names: Iterable[str], places: Iterable[str]) -> Rows:
-    """For each name its number among the places; -1 if it has none."""
+    """The number of each name among the places; -1 for one that is not there."""
     number = {name: index for index, name in enumerate(places)}
     return np.array([number.get(name, -1) for name in names], dtype=np.int64)
 
@@ -280,7 +280,7 @@ def _unpacked(packed: str, shape: tuple[int, ...], blocks: Rows) -> Rows:
 
 
 def _padded(rows: Rows, dims: int, first: int = _PLACE) -> Rows:
-    """Rows with that many dims, the new ones from 0 and of size 1."""
+    """Pad rows to a number of dims; added dims have offset 0 and size 1."""
     have = (rows.shape[1] - first) // 2
     if have == dims:
         return rows
@@ -292,7 +292,7 @@ def _padded(rows: Rows, dims: int, first: int = _PLACE) -> Rows:
 
 
 def _joined(boxes: Rows) -> Rows:
-    """Boxes with those joined that touch in dim 0."""
+    """Join boxes that touch in dim 0 and agree in all other dims."""
     if len(boxes) < 2:
         return boxes
     dims = (boxes.shape[1] - 1) // 2

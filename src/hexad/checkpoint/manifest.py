@@ -47,7 +47,7 @@ def unreadable(path: Path, name: str, error: OSError) -> HexadError:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         progress: from :meth:`hexad.Engine.progress`, with ``step`` and ``samples``.
@@ -73,7 +73,7 @@ class Manifest:
 
     @property
     def step(self) -> int:
-        """Steps made."""
+        """Optimizer steps made."""
         return int(self.progress["step"])
 
     @property
@@ -116,7 +116,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, content: bytes) -> Manifest:
-        """The manifest of a file's content.
+        """Decode the content of ``manifest.json``.
 
         Raises:
             ValueError: it was not written by :meth:`encode`.
@@ -147,7 +147,7 @@ class Manifest:
 
 
 def _record(entry: Sequence[Any]) -> FileRecord:
-    """A file's record as a manifest has it."""
+    """Decode a file's record."""
     *sections, header, blocks = entry
     # Format 2: size and checksum of the whole file.
     parts = sections[0] if len(sections) == 1 else [sections]

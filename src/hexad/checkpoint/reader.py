@@ -153,7 +153,7 @@ class Checkpoint:
             )
 
     def _announce(self, part: _Part) -> None:
-        """Let the system read ahead."""
+        """Make the system read ahead the bytes of a part."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         begin, end = part.span
@@ -268,13 +268,13 @@ def chosen(choose: Callable[[], Path | None], axis: Axis, where: Path) -> Path |
         return None if path is None else (path, manifest_checksum(path))
 
     try:
-        found = from_first(first, axis)
+        choice = from_first(first, axis)
     except HexadError as error:
         raise AgreedError(str(error), type(error)) from None
-    if found is None:
+    if choice is None:
         return None
-    agreed(lambda: wait_until_visible(*found, _LONGEST_LAG), axis)
-    return found[0]
+    agreed(lambda: wait_until_visible(*choice, _LONGEST_LAG), axis)
+    return choice[0]
 
 
 def load(

@@ -232,7 +232,7 @@ def export_command(
 
 
 def _end_of_document(config: Config) -> int | None:
-    """The tokenizer's, if it still exists."""
+    """The id of the tokenizer's end-of-document token, if the tokenizer still exists."""
     from hexad.dataset.text.tokenizer import load_tokenizer
 
     try:

@@ -115,7 +115,7 @@ def first_run(
 def _given(
     name: str | None, data: str | None, validation: str | None, tokenizer: str | None
 ) -> dict[str, Any]:
-    """What the options stand for, as a raw tree."""
+    """The settings that the options stand for, as a raw tree."""
     tree: dict[str, Any] = {"data": {}}
     if name is not None:
         kind = family(preset(name)["family"])  # refuses an unknown name
@@ -131,7 +131,7 @@ def _given(
 
 
 def _tree(given: dict[str, Any], config: Config) -> dict[str, dict[str, Any]]:
-    """The settings to write: those shown to everybody, and those given."""
+    """The settings to write: those that are always shown, and those given."""
     shown = _SHOWN if config.model.preset is None else {**_SHOWN, "model": ()}
     tree: dict[str, dict[str, Any]] = {}
     # "auto" stays where the user leaves it open: the model's was completed while loading.

@@ -38,7 +38,7 @@ class ManyValues(click.Command):
 
     @staticmethod
     def _refuse(option: str, ctx: click.Context) -> None:
-        """An option that still waits for its first value."""
+        """Refuse an option without a value."""
         if option:
             raise click.BadOptionUsage(option, f"Option '{option}' requires an argument.", ctx)
 

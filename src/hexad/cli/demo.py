@@ -27,7 +27,7 @@ _PROMPT = "def read_lines(path):\n    "
 
 
 def _settings(directory: Path, data: DemoData) -> dict[str, Any]:
-    """Sized for two CPU cores: less than three minutes of training."""
+    """Settings of the run, for two CPU cores: less than three minutes of training."""
     return {
         "run": {"dir": str(directory), "steps": 150, "device": "cpu"},
         "model": {
@@ -48,7 +48,7 @@ def _settings(directory: Path, data: DemoData) -> dict[str, Any]:
 
 
 def _write_run(directory: Path, data: DemoData, overrides: tuple[str, ...]) -> Path:
-    """``run.yaml``: the settings, overrides included, and how to continue.
+    """Write ``run.yaml``: the settings, overrides included, and how to continue.
 
     Raises:
         HexadError: the file cannot be written, or an override is malformed.
@@ -103,7 +103,7 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
 
 
 def _report(where: Path, data: DemoData) -> int:
-    """The loss curve, a sample, the communication, and next commands; returns the sample's exit status."""
+    """Show loss curve, a sample, communication and next commands; returns the sample's exit status."""
     from hexad.show.figure import save_figure
     from hexad.show.run import read_metrics, readable_bytes, run_figure
 
@@ -136,7 +136,7 @@ def _report(where: Path, data: DemoData) -> int:
 
 
 def _draw_timeline(where: Path) -> None:
-    """One step of the pipeline as planned and as measured; nothing if the run was too short."""
+    """Draw one step of the pipeline as planned and as measured, unless the run was too short."""
     from hexad.show.figure import save_figure
     from hexad.show.schedule import read_timeline, schedule_figure
 

@@ -135,7 +135,7 @@ def generate_here(request: dict[str, Any]) -> None:
 
 
 def _print(request: dict[str, Any], texts: Iterable[Continuation]) -> None:
-    """Each text as soon as its batch is complete; with ``--json`` all in one document."""
+    """Print each text as soon as its batch is complete; with ``--json`` all in one document."""
     several = request["lines"] or len(request["prompts"]) * request["samples"] > 1
     documents = []
     for text in texts:

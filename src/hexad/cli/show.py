@@ -40,12 +40,12 @@ from hexad.topology.layout import Layout
 from .options import json_option, print_json, split_settings
 
 Times = tuple[float, ...]
-"""Of F, B and W of one microbatch in all stages of a rank, and of a message."""
+"""Duration of F, B and W of one microbatch in all stages of a rank, and of a message."""
 _DEFAULT_TIMES: Times = (1.0, 1.0, 1.0, 0.0)
 
 
 class Choice(NamedTuple):
-    """What is drawn, an addition to the title, and the step of a run if it was measured."""
+    """The charts to draw, an addition to the title, and the step of a run if it was measured."""
 
     charts: list[Chart]
     note: str = ""

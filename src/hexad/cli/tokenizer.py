@@ -107,12 +107,12 @@ class _Count:
             yield text
 
 
-def _notes(found: int, wanted: int, template: str, special: dict[str, int]) -> list[str]:
+def _notes(learned: int, wanted: int, template: str, special: dict[str, int]) -> list[str]:
     import re
 
     notes = []
-    if found < wanted:
-        notes.append(f"{found:,} instead of {wanted:,} ids: no further pair occurs often enough")
+    if learned < wanted:
+        notes.append(f"{learned:,} instead of {wanted:,} ids: no further pair occurs often enough")
     written = dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>", template))
     missing = [token for token in written if token not in special]
     if missing:

@@ -106,7 +106,7 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
 
 
 def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
-    """What people ask first, each line a comment, then the stages and the resolved configuration."""
+    """Print the summary, each line a comment, then the stages and the resolved configuration."""
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
 

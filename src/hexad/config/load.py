@@ -118,7 +118,7 @@ _WRONG_FORM = {"string_type", "list_type", "tuple_type", "literal_error", "missi
 
 
 def _readable(error: ValidationError) -> ConfigError:
-    """The first problem of a pydantic error as field, value found, and fix."""
+    """Convert a pydantic error: its first problem as field, value found, and fix."""
     problems = error.errors(include_url=False)
     first = _field_of(problems[0]["loc"])[0]
     # Of the forms that a union allows, the one meant is the one that was followed furthest into the value.
@@ -130,9 +130,9 @@ def _readable(error: ValidationError) -> ConfigError:
         return ConfigError(field, _unknown(field, str(problem["loc"][-1]), model))
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return ConfigError(field, f"found {problem['input']!r}, expected {_group_of(field, model)}")
-    found = problem["input"]
-    if isinstance(found, Mapping):
-        found = dict(found)
+    given = problem["input"]
+    if isinstance(given, Mapping):
+        given = dict(given)
     indices = _indices(problem["loc"])
     if problem["type"] == "missing":  # of an item: what was found is the list that lacks it
         indices = indices[:-1]
@@ -145,9 +145,9 @@ def _readable(error: ValidationError) -> ConfigError:
         expected = f"expected {item} ({field} is {whole})" if indices else f"expected {whole}"
     else:
         expected = "; or ".join(dict.fromkeys(_expectation(p["msg"]) for p in alike))
-    hint = did_you_mean(found, _choices(model, field)) if isinstance(found, str) and not indices else ""
+    hint = did_you_mean(given, _choices(model, field)) if isinstance(given, str) and not indices else ""
     return ConfigError(
-        field + "".join(f"[{index}]" for index in indices), f"found {found!r}, {expected}{hint}"
+        field + "".join(f"[{index}]" for index in indices), f"found {given!r}, {expected}{hint}"
     )
 
 
@@ -160,7 +160,7 @@ def _expectation(message: str) -> str:
 
 
 def _indices(loc: Sequence[int | str]) -> list[int]:
-    """The places in nested lists that a pydantic location leads to."""
+    """The list indices in a pydantic location."""
     return [part for part in loc if isinstance(part, int)]
 
 
@@ -217,7 +217,7 @@ def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str
 
 
 def _unknown(field: str, key: str, model: type[BaseModel]) -> str:
-    """What is wrong with a key that the settings do not have."""
+    """The message for a key that the settings do not have."""
     if "." not in key:
         return f"unknown key{_nearest(field, model)}"
     *groups, last = key.split(".")
@@ -226,7 +226,7 @@ def _unknown(field: str, key: str, model: type[BaseModel]) -> str:
 
 
 def _group_of(field: str, model: type[BaseModel]) -> str:
-    """What to write where a group of settings is expected."""
+    """The message part that says what to write where a group of settings is expected."""
     group = _group(_annotation(model, field))
     names = [f.alias or n for n, f in group.model_fields.items()] if group else []
     some = f" such as {', '.join(names[:3])}" if names else ""

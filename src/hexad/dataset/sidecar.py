@@ -70,7 +70,7 @@ def fingerprint(prefix: str | Path) -> str:
 
 
 def identity(prefix: str | Path) -> str:
-    """As :func:`fingerprint`, with the loss mask if there is one: what all ranks of a run must have alike."""
+    """The :func:`fingerprint`, with the loss mask if there is one: all ranks of a run must have the same."""
     mask = [mask_path(prefix)] if has_mask(prefix) else []
     return sampled_hash(idx_path(prefix), bin_path(prefix), *mask)
 

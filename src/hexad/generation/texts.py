@@ -41,7 +41,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to write.
+    """The settings of a generation: how much is written, and how.
 
     Attributes:
         tokens: new ids at most.
@@ -140,7 +140,7 @@ def _continuation(
     ending: set[int | None],
 ) -> Continuation:
     text = tokenizer.decode(new)
-    places = [place for place in (text.find(each) for each in stop) if place >= 0]
+    places = [place for place in (text.find(ending_text) for ending_text in stop) if place >= 0]
     if places:
         return Continuation(prompt, sample, text[: min(places)], new, "stop")
     return Continuation(prompt, sample, text, new, "document" if new[-1] in ending else "length")

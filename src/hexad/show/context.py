@@ -29,7 +29,7 @@ _MIB = 2**20
 
 
 class Comparison(NamedTuple):
-    """What a balance gives for the same microbatch.
+    """The result of a balance for the same microbatch.
 
     Attributes:
         balance: its name.
@@ -70,7 +70,7 @@ class Division:
     def of(
         cls, resolved: Resolved, title: str, documents: tuple[int, ...] | None, source: str = ""
     ) -> Division:
-        """A microbatch of a run.
+        """Divide a microbatch of a run.
 
         Args:
             resolved: the run.
@@ -147,7 +147,7 @@ class Division:
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
-        """All balances; none where all ranks exchange heads: each then has some heads of all tokens."""
+        """The results of all balances; none where every rank has some heads of all tokens."""
         if self.ring.ranks == 1:
             return []
         comparisons = []
@@ -165,7 +165,7 @@ class Division:
 
     @property
     def content(self) -> str:
-        """What the microbatch consists of."""
+        """The content of the microbatch as text: sequences, documents, window."""
         it, lengths = self.slice, self.documents
         text = f"{it.sequences:,} sequence{'s' * (it.sequences > 1)} of {it.length:,} tokens"
         if self.source:
@@ -176,14 +176,14 @@ class Division:
 
     @property
     def how(self) -> str:
-        """Method and balance."""
+        """The method and the balance as text."""
         size = self.slicing.ulysses
         group = f" (groups of {size})" if self.method == "ulysses_ring" else ""
         return f"{self.method}{group}, balance {self.slicing.balance}"
 
     @property
     def exchange_text(self) -> str:
-        """What the exchange of heads sends; empty without one."""
+        """The bytes that the exchange of heads sends, as text; empty without one."""
         if self.slicing.ulysses == 1:
             return ""
         size = self.slicing.ulysses

@@ -51,7 +51,7 @@ class RankTrace:
 
     @property
     def idle(self) -> float:
-        """Seconds of neither."""
+        """Seconds without compute and without exposed communication."""
         return max(0.0, self.seconds - self.compute - sum(self.exposed.values()))
 
 
@@ -61,10 +61,10 @@ def read_traces(directory: str | Path) -> list[RankTrace]:
     Raises:
         HexadError: there are none, or one is not readable.
     """
-    found = sorted(Path(directory).glob("profile/rank-*.json.gz"))
-    if not found:
+    paths = sorted(Path(directory).glob("profile/rank-*.json.gz"))
+    if not paths:
         raise HexadError(f"{directory}: no traces in profile/; set log.profile: {{start: STEP, steps: N}}")
-    return [_read(path) for path in found]
+    return [_read(path) for path in paths]
 
 
 def _read(path: Path) -> RankTrace:
@@ -127,7 +127,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _cpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], dict[str, list[Span]]]:
-    """Operators, and the time spent in collectives, by axis."""
+    """Spans of operators, and of collectives by axis."""
     waits: dict[str, list[Span]] = defaultdict(list)
     for event in events:
         if _is_label(event) and (label := _COMMUNICATION.fullmatch(event["name"])):
@@ -136,7 +136,7 @@ def _cpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], dict[str, lis
 
 
 def _gpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], dict[str, list[Span]]]:
-    """Kernels other than NCCL's, and NCCL's by the axis of the label inside which they were launched."""
+    """Spans of kernels other than NCCL's, and of NCCL's by the axis of the label around their launch."""
     labels: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     launches: dict[Any, tuple[Any, float]] = {}
     for event in events:

@@ -202,7 +202,7 @@ class Layout:
         }
 
     def _strides(self, meaning: dict[str, str], degrees: dict[str, int]) -> dict[str, Digit]:
-        """Walk the order, the fastest axis having stride 1. Axes it leaves out have degree 1."""
+        """Degree and stride of each axis: the first in the order has stride 1, omitted ones degree 1."""
         digits = {axis: Digit(1, 1) for axis in degrees}
         stride = 1
         for name in self.order.split("-"):
@@ -250,7 +250,7 @@ class Layout:
         return self.world // model
 
     def _check_divisible(self, axes: tuple[str, ...]) -> None:
-        """Blame the first axis whose degree the world cannot be divided by any more."""
+        """Refuse the first axis whose degree no longer divides the world."""
         degrees = {axis: int(getattr(self, axis)) for axis in axes}
         product = 1
         for axis, degree in degrees.items():
@@ -294,7 +294,7 @@ class Layout:
         self._check_same_stages()
 
     def _check_same_stages(self) -> None:
-        """Dense and expert layers of one stage must stand on the same ranks."""
+        """Refuse an order that puts dense and expert layers of one stage on different ranks."""
         if self.pipeline == 1 or self.expert * self.expert_tensor == 1:
             return
         dense = self._strides(_DENSE_OF, self._dense_degrees())["pipeline"]
@@ -394,7 +394,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Tree:
-    """A rank's part of the tree.
+    """A rank's part of the tree over which all ranks agree.
 
     Attributes:
         levels: from the lowest up; the rank is the first one in all but the last.
@@ -407,5 +407,5 @@ class Tree:
     timeout: timedelta
 
     def on(self, channel: int, timeout: timedelta | None = None) -> Tree:
-        """The same connections for another thread."""
+        """Use the same connections from another thread."""
         return replace(self, channel=channel, timeout=timeout or self.timeout)

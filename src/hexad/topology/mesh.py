@@ -56,7 +56,7 @@ class Axis:
 
 
 class Mesh:
-    """This rank's axes. Built once and handed down; there is no global one.
+    """This rank's axes. Built once and passed on; there is no global mesh.
 
     Attributes:
         layout: the arithmetic behind it.
@@ -92,8 +92,8 @@ class Mesh:
         return (self._expert_axis("expert_tensor"), self._expert_axis("expert"))
 
     def combined(self, *names: str) -> Axis:
-        """Several axes of the dense grid as one; its traffic counts as the first one's, and does not queue
-        with that of the others.
+        """Combine several axes of the dense grid into one. Its traffic counts as the first one's, and does
+        not queue with that of the others.
 
         Every rank of the default process group calls this together. Where the others have one rank each, the
         first axis stands for itself.
@@ -117,7 +117,7 @@ class Mesh:
         return self.axes[name]
 
     def some(self, axis: Axis, *places: int) -> Axis:
-        """Some places of an axis as an axis of their own, whose traffic counts as the whole one's.
+        """Make an axis of some places of another, whose traffic counts as that one's.
 
         Every rank of the default process group calls this together; those of other places get an axis of
         size 1.
@@ -131,7 +131,7 @@ class Mesh:
         return part if len(mine) > 1 else Axis(axis.name, mine)
 
     def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
-        """An axis as two: runs of ``size`` neighbouring places, and the places across those runs.
+        """Split an axis into two: runs of ``size`` neighbouring places, and the places across those runs.
 
         Their traffic counts as the whole axis's. Runs have a process group of their own even where there is
         only one, so that what is moved inside them does not queue with what goes over the axis. Every rank of

@@ -1,6 +1,5 @@
 """Export of a checkpoint as a Hugging Face model (safetensors shards, configuration, tokenizer), and of
-adapters as
-PEFT reads them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+adapters as PEFT reads them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from .weights import INDEX_FILE, SINGLE_FILE, row_slices
 
 @dataclass(frozen=True)
 class _Target:
-    """One of their tensors: our parts of it in order, and the format it is written in."""
+    """A published tensor: our parts of it in order, and the format it is written in."""
 
     name: str
     parts: tuple[tuple[str, PublishedTensor], ...]
@@ -123,24 +122,24 @@ def _format(config: Config, dtype: str) -> str:
 
 
 def _targets(weights: Weights, config: Config, kind: Family, dtype: torch.dtype | None) -> list[_Target]:
-    """Their tensors, of family ``kind``; without ``dtype`` in the format in which they are stored."""
+    """The published tensors of family ``kind``; without ``dtype`` in the format in which they are stored."""
     parts: dict[str, list[tuple[str, PublishedTensor]]] = {}
     for ours, place in published_tensors(config.model, kind).items():
         parts.setdefault(place.name, []).append((ours, place))
     targets = []
-    for name, found in parts.items():
-        found.sort(key=lambda entry: entry[1].row)
+    for name, members in parts.items():
+        members.sort(key=lambda entry: entry[1].row)
         kept = torch.float16
-        for index, (ours, place) in enumerate(found):
+        for index, (ours, place) in enumerate(members):
             weights.check(ours, place.shape)
-            each = weights.dtype(ours)
-            kept = torch.promote_types(kept, each) if index else each
-        targets.append(_Target(name, tuple(found), dtype or kept))
+            stored = weights.dtype(ours)
+            kept = torch.promote_types(kept, stored) if index else stored
+        targets.append(_Target(name, tuple(members), dtype or kept))
     return targets
 
 
 def _shards(targets: Sequence[_Target], limit: int) -> dict[str, list[_Target]]:
-    """File name -> the tensors in it."""
+    """The tensors of every file, by its name."""
     shards: list[list[_Target]] = [[]]
     for target in targets:
         if shards[-1] and sum(other.nbytes for other in shards[-1]) + target.nbytes > limit:
@@ -162,7 +161,7 @@ def _write_shard(weights: Weights, path: Path, targets: Sequence[_Target]) -> No
 
 
 def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
-    """One of their tensors, slice by slice."""
+    """Yield a published tensor slice by slice."""
 
     def read(ours: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         return weights.read(ours, offset, sizes)
@@ -178,13 +177,13 @@ def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
 
 
 def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
-    found = values.to(target.dtype)
-    if found.dtype != values.dtype and not torch.equal(found.isinf(), values.isinf()):
+    converted = values.to(target.dtype)
+    if converted.dtype != values.dtype and not torch.equal(converted.isinf(), values.isinf()):
         raise HexadError(
             f"--dtype: {target.name} has values up to {float(values[values.isfinite()].abs().max()):.3g}, "
             f"beyond the range of {dtype_name(target.dtype)}; use bf16 or fp32"
         )
-    return found
+    return converted
 
 
 def _write_index(directory: Path, shards: Mapping[str, Sequence[_Target]]) -> None:
@@ -195,7 +194,7 @@ def _write_index(directory: Path, shards: Mapping[str, Sequence[_Target]]) -> No
 
 
 def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) -> list[str]:
-    """Tokenizer and configurations; returns what is missing."""
+    """Write tokenizer and configurations beside the weights; returns notes on what is missing."""
     notes = _write_tokenizer(directory, config.data.tokenizer)
     given = Path(config.data.tokenizer)
     folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
@@ -281,13 +280,13 @@ Parts = list[tuple[str, int, bool]]
 
 def _modules(inventory: ModelInventory, kind: Family) -> dict[str, Parts]:
     """Published module -> our matrices in it, of modules with an adapter."""
-    adapters, found = inventory.adapters(), dict[str, Parts]()
+    adapters, modules = inventory.adapters(), dict[str, Parts]()
     for name, weight in inventory.weights().items():
         module, _, what = name.rpartition(".")
         if what == "weight" and name.startswith("layers.") and len(weight.shape) == 2:
-            parts = found.setdefault(kind.published(module), [])
+            parts = modules.setdefault(kind.published(module), [])
             parts.append((module, weight.shape[0], f"{module}.lora_a" in adapters))
-    return {module: parts for module, parts in found.items() if any(adapted for *_, adapted in parts)}
+    return {module: parts for module, parts in modules.items() if any(adapted for *_, adapted in parts)}
 
 
 def _joined(checkpoint: Checkpoint, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,7 +309,7 @@ def _joined(checkpoint: Checkpoint, parts: Parts) -> tuple[torch.Tensor, torch.T
 
 
 def _config(config: Config, kind: Family, ranks: dict[str, int], base: Base | None) -> dict[str, Any]:
-    """``adapter_config.json``."""
+    """The content of ``adapter_config.json``."""
     lora = config.model.lora
     assert lora is not None
     source = None if base is None or base.load is None else base.load.removeprefix(HUGGING_FACE)

@@ -84,7 +84,7 @@ def check_target(to: Path) -> None:
 
 
 def origin_of_import(source: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint that was imported says of where it comes from."""
+    """The origin in the manifest of an imported checkpoint."""
     return {
         "world": 1,
         "layout": {},
@@ -132,7 +132,7 @@ def with_tokenizer(
 
 
 def _written(model: HuggingFaceModel, directory: Path) -> Index:
-    """All weights in one tensor file."""
+    """Write all weights to one tensor file; returns its index."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
     file = TensorFile.alone(
         Part(whole.named(f"model.{name}"), dtype_name(model.dtypes[name])) for name, whole in wholes.items()

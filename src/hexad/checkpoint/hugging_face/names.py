@@ -40,12 +40,12 @@ class PublishedTensor:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of theirs."""
+        """Shape of the published tensor."""
         shape = (self.rows, *self.shape[1:])
         return shape[::-1] if self.transposed else shape
 
     def place(self, rectangle: Rectangle) -> tuple[slice, ...]:
-        """The index of a rectangle of ours in theirs; transposed there, if ours is."""
+        """The index of a rectangle in the published tensor, transposed if that is stored so."""
         first, *rest = rectangle.slices
         place = (slice(first.start + self.row, first.stop + self.row), *rest)
         return place[::-1] if self.transposed else place
@@ -57,7 +57,7 @@ class PublishedTensor:
 
 
 def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[str, PublishedTensor]:
-    """Our global tensor name -> where it stands in a published state dict.
+    """The place of each global tensor, by our name, in a published state dict.
 
     Args:
         model: resolved: its sizes are numbers.
@@ -81,7 +81,7 @@ def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[
 def located(
     tensors: Mapping[str, PublishedTensor], present: Collection[str], model: ModelSettings, where: Path
 ) -> dict[str, str]:
-    """Our name -> theirs, with or without the prefix of a model that was saved with its head.
+    """The published name of each tensor, by our name; with or without the prefix of a model with a head.
 
     Args:
         tensors: from :func:`published_tensors`.

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BuildSummary:
-    """What was built.
+    """The result of a build.
 
     Attributes:
         prefix: of the files written.

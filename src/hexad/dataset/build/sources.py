@@ -177,7 +177,7 @@ class Place(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What a file holds: the text of a text file, or an object of a .jsonl, .json or .parquet."""
+    """An entry of a file: the text of a text file, or an object of a .jsonl, .json or .parquet."""
 
     content: str | dict[str, Any]
     place: Place
@@ -342,8 +342,8 @@ def _read_text(piece: Piece) -> str:
         if not piece.named:
             raise NotText("not UTF-8") from None
         line = raw.count(b"\n", 0, error.start) + 1
-        found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-    raise HexadError(f"{piece.path}:{line}: {found}; convert the file or leave it out")
+        problem = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+    raise HexadError(f"{piece.path}:{line}: {problem}; convert the file or leave it out")
 
 
 def _read_jsonl(piece: Piece) -> Iterator[Record]:

@@ -1,4 +1,4 @@
-"""What the loader passes to the engine."""
+"""Microbatches, which the loader passes to the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Microbatch:
 
     @property
     def sequences(self) -> int:
-        """Of the whole microbatch."""
+        """Number of sequences of the whole microbatch."""
         return self.tokens.shape[0] if self.slice is None else self.slice.sequences
 
     @property
@@ -59,16 +59,16 @@ class Microbatch:
         return sum((end - begin) ** 2 for begin, end in pairwise(self.documents))
 
     def part(self, slicing: Slicing, rank: int) -> Microbatch:
-        """What a context rank holds of this whole microbatch; all of it where there is one rank."""
+        """The part of this whole microbatch that a context rank holds; all of it where there is one rank."""
         if slicing.ranks == 1:
             return self
         divided = slicing.divided(self.sequences, self.length, self.documents)
         numbers = numbers_of(divided, rank)
-        tokens, labels = (each.flatten()[numbers][None] for each in (self.tokens, self.labels))
+        tokens, labels = (tensor.flatten()[numbers][None] for tensor in (self.tokens, self.labels))
         return replace(self, tokens=tokens, labels=labels, slice=divided, numbers=numbers)
 
     def without_targets_from(self, sequence: int) -> Microbatch:
-        """The same without targets in the sequences from a number on."""
+        """Drop the targets of all sequences from this one on."""
         numbers = torch.arange(self.tokens.numel()) if self.numbers is None else self.numbers
         late = (numbers >= sequence * self.length).view(self.labels.shape)
         return replace(self, labels=self.labels.masked_fill(late, IGNORED))
@@ -77,15 +77,15 @@ class Microbatch:
         """The same microbatch on ``device``."""
         offsets = None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
         tokens, labels, offsets, numbers = (
-            None if each is None else _moved(each, device)
-            for each in (self.tokens, self.labels, offsets, self.numbers)
+            None if tensor is None else _moved(tensor, device)
+            for tensor in (self.tokens, self.labels, offsets, self.numbers)
         )
         assert tokens is not None and labels is not None
         return replace(self, tokens=tokens, labels=labels, offsets=offsets, numbers=numbers)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; from page-locked memory, without which the host would wait for a GPU."""
+    """Move a tensor to the device; from page-locked memory, so that the host does not wait for a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -70,22 +70,25 @@ def placements(histogram: NDArray[np.int64], capacity: int) -> Iterator[Placemen
                 del sizes[at]
             leave(best - length, count)
         # What fits nowhere fills new samples, one after another.
-        each = capacity // length
-        for samples, documents in ((waiting // each, each), (min(1, waiting % each), waiting % each)):
+        per_sample = capacity // length
+        for samples, documents in (
+            (waiting // per_sample, per_sample),
+            (min(1, waiting % per_sample), waiting % per_sample),
+        ):
             for number in range(documents if samples else 0):
                 yield Placement(length, samples, capacity - number * length, number == 0)
             leave(capacity - documents * length, samples)
 
 
 def count_samples(histogram: NDArray[np.int64], capacity: int) -> int:
-    """How many samples the documents fill."""
+    """The number of samples that the documents fill."""
     return sum(placement.samples for placement in placements(histogram, capacity) if placement.fresh)
 
 
 def assigned(histogram: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The sample of each document, int64 ``[documents of any length]``, from the longest document to the
     shortest."""
-    found = np.empty(int(histogram[1:].sum()), dtype=np.int64)
+    sample_of = np.empty(int(histogram[1:].sum()), dtype=np.int64)
     open_: dict[int, list[NDArray[np.int64]]] = defaultdict(list)  # room left -> samples
     samples = place = 0
     for length, count, room, fresh in placements(histogram, capacity):
@@ -94,11 +97,11 @@ def assigned(histogram: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
             samples += count
         else:
             taken = _take(open_[room], count)
-        found[place : place + count] = taken
+        sample_of[place : place + count] = taken
         place += count
         if room > length:
             open_[room - length].append(taken)
-    return found
+    return sample_of
 
 
 def _take(chunks: list[NDArray[np.int64]], count: int) -> NDArray[np.int64]:
@@ -215,7 +218,7 @@ class WholeSamples(Source):
         write_whole(path, lambda stream: np.save(stream, index))
 
     def _lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions that documents take; 0: none."""
+        """Number of positions that documents take; 0: they are left out."""
         return _positions(self.data, documents, self.sequence, self.too_long)
 
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
@@ -268,13 +271,13 @@ def _positions(
     """The positions of a sample that documents take; 0: none. A document that is cut before its first trained
     token takes none: a batch of such documents would have nothing to learn."""
     lengths = data.tokens_in(documents)
-    found = np.where(lengths > sequence, 0 if too_long == "skip" else sequence, lengths)
+    positions = np.where(lengths > sequence, 0 if too_long == "skip" else sequence, lengths)
     if too_long == "truncate" and data.mask is not None:
         for number in np.flatnonzero(lengths > sequence):
             first = int(data.starts(documents[number : number + 1])[0])
             if not data.mask.at(np.arange(first + 1, first + sequence)).any():
-                found[number] = 0
-    return found
+                positions[number] = 0
+    return positions
 
 
 def packing_facts(

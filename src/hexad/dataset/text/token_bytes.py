@@ -28,8 +28,8 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
         return np.array([1] * 256 + [0], dtype=np.int64)
     if isinstance(tokenizer, TiktokenTokenizer):
         ranks = tokenizer.backend.token_byte_values()
-        found = {tokenizer.backend.encode_single_token(value): len(value) for value in ranks}
-        return _table(tokenizer.vocab_size, found.items())
+        lengths_of = {tokenizer.backend.encode_single_token(value): len(value) for value in ranks}
+        return _table(tokenizer.vocab_size, lengths_of.items())
     if isinstance(tokenizer, SentencePieceTokenizer):
         backend = tokenizer.backend
         pieces = ((number, backend.id_to_piece(number)) for number in range(tokenizer.vocab_size))
@@ -44,17 +44,17 @@ def _hugging_face(tokenizer: HuggingFaceTokenizer) -> NDArray[np.int64] | None:
     backend = tokenizer.backend
     kinds = set(_kinds(json.loads(backend.to_str()).get("decoder")))
     added = backend.get_added_tokens_decoder()
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for token, number in backend.get_vocab(with_added_tokens=True).items():
         if number in added:
-            found[number] = 0 if added[number].special else len(added[number].content.encode())
+            lengths[number] = 0 if added[number].special else len(added[number].content.encode())
         elif "ByteLevel" in kinds:  # every character of a token stands for one byte
-            found[number] = len(token)
+            lengths[number] = len(token)
         elif kinds & {"Metaspace", "Replace", "ByteFallback"}:
-            found[number] = _pieces_bytes(token, _is_byte(token))
+            lengths[number] = _pieces_bytes(token, _is_byte(token))
         else:
             return None
-    return _table(tokenizer.vocab_size, found.items())
+    return _table(tokenizer.vocab_size, lengths.items())
 
 
 def _kinds(decoder: Any) -> Iterable[str]:

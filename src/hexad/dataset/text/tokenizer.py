@@ -266,7 +266,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _of_encoding(encoding: Any) -> Offsets:
-    """What the ``tokenizers`` package says of a text."""
+    """Ids and offsets of an encoding of the ``tokenizers`` package."""
     places = np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)
     return Offsets(np.array(encoding.ids, dtype=np.int32), places[:, 0], places[:, 1])
 
@@ -279,7 +279,7 @@ def _characters(text: str) -> Ids:
 
 
 def bos_ids(tokenizer: Tokenizer, setting: str) -> list[int]:
-    """What ``data.bos`` puts before each document and prompt: ``auto``, what the tokenizer says."""
+    """The ids before each document and prompt by ``data.bos``; ``auto``: the tokenizer's."""
     return list(tokenizer.bos) if setting == "auto" else []
 
 
@@ -327,7 +327,7 @@ def vocabulary_file(spec: str) -> Path | None:
 
 
 def tokenizer_settings(directory: Path) -> dict[str, Any]:
-    """What ``tokenizer_config.json``, else ``special_tokens_map.json``, in a tokenizer's directory says.
+    """The settings in ``tokenizer_config.json``, else ``special_tokens_map.json``, beside a tokenizer.
 
     Raises:
         HexadError: one of them is not JSON.
@@ -383,7 +383,7 @@ BYTE_END = "<|endoftext|>"
 
 
 def byte_backend() -> Any:
-    """The 256 values of a byte, then :data:`BYTE_END`."""
+    """The ``byte`` tokenizer in the ``tokenizers`` package: the 256 values, then :data:`BYTE_END`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

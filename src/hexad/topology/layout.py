@@ -132,6 +132,9 @@ class Layout:
         self._check_rank(rank)
         inside = self._digits_of(axes)
         first = rank - sum(rank // digit.stride % digit.degree * digit.stride for digit in inside)
+        if len(inside) == 1:
+            degree, stride = inside[0]
+            return list(range(first, first + degree * stride, stride))
         return [first + member for member in _numbers(inside)]
 
     # Questions about ranks

@@ -48,7 +48,7 @@ def shares(world: int, draw: random.Random) -> list[list[Rectangle]]:
                 held[rank] += [Rectangle(name, shape, (0, low, *[0] * (len(shape) - 2)), sizes)]
             else:
                 held[rank] += [part for _, part in whole.flat_range(low, high)]
-    return [[each for each in rectangles if each.numel] for rectangles in held]
+    return [[rectangle for rectangle in rectangles if rectangle.numel] for rectangles in held]
 
 
 def index_of(number: int, rectangles: list[Rectangle]) -> Index:
@@ -56,7 +56,7 @@ def index_of(number: int, rectangles: list[Rectangle]) -> Index:
     return Index.of_file(
         f"rank-{number}",
         record,
-        [(each, "float32", 1 + place, place) for place, each in enumerate(rectangles)],
+        [(part, "float32", 1 + place, place) for place, part in enumerate(rectangles)],
     )
 
 
@@ -96,14 +96,14 @@ def test_a_rank_is_given_every_rectangle_that_it_needs(seed: int) -> None:
     above = reduce(Need.merge, needs[:3])
     part = whole.select(reduce(Need.merge, needs)).select(above)
     for rectangles, need in zip(wanted[:3], needs):
-        found = flat(part.select(need))
-        assert found <= flat(whole)
+        received = flat(part.select(need))
+        assert received <= flat(whole)
         for name, file, offset, sizes, *rest in flat(whole):
             stored = Rectangle(name, SHAPES[name], offset, sizes)
-            if any(each.name == name and each.intersection(stored) for each in rectangles):
-                assert (name, file, offset, sizes, *rest) in found
+            if any(rectangle.name == name and rectangle.intersection(stored) for rectangle in rectangles):
+                assert (name, file, offset, sizes, *rest) in received
         boxes = [tuple(box) for box in need.boxes.tolist()]
-        assert len(boxes) == len(need.names) == len({each.name for each in rectangles})
+        assert len(boxes) == len(need.names) == len({rectangle.name for rectangle in rectangles})
     assert set(part.files) == {file for _, file, *_ in flat(part)}
 
 
@@ -226,12 +226,12 @@ def test_the_ranks_of_a_host_write_one_file(
     problems = verify_files(path, manifest)
     assert len(problems) == len(names)
     for name in names:
-        assert any(f"{name}: its checksum does not match its content" in each for each in problems)
+        assert any(f"{name}: its checksum does not match its content" in problem for problem in problems)
 
 
 def test_the_manifest_is_gathered_in_a_tree_and_sent_in_parts(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(4, _saved_and_loaded, str(tmp_path))
-    merges, reads, encoded, given = zip(*found)
+    counts = pool.run(4, _saved_and_loaded, str(tmp_path))
+    merges, reads, encoded, given = zip(*counts)
     assert merges == (3, 0, 1, 0)  # rank 2 merges what rank 3 has written
     assert reads == (1, 0, 0, 0)
     assert encoded == (1, 0, 0, 0)
@@ -324,5 +324,5 @@ def test_an_error_of_any_rank_goes_up_the_tree(pool: Pool, tmp_path: Path) -> No
     one, two = pool.run(2, _refused, str(tmp_path))
     assert one == two and "rank 1: No space left on device; earlier checkpoints are intact" in one
     path = tmp_path / "checkpoints/step-00000001"
-    assert {each.name for each in path.parent.iterdir()} == {path.name, "latest"}
+    assert {entry.name for entry in path.parent.iterdir()} == {path.name, "latest"}
     assert verify_files(path, read_manifest(path)) == []

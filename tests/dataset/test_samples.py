@@ -143,8 +143,8 @@ def test_large_index_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SampleSource, "_write", slow)
     with ThreadPoolExecutor(4) as ranks:
-        found = [each.result() for each in [ranks.submit(first_sample) for _ in range(4)]]
-    assert written == [0] and found == [found[0]] * 4
+        firsts = [future.result() for future in [ranks.submit(first_sample) for _ in range(4)]]
+    assert written == [0] and firsts == [firsts[0]] * 4
     assert [path.suffix for path in (tmp_path / "d.cache").iterdir()] == [".npy"]
 
 
@@ -200,8 +200,8 @@ def test_permutation_is_uniform(size: int) -> None:
 
 def test_permutation_handles_huge_sizes() -> None:
     size = 10**15 + 37
-    found = permute(np.array([0, 1, size - 1]), size, 1)
-    assert len(set(found.tolist())) == 3 and (found >= 0).all() and (found < size).all()
+    places = permute(np.array([0, 1, size - 1]), size, 1)
+    assert len(set(places.tolist())) == 3 and (places >= 0).all() and (places < size).all()
 
 
 weights = st.lists(

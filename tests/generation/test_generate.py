@@ -82,10 +82,10 @@ def test_prompts_of_any_lengths_continue_as_one_by_one(family: str, window: int 
             alone_after(model, prompt, replace(sampling, seed=number))
             for number, prompt in enumerate(prompts)
         ]
-        found = generate_all(
+        together = generate_all(
             model, prompts, 12, sampling, lambda n, ids: len(ids) == lengths[n], seeds=range(len(prompts))
         )
-        assert found == [ids[:length] for ids, length in zip(alone, lengths)]
+        assert together == [ids[:length] for ids, length in zip(alone, lengths)]
         assert len({tuple(ids) for ids in alone}) > 1
 
 
@@ -284,13 +284,13 @@ def test_likelihoods_are_those_of_full_forwards() -> None:
     greedy = [7]
     for _ in range(3):
         greedy.append(int(model.logits(model(torch.tensor([greedy])))[-1, : model.vocab].argmax()))
-    for (ids, first), found in zip(
+    for (ids, first), likelihood in zip(
         [*sequences, (greedy, 1)], log_likelihoods(model, [*sequences, (greedy, 1)])
     ):
         logs = model.logits(model(torch.tensor([ids])))[:, : model.vocab].double().log_softmax(-1)
         wanted = sum(float(logs[place - 1, ids[place]]) for place in range(first, len(ids)))
-        assert found.log_probability == pytest.approx(wanted, rel=1e-6)
-        assert found.greedy == (ids == greedy)
+        assert likelihood.log_probability == pytest.approx(wanted, rel=1e-6)
+        assert likelihood.greedy == (ids == greedy)
     with pytest.raises(HexadError, match="found 2 tokens of which number 0 is the first"):
         log_likelihoods(model, [([1, 2], 0)])
 
@@ -307,9 +307,9 @@ def test_several_prompts_samples_and_stop_texts(trained: RunFile, tmp_path: Path
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text, "id": n}) + "\n" for n, text in enumerate(prompts)))
-    found = lines("--prompts", str(file), "--batch", "2")
-    assert [(line["id"], line["prompt"], line["text"]) for line in found] == [
-        (n, text, each["text"]) for n, (text, each) in enumerate(zip(prompts, alone))
+    printed = lines("--prompts", str(file), "--batch", "2")
+    assert [(line["id"], line["prompt"], line["text"]) for line in printed] == [
+        (n, text, pair["text"]) for n, (text, pair) in enumerate(zip(prompts, alone))
     ]
     sampled = lines("--prompts", str(file), "--samples", "2", "--temperature", "1.5")
     assert [(line["id"], line["sample"]) for line in sampled] == [(n, s) for n in range(3) for s in range(2)]

@@ -125,7 +125,7 @@ def load_weights(config: Config, name: str, chunks: Sequence[Chunk], axis: Axis)
             load(
                 path, chunks, axis, config.checkpoint.verify, lambda manifest: _check(path, manifest, config)
             )
-            return Base(absolute(str(path)), from_first(lambda: _checksum(path), axis))
+            return Base(absolute(str(path)), from_first(lambda: manifest_identity(path), axis))
         with ExitStack() as stack:
             source, identity = agreed(
                 lambda: stack.enter_context(opened_model(directory, config.model)), axis
@@ -206,7 +206,8 @@ def _check(path: Path, manifest: Manifest, config: Config) -> None:
     check_same_model(path, manifest.config, config, adapters=False)
 
 
-def _checksum(path: Path) -> str:
+def manifest_identity(path: Path) -> str:
+    """The identity of a checkpoint's weights: its manifest's checksum."""
     return (manifest_checksum(path) or b"").hex()
 
 

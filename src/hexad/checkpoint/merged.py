@@ -14,10 +14,9 @@ from hexad.model.inventory import ModelInventory
 from hexad.model.pretrained import hugging_face_directory
 from hexad.parallel.rectangle import Rectangle
 
-from .base import Base, absolute
+from .base import Base, absolute, manifest_identity
 from .directory import check_same_model, find_checkpoint
 from .hugging_face.weights import HuggingFaceModel, opened_model
-from .manifest import manifest_checksum
 from .reader import Checkpoint
 
 
@@ -142,6 +141,6 @@ def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = No
                 path = find_checkpoint(name)
                 opened = stack.enter_context(Checkpoint(path))
                 check_same_model(path, opened.manifest.config, config, adapters=False)
-                source, identity = _saved(opened), (manifest_checksum(path) or b"").hex()
+                source, identity = _saved(opened), manifest_identity(path)
         base.check(Base(absolute(name), identity))
         yield _merged(own, source, config)

@@ -3,7 +3,7 @@ adapters as PEFT reads them: ``adapter_config.json`` and ``adapter_model.safeten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,26 +99,26 @@ def export_model(
         )
     if "dropout" not in kind.keys and config.model.dropout:
         notes.append(f"model.dropout {config.model.dropout} cannot be stored in its {CONFIG_FILE}")
-    wanted = None if dtype == "auto" and weights.weights_only else DTYPES[_format(config, dtype)]
+    word = config.precision.dtype if dtype == "auto" else dtype
+    wanted = None if dtype == "auto" and weights.weights_only else DTYPES[word]
     targets = _targets(weights, config, kind, wanted)
-    stored = {dtype_name(weights.dtype(name)) for target in targets for name, _ in target.parts}
+    stored = {weights.dtype(name) for target in targets for name, _ in target.parts}
     word = dtype_name(max(targets, key=lambda target: target.nbytes).dtype)
-    narrowed = [name for name in sorted(stored) if wanted is not None and _narrows(name, wanted)]
+    narrowed = {kind for kind in stored if wanted and torch.promote_types(kind, wanted) != wanted}
     if narrowed:
-        notes.append(f"weights are rounded from {', '.join(narrowed)} to {word}")
+        notes.append(f"weights are rounded from {', '.join(sorted(map(dtype_name, narrowed)))} to {word}")
     with appearing(to, "--to") as partial:
         shards = _shards(targets, shard_bytes)
         for file, members in shards.items():
             _write_shard(weights, partial / file, members)
         if len(shards) > 1:
-            _write_index(partial, shards)
+            places = {target.name: file for file, members in shards.items() for target in members}
+            total = sum(target.nbytes for target in targets)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            write_json(partial / INDEX_FILE, index)
         notes += _write_beside(partial, config, word, eod)
     parameters = sum(torch.Size(target.shape).numel() for target in targets)
     return Exported(kind.name, word, list(shards), parameters, notes)
-
-
-def _format(config: Config, dtype: str) -> str:
-    return config.precision.dtype if dtype == "auto" else dtype
 
 
 def _targets(weights: Weights, config: Config, kind: Family, dtype: torch.dtype | None) -> list[_Target]:
@@ -162,18 +162,16 @@ def _write_shard(weights: Weights, path: Path, targets: Sequence[_Target]) -> No
 
 def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
     """Yield a published tensor slice by slice."""
-
-    def read(ours: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        return weights.read(ours, offset, sizes)
-
     if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
         for row, rows in row_slices(target.shape, 8):
-            columns = [read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts]
+            columns = [
+                weights.read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts
+            ]
             yield torch.cat(columns, dim=1)
         return
     for ours, place in target.parts:
         for row, rows in row_slices(place.shape, 8):
-            yield read(ours, (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:]))
+            yield weights.read(ours, (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:]))
 
 
 def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
@@ -186,36 +184,20 @@ def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
     return converted
 
 
-def _write_index(directory: Path, shards: Mapping[str, Sequence[_Target]]) -> None:
-    total = sum(target.nbytes for shard in shards.values() for target in shard)
-    places = {target.name: file for file, shard in shards.items() for target in shard}
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    write_json(directory / INDEX_FILE, content)
-
-
 def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) -> list[str]:
     """Write tokenizer and configurations beside the weights; returns notes on what is missing."""
-    notes = _write_tokenizer(directory, config.data.tokenizer)
     given = Path(config.data.tokenizer)
+    for name, content in copied_files(config.data.tokenizer).items():
+        if name != CONFIG_FILE:  # the model's own is written
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_durably(directory / name, content)
     folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
     special: dict[str, Any] = special_tokens(folder, eod)
     write_json(directory / CONFIG_FILE, config_json(config.model, dtype, special))
     if not (directory / GENERATION_FILE).exists() and special["eos_token_id"] is not None:
         known = {key: value for key, value in special.items() if value is not None}
         write_json(directory / GENERATION_FILE, {"_from_model_config": True, **known})
-    return notes
-
-
-def _write_tokenizer(directory: Path, given: str) -> list[str]:
-    for name, content in copied_files(given).items():
-        if name != CONFIG_FILE:  # the model's own is written
-            (directory / name).parent.mkdir(exist_ok=True)
-            write_durably(directory / name, content)
     return [] if has_tokenizer(directory) else [f"no tokenizer found in data.tokenizer {given}"]
-
-
-def _narrows(stored: str, dtype: torch.dtype) -> bool:
-    return torch.promote_types(getattr(torch, stored), dtype) != dtype
 
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"

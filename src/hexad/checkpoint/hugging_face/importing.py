@@ -64,13 +64,16 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         plain = build_config({"model": settings, "data": {"sequence": settings["max_positions"]}})
         check(plain)
         with HuggingFaceModel(source, plain.model) as model:
-            config, others = with_tokenizer(_with_precision(plain, model), source, partial, to.resolve())
+            sizes: Counter[torch.dtype] = Counter()
+            for name, dtype in model.dtypes.items():
+                sizes[dtype] += math.prod(model.tensors[name].shape)
+            config = with_precision(plain, sizes.most_common(1)[0][0])  # of most of its values
+            config, others = with_tokenizer(config, source, partial, to.resolve())
             index = _written(model, partial)
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
         write_manifest(partial, index, expected, config, progress, origin_of_import(source), others)
-    parameters = sum(math.prod(place.shape) for place in model.tensors.values())
-    return ImportedModel(config, parameters, has_tokenizer(source))
+    return ImportedModel(config, sizes.total(), has_tokenizer(source))
 
 
 def check_target(to: Path) -> None:
@@ -99,14 +102,6 @@ def with_precision(config: Config, dtype: torch.dtype) -> Config:
     """The configuration with the weights' format as ``precision.dtype``."""
     precision = config.precision.model_copy(update={"dtype": _PRECISIONS[dtype]})
     return config.model_copy(update={"precision": precision})
-
-
-def _with_precision(config: Config, model: HuggingFaceModel) -> Config:
-    """The configuration with the format of most of a model's values."""
-    sizes: Counter[torch.dtype] = Counter()
-    for name, dtype in model.dtypes.items():
-        sizes[dtype] += math.prod(model.tensors[name].shape)
-    return with_precision(config, sizes.most_common(1)[0][0])
 
 
 def with_tokenizer(

@@ -206,7 +206,7 @@ class WholeSamples(Source):
         documents = self.data.documents
         self.data.verify()
         order = document_order(np.arange(documents), documents, self._key, epoch)
-        lengths = self._lengths(order)
+        lengths = _positions(self.data, order, self.sequence, self.too_long)
         used = np.flatnonzero(lengths)
         # The longest first; among equals the order of the epoch.
         order = order[used][np.argsort(-lengths[used], kind="stable")]
@@ -217,10 +217,6 @@ class WholeSamples(Source):
         index = self._computed(epoch)
         write_whole(path, lambda stream: np.save(stream, index))
 
-    def _lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Number of positions that documents take; 0: they are left out."""
-        return _positions(self.data, documents, self.sequence, self.too_long)
-
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
         """Samples of one epoch, all gathered at once."""
         width = self.sequence + 1
@@ -228,7 +224,7 @@ class WholeSamples(Source):
         order = permute(numbers, self.per_epoch, *self._key, epoch, "samples")
         counts = index[order + 1] - index[order]
         documents = index[self.per_epoch + 1 + ranges(index[order], counts)]
-        lengths = self._lengths(documents)
+        lengths = _positions(self.data, documents, self.sequence, self.too_long)
         # Where each document begins in its sample: the lengths before it, less those of earlier samples.
         ends = np.cumsum(lengths)
         firsts = np.cumsum(counts) - counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,7 +34,7 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
     if isinstance(tokenizer, SentencePieceTokenizer):
         backend = tokenizer.backend
         pieces = ((number, backend.id_to_piece(number)) for number in range(tokenizer.vocab_size))
-        lengths = ((number, _pieces_bytes(piece, backend.is_byte(number))) for number, piece in pieces)
+        lengths = ((number, _piece_bytes(piece, backend.is_byte(number))) for number, piece in pieces)
         special = set(tokenizer.specials.values()) | {backend.unk_id()}
         return _table(tokenizer.vocab_size, ((n, size) for n, size in lengths if n not in special))
     assert isinstance(tokenizer, HuggingFaceTokenizer)
@@ -51,7 +52,8 @@ def _hugging_face(tokenizer: HuggingFaceTokenizer) -> NDArray[np.int64] | None:
         elif "ByteLevel" in kinds:  # every character of a token stands for one byte
             lengths[number] = len(token)
         elif kinds & {"Metaspace", "Replace", "ByteFallback"}:
-            lengths[number] = _pieces_bytes(token, _is_byte(token))
+            # <0xE4> is one byte that no piece covers.
+            lengths[number] = _piece_bytes(token, re.fullmatch("<0x..>", token) is not None)
         else:
             return None
     return _table(tokenizer.vocab_size, lengths.items())
@@ -65,12 +67,7 @@ def _kinds(decoder: Any) -> Iterable[str]:
             yield from _kinds(part)
 
 
-def _is_byte(token: str) -> bool:
-    """Whether a token is one byte that no piece covers: ``<0xE4>``."""
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-def _pieces_bytes(piece: str, byte: bool) -> int:
+def _piece_bytes(piece: str, byte: bool) -> int:
     return 1 if byte else len(piece.replace(_SPACE, " ").encode())
 
 

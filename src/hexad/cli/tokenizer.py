@@ -61,13 +61,21 @@ def train_command(
     from hexad.dataset.text.tokenizer_training import train_bpe, training_texts
 
     template = load_chat_template("byte", chat_template)
-    count = _Count()
+    documents = size = 0
+
+    def counted(texts: Iterable[str]) -> Iterator[str]:
+        nonlocal documents
+        for text in texts:
+            documents += bool(text)
+            yield text
+
     source = "" if template is None else template.source
     with progress_bar() as bar:
         task = bar.add_task("reading", total=None)
 
         def report(done: int, total: int) -> None:
-            count.size = total
+            nonlocal size
+            size = total
             bar.update(task, completed=done, total=total)
             if done == total:
                 bar.update(task, description=f"learning {vocab:,} tokens")
@@ -77,7 +85,7 @@ def train_command(
                 inputs, json_key=json_key, include=include, exclude=exclude, progress=report
             )
             train_bpe(
-                count.of(texts),
+                counted(texts),
                 vocab,
                 directory,
                 special_tokens=special,
@@ -86,25 +94,14 @@ def train_command(
             )
     trained = load_tokenizer(output)
     notes = _notes(trained.vocab_size, vocab, source, trained.specials)
-    facts = {"path": trained.name, "vocab": trained.vocab_size, "documents": count.documents}
-    text = f"{output}: vocabulary {trained.vocab_size:,}, from {count.documents:,} documents"
+    facts = {"path": trained.name, "vocab": trained.vocab_size, "documents": documents}
+    text = f"{output}: vocabulary {trained.vocab_size:,}, from {documents:,} documents"
     answer(
         as_json,
-        {**facts, "bytes_read": count.size, "special_tokens": trained.specials, "notes": notes},
-        f"{text} ({count.size:,} bytes)",
+        {**facts, "bytes_read": size, "special_tokens": trained.specials, "notes": notes},
+        f"{text} ({size:,} bytes)",
         *(f"note: {note}" for note in notes),
     )
-
-
-class _Count:
-    """How much text a tokenizer has learned from."""
-
-    documents = size = 0
-
-    def of(self, texts: Iterable[str]) -> Iterator[str]:
-        for text in texts:
-            self.documents += bool(text)
-            yield text
 
 
 def _notes(learned: int, wanted: int, template: str, special: dict[str, int]) -> list[str]:

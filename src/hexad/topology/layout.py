@@ -175,7 +175,7 @@ class Layout:
     @cached_property
     def _digits(self) -> dict[str, tuple[Digit, ...]]:
         """Each axis's digits, fastest first. One digit, but for an ``expert_data`` without expert axes."""
-        dense = self._strides(_DENSE_OF, self._dense_degrees())
+        dense = self._strides(_DENSE_OF)
         if self.expert == self.expert_tensor == 1:
             # Nothing is laid out by the expert grid then: its data axis is all of a stage, in any order.
             stage = sorted(
@@ -184,35 +184,23 @@ class Layout:
             unit = (Digit(1, 1),)
             folded = {"expert": unit, "expert_tensor": unit, "expert_data": tuple(stage)}
             return {**{axis: (digit,) for axis, digit in dense.items()}, **folded}
-        expert = self._strides(_EXPERT_OF, self._expert_degrees())
+        expert = self._strides(_EXPERT_OF)
         return {axis: (digit,) for axis, digit in {**expert, **dense}.items()}
 
-    def _dense_degrees(self) -> dict[str, int]:
-        assert self.data != "auto"  # resolved on construction
-        return {
-            "tensor": self.tensor,
-            "context": self.context,
-            "data": self.data,
-            "pipeline": self.pipeline,
-        }
+    def _given(self, axis: str) -> int:
+        """Degree of an axis; that of ``expert_data`` follows from the others."""
+        if axis == "expert_data":
+            return self.world // (self.expert_tensor * self.expert * self.pipeline)
+        return int(getattr(self, axis))
 
-    def _expert_degrees(self) -> dict[str, int]:
-        return {
-            "expert_tensor": self.expert_tensor,
-            "expert": self.expert,
-            "expert_data": self.world // (self.expert_tensor * self.expert * self.pipeline),
-            "pipeline": self.pipeline,
-        }
-
-    def _strides(self, meaning: dict[str, str], degrees: dict[str, int]) -> dict[str, Digit]:
-        """Degree and stride of each axis: the first in the order has stride 1, omitted ones degree 1."""
-        digits = {axis: Digit(1, 1) for axis in degrees}
+    def _strides(self, meaning: dict[str, str]) -> dict[str, Digit]:
+        """Degree and stride of each axis of a grid: the first in the order has stride 1, omitted ones degree
+        1."""
+        digits = {axis: Digit(1, 1) for axis in meaning.values()}
         stride = 1
-        for name in self.order.split("-"):
-            if name in meaning:
-                axis = meaning[name]
-                digits[axis] = Digit(degrees[axis], stride)
-                stride *= degrees[axis]
+        for axis in (meaning[name] for name in self.order.split("-") if name in meaning):
+            digits[axis] = Digit(self._given(axis), stride)
+            stride *= digits[axis].degree
         return digits
 
     def _grid_of(self, axes: tuple[str, ...]) -> list[Digit]:
@@ -254,7 +242,7 @@ class Layout:
 
     def _check_divisible(self, axes: tuple[str, ...]) -> None:
         """Refuse the first axis whose degree no longer divides the world."""
-        degrees = {axis: int(getattr(self, axis)) for axis in axes}
+        degrees = {axis: self._given(axis) for axis in axes}
         product = 1
         for axis, degree in degrees.items():
             product *= degree
@@ -285,10 +273,9 @@ class Layout:
                 )
             if names.count(name) > 1:
                 raise ConfigError("parallel.order", f"found '{self.order}' with '{name}' twice; {example}")
-        used = {**self._dense_degrees(), "expert": self.expert}
+        used = {name: self._given(name) for name in (*_DENSE_OF, "expert")}
         if self.expert * self.expert_tensor > 1:
-            used["tensor"] = max(self.tensor, self.expert_tensor)
-            used["data"] = max(used["data"], self._expert_degrees()["expert_data"])
+            used |= {name: max(used[name], self._given(axis)) for name, axis in _EXPERT_OF.items()}
         for name, degree in used.items():
             if name not in names and degree != 1:
                 raise ConfigError(
@@ -300,8 +287,7 @@ class Layout:
         """Refuse an order that puts dense and expert layers of one stage on different ranks."""
         if self.pipeline == 1 or self.expert * self.expert_tensor == 1:
             return
-        dense = self._strides(_DENSE_OF, self._dense_degrees())["pipeline"]
-        expert = self._strides(_EXPERT_OF, self._expert_degrees())["pipeline"]
+        dense, expert = (self._strides(grid)["pipeline"] for grid in (_DENSE_OF, _EXPERT_OF))
         if dense != expert:
             names = [name for name in self.order.split("-") if name != "pipeline"]
             raise ConfigError(

@@ -203,9 +203,18 @@ class DataLoader:
 
     def _microbatches(self, samples: NDArray[np.int64]) -> Iterator[Microbatch]:
         tokens, begins, trained = self._samples(samples)
+        inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+        if trained is not None:
+            labels[~trained[:, 1:]] = IGNORED
+        if self._offsets:
+            labels[begins[:, 1:]] = IGNORED
+            begins[:, 0] = True
         for at in range(0, len(samples), self.micro):
-            rows = slice(at, at + self.micro)
-            yield self._microbatch(tokens[rows], begins[rows], None if trained is None else trained[rows])
+            rows, offsets = slice(at, at + self.micro), None
+            if self._offsets:
+                offsets = (*map(int, np.flatnonzero(begins[rows, :-1])), inputs[rows].size)
+            whole = Microbatch(torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows]), offsets)
+            yield whole if self._context_rank is None else whole.part(self._slicing, self._context_rank)
 
     def _samples(self, samples: NDArray[np.int64]) -> Samples:
         """Samples of the blend; documents begin where they are isolated."""
@@ -216,21 +225,6 @@ class DataLoader:
             part = source.read(numbers[rows])
             parts.append((rows, part._replace(begins=part.begins & (self._isolates or source.isolated))))
         return Samples.gather(parts)
-
-    def _microbatch(
-        self, tokens: NDArray[np.int64], begins: NDArray[np.bool_], trained: NDArray[np.bool_] | None
-    ) -> Microbatch:
-        inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
-        offsets = None
-        if trained is not None:
-            labels[~trained[:, 1:]] = IGNORED
-        if self._offsets:
-            labels[begins[:, 1:]] = IGNORED
-            inside = begins[:, :-1].copy()
-            inside[:, 0] = True
-            offsets = (*map(int, np.flatnonzero(inside)), inputs.size)
-        whole = Microbatch(torch.from_numpy(inputs), torch.from_numpy(labels), offsets)
-        return whole if self._context_rank is None else whole.part(self._slicing, self._context_rank)
 
     def close(self) -> None:
         """Stop reading ahead."""

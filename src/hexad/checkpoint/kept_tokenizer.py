@@ -126,12 +126,22 @@ def copy_into(checkpoint: Path, run_dir: str) -> dict[str, FileRecord]:
     Raises:
         OSError: they cannot be written.
     """
-    kept, folder = Path(run_dir) / FOLDER, checkpoint / FOLDER
+    kept = Path(run_dir) / FOLDER
     if not has_tokenizer(kept):
         return {}
-    folder.mkdir()
     files = _content(kept)
     files.pop(_ORIGIN, None)
+    return keep_files(checkpoint, files)
+
+
+def keep_files(checkpoint: Path, files: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    """Write a tokenizer's files into a checkpoint that is being written; returns their records.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    folder = checkpoint / FOLDER
+    folder.mkdir()
     _write(files, folder)
     return {f"{FOLDER}/{name}": whole_file(folder / name) for name in files}
 

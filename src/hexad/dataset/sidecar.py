@@ -177,7 +177,18 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
     data = IndexedDataset(prefix)
     if (built := read_sidecar(prefix)) is not None:
         check_mask(data, built)
-        _check_ids(prefix, built, vocab, eod)
+        if eod is not None and built.eod not in (None, eod):
+            raise HexadError(
+                f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, "
+                f"but that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data "
+                "again"
+            )
+        if vocab is not None and built.max_token >= vocab:
+            with_ = f", built with {built.tokenizer}, vocabulary {built.vocab}" if built.tokenizer else ""
+            raise HexadError(
+                f"{prefix} holds token id {built.max_token} ({sidecar_path(prefix).name}{with_}), expected 0 "
+                f"to {vocab - 1}; set data.tokenizer (or model.vocab) to what the data was built with"
+            )
         if bos is not None and built.bos is not None and list(bos) != list(built.bos):
             raise HexadError(
                 f"{prefix} was built with the ids {list(built.bos)} before each document, but data.bos and "
@@ -185,17 +196,3 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
                 "the data again"
             )
     return data
-
-
-def _check_ids(prefix: str, built: Sidecar, vocab: int | None, eod: int | None) -> None:
-    if eod is not None and built.eod not in (None, eod):
-        raise HexadError(
-            f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, but "
-            f"that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data again"
-        )
-    if vocab is not None and built.max_token >= vocab:
-        with_ = f", built with {built.tokenizer}, vocabulary {built.vocab}" if built.tokenizer else ""
-        raise HexadError(
-            f"{prefix} holds token id {built.max_token} ({sidecar_path(prefix).name}{with_}), expected 0 to "
-            f"{vocab - 1}; set data.tokenizer (or model.vocab) to what the data was built with"
-        )

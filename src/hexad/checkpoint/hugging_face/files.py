@@ -78,17 +78,6 @@ def _tokenizers(directory: Path) -> list[Path]:
     return [path for pattern in _TOKENIZERS for path in sorted(directory.glob(pattern)) if path.is_file()]
 
 
-def copy_files(files: list[Path], to: Path) -> None:
-    """Copy small files into a directory and flush them to disk.
-
-    Raises:
-        OSError: they cannot be read or written.
-    """
-    to.mkdir(exist_ok=True)
-    for file in files:
-        write_durably(to / file.name, file.read_bytes())
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object as Hugging Face does."""
     write_durably(path, _as_json(content))

@@ -19,13 +19,12 @@ from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.transformer import DTYPES
 from hexad.parallel.rectangle import Rectangle
 
-from ..directory import sync_directory
 from ..index import FileRecord, Index
-from ..kept_tokenizer import FOLDER
-from ..manifest import STEP_NAME, whole_file
+from ..kept_tokenizer import FOLDER, copied_files, keep_files
+from ..manifest import STEP_NAME
 from ..manifest_writer import write_manifest
 from ..tensor_file import Part, TensorFile, dtype_name
-from .files import appearing, copy_files, has_tokenizer, tokenizer_files
+from .files import appearing, has_tokenizer
 from .weights import HuggingFaceModel, row_slices
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
@@ -118,11 +117,8 @@ def with_tokenizer(
     Returns:
         The configuration, and the records of the copied files by name.
     """
-    # config.json has the ids of the tokens that begin and end a text.
-    copy_files([*tokenizer_files(directory), directory / CONFIG_FILE], partial / FOLDER)
-    sync_directory(partial / FOLDER)
     data = config.data.model_copy(update={"tokenizer": str(final / FOLDER)})
-    records = {f"{FOLDER}/{file.name}": whole_file(file) for file in sorted((partial / FOLDER).iterdir())}
+    records = keep_files(partial, copied_files(str(directory)))
     return config.model_copy(update={"data": data}), records
 
 

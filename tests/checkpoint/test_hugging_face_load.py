@@ -301,7 +301,7 @@ def test_weights_that_would_be_rounded(tmp_path: Path, pool: Pool) -> None:
 
 
 def test_files_that_differ_between_ranks(tmp_path: Path, pool: Pool) -> None:
-    """As on hosts without a common file system: told before the first step."""
+    """As on hosts without a common file system: reported before the first step."""
     run = run_on(tmp_path, "hf:model")
     for rank in range(2):
         theirs.save("gpt2", tmp_path / str(rank) / "model", torch.bfloat16, shard="1GB" if rank else "60KB")

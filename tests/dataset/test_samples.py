@@ -116,7 +116,7 @@ def test_large_indexes_are_kept_on_disk(tmp_path: Path, unwritable: bool) -> Non
         np.testing.assert_array_equal(stored.read(np.arange(400))[0], expected[0])
         files = sorted(kept.iterdir())
         assert len(files) == 400 // stored.per_epoch + 1 and all(path.suffix == ".npy" for path in files)
-    # A cut-off file is made again, not believed.
+    # A truncated file is computed again, not used.
     os.truncate(files[0], 200)
     again = SampleSource(dataset, sequence=8, seed=1, cache_dir=fallback, in_memory=5)
     np.testing.assert_array_equal(again.read(np.arange(400))[0], expected[0])

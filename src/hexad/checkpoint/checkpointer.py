@@ -78,7 +78,7 @@ class Checkpointer:
             chunks: this rank's part of it.
             progress: what else is needed to resume, in JSON's types; ``step`` names the checkpoint.
             reason: why it is saved.
-            last: the run ends with it, so that it must succeed whatever ``checkpoint.on_failure`` is.
+            last: the run ends with it: it must succeed, independent of ``checkpoint.on_failure``.
 
         Raises:
             AgreedError: this save failed, or the previous one that ran in the background.

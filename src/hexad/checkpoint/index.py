@@ -32,7 +32,7 @@ class FileRecord:
     """A checkpoint's manifest entry of a file.
 
     Attributes:
-        sections: (bytes, XXH3-128 of them in hexadecimal, as ``xxhsum -H2`` gives it) of the parts of the
+        sections: (bytes, XXH3-128 of them in hexadecimal, as ``xxhsum -H2`` prints it) of the parts of the
             file, each written by one rank, in the file's order.
         header: bytes before the values of a tensor file; 0 in other files.
         blocks: XXH3-64 of the header and of every block of values, 8 bytes each, in the file's order.

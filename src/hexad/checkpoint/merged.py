@@ -111,7 +111,7 @@ def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = No
     Args:
         checkpoint: opened.
         config: its own.
-        load: where the base is, as ``model.load``, if it is not where the checkpoint says.
+        load: location of the base, as ``model.load``, if it is not the checkpoint's.
 
     Raises:
         HexadError: the base is missing, damaged, or not what the adapters were trained with; the adapters

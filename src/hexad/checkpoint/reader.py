@@ -20,7 +20,7 @@ from hexad.parallel.rectangle import Rectangle
 from hexad.topology.mesh import Axis
 
 from .directory import wait_until_visible
-from .index import Index, Need
+from .index import GlobalTensor, Index, Need
 from .manifest import (
     Manifest,
     check_file,
@@ -128,18 +128,19 @@ class Checkpoint:
         Raises:
             HexadError: as for :meth:`fill`.
         """
-        tensor = self.manifest.tensors.get(name)
-        if tensor is None:
-            raise HexadError(f"checkpoint {self.path}: tensor {name} is missing")
+        tensor = self._tensor(name)
         out = torch.empty(tuple(tensor.shape if sizes is None else sizes), dtype=_dtype(tensor.dtype))
         begin = tuple(offset) if offset is not None else (0,) * len(tensor.shape)
         self.fill([Chunk(Rectangle(name, tensor.shape, begin, tuple(out.shape)), out)])
         return out
 
+    def _tensor(self, name: str) -> GlobalTensor:
+        if name not in self.manifest.tensors:
+            raise HexadError(f"checkpoint {self.path}: tensor {name} is missing")
+        return self.manifest.tensors[name]
+
     def _check(self, chunk: Chunk) -> None:
-        tensor = self.manifest.tensors.get(chunk.name)
-        if tensor is None:
-            raise HexadError(f"checkpoint {self.path}: tensor {chunk.name} is missing")
+        tensor = self._tensor(chunk.name)
         if tensor.shape != chunk.rectangle.shape:
             raise HexadError(
                 f"checkpoint {self.path}: tensor {chunk.name} has shape {tensor.shape}, "

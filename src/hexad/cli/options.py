@@ -64,7 +64,7 @@ def print_json(document: Any) -> None:
 
 
 def answer(as_json: bool, document: Any, *lines: str) -> None:
-    """Print a command's result on stdout: one JSON document, or lines for people."""
+    """Print a command's result on stdout: one JSON document, or lines of text."""
     if as_json:
         print_json(document)
     else:

@@ -1,6 +1,6 @@
 """``hexad show``: layouts, schedules, memory, context ranks and runs, in the terminal or as files.
 
-Nothing here imports torch, and matplotlib is imported for ``--output`` only: ``--json`` answers at once.
+Nothing here imports torch, and matplotlib is imported for ``--output`` only: ``--json`` starts fast.
 """
 
 from __future__ import annotations

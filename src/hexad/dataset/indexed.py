@@ -217,7 +217,7 @@ class IndexedDataset:
         return self.documents
 
     def identity(self) -> tuple[object, ...]:
-        """Size, time of the last change, and a hash of parts of the index: what tells it from others without
+        """Size, time of the last change, and a hash of parts of the index: what identifies it without
         reading all of it."""
         status = self._idx.stat()
         return status.st_size, status.st_mtime_ns, sampled_hash(self._idx)

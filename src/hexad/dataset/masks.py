@@ -33,7 +33,7 @@ def mask_path(prefix: str | Path) -> Path:
 
 
 def has_mask(prefix: str | Path) -> bool:
-    """Whether a dataset says which of its tokens are trained."""
+    """Whether a dataset has a loss mask."""
     return mask_path(prefix).is_file()
 
 
@@ -104,7 +104,7 @@ class TokenMask:
             )
 
     def fingerprint(self) -> str:
-        """A hash of parts of the file, which tells it from others."""
+        """A hash of parts of the file, which identifies it."""
         return sampled_hash(self.path)
 
 

@@ -55,7 +55,7 @@ class Division:
         slice: the tokens of every rank.
         pair: bytes of a token's keys and values, as a ring sends them.
         exchanged: bytes of a rank's tensors whose heads are exchanged for tokens, forward, in one layer.
-        source: where the documents come from, for people; empty where they are joined.
+        source: description of where the documents come from; empty where they are joined.
     """
 
     title: str
@@ -136,14 +136,10 @@ class Division:
         return [sum(step.received for step in steps) for steps in self.rounds]
 
     @property
-    def gathered(self) -> int:
-        """Tokens whose keys and values each rank would receive in an all-gather."""
-        return self.ring.tokens - self.ring.share
-
-    @property
     def share_received(self) -> float:
         """Tokens that ranks receive, over those of an all-gather; 0 without rounds."""
-        return sum(self.received) / (len(self.received) * max(1, self.gathered))
+        gathered = self.ring.tokens - self.ring.share
+        return sum(self.received) / (len(self.received) * max(1, gathered))
 
     @cached_property
     def comparisons(self) -> list[Comparison]:
@@ -158,10 +154,6 @@ class Division:
             mean = sum(other.received) / len(other.received)
             comparisons.append(Comparison(balance, other.slowest, mean, other.share_received))
         return comparisons
-
-    def mib(self, tokens: float) -> float:
-        """MiB of the keys and values of tokens that a rank receives in rounds, for one layer."""
-        return tokens * self.pair / _MIB
 
     @property
     def content(self) -> str:
@@ -285,7 +277,7 @@ def _rounds(division: Division) -> list[RenderableType]:
     for steps in list(zip(*it.rounds))[:_MOST_ROUNDS]:
         number, sent = steps[0].distance, [step.sent for step in steps]
         numbers = (f"{min(sent):,}", f"{sum(sent) / len(sent):,.0f}", f"{max(sent):,}")
-        table.add_row(str(number), f"+ {number * size}", *numbers, f"{it.mib(max(sent)):,.2f}")
+        table.add_row(str(number), f"+ {number * size}", *numbers, f"{max(sent) * it.pair / _MIB:,.2f}")
     count = it.ring.ranks - 1
     shown = f"; the first {_MOST_ROUNDS} of {count} rounds" if count > _MOST_ROUNDS else ""
     note = Text(f"keys and values of one layer, forward{shown}; backward sends twice as much", style="dim")

@@ -57,7 +57,7 @@ class Chart:
         timeline: a valid schedule and when each of its actions starts and ends, the first at 0.
         label: distinguishes several charts of a picture, such as ``planned``.
         unit: of time, such as ``s``; empty where only ratios have a meaning.
-        basis: where the times come from, for people.
+        basis: description of where the times come from.
     """
 
     timeline: Timeline

@@ -107,7 +107,7 @@ class Mesh:
         return self.axes[together]
 
     def _expert_axis(self, name: str) -> Axis:
-        """An axis of the expert grid, made when it is first asked for; every rank calls this together. Its
+        """An axis of the expert grid, made on first use; every rank calls this together. Its
         traffic counts as that of the dense grid's counterpart."""
         if name not in self.axes:
             counted = self.axes[{"expert_data": "data", "expert_tensor": "tensor"}[name]]
@@ -211,13 +211,9 @@ class Mesh:
         """What this rank's collectives are doing, if something watches."""
         return self.world.trace
 
-    def training_axes(self) -> list[Axis]:
-        """The axes whose traffic a step is charged for."""
-        return [self.axes[name] for name in TRAINING_AXES]
-
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes this rank has sent so far, per axis."""
-        return {axis.name: axis.sent.total() for axis in self.training_axes()}
+        """Bytes this rank has sent so far, per axis that a step's traffic is counted for."""
+        return {name: self.axes[name].sent.total() for name in TRAINING_AXES}
 
 
 def _new_group(

@@ -53,7 +53,7 @@ class Exported:
 
     Attributes:
         family: as which ``transformers`` loads it.
-        dtype: of the weights, in torch's word.
+        dtype: torch's name of the weights' format.
         files: names of the weights' files.
         parameters: in all.
         notes: for the user, in sentences.

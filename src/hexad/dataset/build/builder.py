@@ -156,7 +156,7 @@ def build(
     if True not in framed:
         frame = _Frame((), None)
     data = IndexedDataset(prefix)
-    # A template writes what begins a conversation: the run's data.bos has no part in it.
+    # A template writes what begins a conversation, independent of the run's data.bos.
     sidecar = describe(
         data,
         writer.max_token,
@@ -214,7 +214,8 @@ def _write(
             if progress:
                 progress(done, total)
         if not writer.tokens:
-            raise HexadError(nothing + (f" ({_listed(skipped)})" if skipped else ""))
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
+            raise HexadError(nothing + (f" ({kinds})" if skipped else ""))
         if writer.mask.used and not writer.mask.trained:
             raise HexadError(
                 "none of the tokens would be trained: completions are empty, or the chat template does not "
@@ -223,10 +224,6 @@ def _write(
         with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
             sidecar_path(prefix).unlink(missing_ok=True)
     return writer, framed, skipped
-
-
-def _listed(skipped: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
 
 
 def reading_of(encoder: Tokenizer, key: str | None, chat_template: str | None) -> Reading:

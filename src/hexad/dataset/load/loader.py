@@ -69,7 +69,7 @@ class DataLoader:
         setting: the setting that ``data`` is from, for messages.
 
     Raises:
-        ConfigError: the data cannot be used (the message says why), or the batch cannot be divided.
+        ConfigError: the data cannot be used (the message names the reason), or the batch cannot be divided.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class DataLoader:
     def step(self, samples_consumed: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.
 
-        Steps may be asked for in any order; the following one is read ahead.
+        Steps may be requested in any order; the following one is read ahead.
 
         Raises:
             HexadError, OSError: the data can no longer be read (also when reading ahead failed).

@@ -153,7 +153,7 @@ class Source(ABC):
         seed, source, cache_dir, in_memory, patience: see :class:`OrderSettings`.
 
     Attributes:
-        isolated: whether the documents of a sample never see each other, whatever ``data.documents`` is.
+        isolated: whether the documents of a sample are isolated, independent of ``data.documents``.
     """
 
     isolated = False

@@ -72,7 +72,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
     ) -> str:
-        """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` gives it.
+        """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` renders it.
 
         Args:
             messages: the conversation.
@@ -142,7 +142,7 @@ class ChatTemplate:
             with template.environment.recording(parts, blocks):
                 for part in template.generate(**variables):
                     parts += [part]  # one at a time: blocks are placed after those before
-        except Exception as error:  # whatever a template does
+        except Exception as error:  # a template may raise anything
             problem = " ".join(str(error).split()) or type(error).__name__
             raise HexadError(
                 f"the chat template of {self.name} refuses the conversation: {problem}"
@@ -161,7 +161,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
-    """The template in the environment that ``transformers`` gives it (``utils/chat_template_utils.py`` of
+    """The template compiled in the environment of ``transformers`` (``utils/chat_template_utils.py`` of
     5.23): globals, filters and handling of blocks are part of the format."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -257,7 +257,7 @@ def _added(settings: Mapping[str, Any], directory: Path | None) -> list[str]:
         try:
             entries = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
         except (OSError, ValueError, AttributeError):
-            entries = []  # whoever loads it reports that
+            entries = []  # loading the tokenizer reports that
     return [entry["content"] for entry in entries if isinstance(entry, dict) and entry.get("special")]
 
 

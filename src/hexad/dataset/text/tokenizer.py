@@ -56,7 +56,7 @@ class Tokenizer(ABC):
 
     Attributes:
         name: argument with which :func:`load_tokenizer` loads it.
-        kind: of its files, in words.
+        kind: description of its files.
         vocab_size: ids are below this.
         eod: id of the end-of-document token, or None. ``encode`` never adds it, nor any other special token.
         bos: ids that it puts before each text, most often of one beginning-of-text token, or none.
@@ -121,7 +121,7 @@ class HuggingFaceTokenizer(Tokenizer):
     Args:
         file: the ``tokenizer.json``; ``tokenizer_config.json`` and ``special_tokens_map.json`` beside it name
             the end-of-document token (``eos_token``), else :data:`END_NAMES` are tried. Its post-processor
-            alone says what stands before each text, as in ``transformers`` 5.
+            alone defines what stands before each text, as in ``transformers`` 5.
         name: as the user gave it.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,9 @@ def _targets(weights: Weights, config: Config, kind: Family, dtype: torch.dtype 
     targets = []
     for name, members in parts.items():
         members.sort(key=lambda entry: entry[1].row)
-        kept = torch.float16
-        for index, (ours, place) in enumerate(members):
+        for ours, place in members:
             weights.check(ours, place.shape)
-            stored = weights.dtype(ours)
-            kept = torch.promote_types(kept, stored) if index else stored
+        kept = reduce(torch.promote_types, (weights.dtype(ours) for ours, _ in members))
         targets.append(_Target(name, tuple(members), dtype or kept))
     return targets
 
@@ -273,21 +272,13 @@ def _modules(inventory: ModelInventory, kind: Family) -> dict[str, Parts]:
 
 def _joined(checkpoint: Checkpoint, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
     """``A [rank, in]`` and ``B [out, rank]`` of one published module."""
-    firsts, seconds, rows = [], [], []
-    row = 0
-    for module, outputs, adapted in parts:
-        if adapted:
-            firsts.append(checkpoint.read(f"model.{module}.lora_a"))
-            seconds.append(checkpoint.read(f"model.{module}.lora_b"))
-            rows.append(row)
-        row += outputs
-    first = torch.cat(firsts)
-    second = first.new_zeros(row, first.shape[0])
-    column = 0
-    for row, block in zip(rows, seconds):
-        second[row : row + block.shape[0], column : column + block.shape[1]] = block
-        column += block.shape[1]
-    return first, second
+    names = [(f"model.{module}.lora_", outputs, adapted) for module, outputs, adapted in parts]
+    first = torch.cat([checkpoint.read(f"{name}a") for name, _, adapted in names if adapted])
+    blocks = [
+        checkpoint.read(f"{name}b") if adapted else first.new_empty(outputs, 0)
+        for name, outputs, adapted in names
+    ]
+    return first, torch.block_diag(*blocks)
 
 
 def _config(config: Config, kind: Family, ranks: dict[str, int], base: Base | None) -> dict[str, Any]:

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
@@ -176,7 +175,8 @@ class Source(ABC):
         self._size, self._words, self._key = size, words, (seed, source)
         self._in_memory, self._patience = in_memory, patience
         self._places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
-        self._indexes: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+        # Two: a step may span the end of an epoch, and the next step is read ahead.
+        self._index = lru_cache(maxsize=2)(self._loaded)
 
     def prepare(self, sample: int) -> None:
         """Build or load the index that a sample needs.
@@ -204,15 +204,8 @@ class Source(ABC):
     def _write(self, path: Path, epoch: int) -> None:
         """Write an index to a file by a rename, in NumPy's format."""
 
-    def _index(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._indexes:
-            small = self.data.documents <= self._in_memory
-            self._indexes[epoch] = self._computed(epoch) if small else self._stored(epoch)
-            # Two: a step may span the end of an epoch, and the next step is read ahead.
-            while len(self._indexes) > 2:
-                self._indexes.popitem(last=False)
-        self._indexes.move_to_end(epoch)
-        return self._indexes[epoch]
+    def _loaded(self, epoch: int) -> NDArray[np.int64]:
+        return self._computed(epoch) if self.data.documents <= self._in_memory else self._stored(epoch)
 
     def _stored(self, epoch: int) -> NDArray[np.int64]:
         """The index from a file, which one process per file system creates if it is missing; its name is a

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from facts import facts
 
 from hexad.checkpoint.directory import CheckpointDirectory
-from hexad.checkpoint.index import Index, Need
-from hexad.checkpoint.manifest import FileRecord, manifest_checksum, read_manifest
-from hexad.checkpoint.manifest_writer import separately, write_manifest
+from hexad.checkpoint.index import FileRecord, Index, Need
+from hexad.checkpoint.manifest import manifest_checksum, read_manifest
+from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.tensor_file import Part, TensorFile, block_count
 from hexad.comm.agreement import _lowest
 from hexad.model.configuration import load_config
@@ -202,19 +202,19 @@ def first_rank(directory: Path, world: int) -> dict[str, Any]:
                 index = index.merge(pickle.loads(file.read_bytes()))
     path = run.path / "step-00000001"
     path.mkdir()
-    with clock.part("manifest, in another process"):
+    with clock.part("manifest"):
         origin = {"world": world}
         write_manifest(path, index, {}, load_config(), {"step": 1, "samples": 1}, origin)
     rectangles, merged_files = len(index.rows), len(index.files)
     del index
-    with clock.part("remove old checkpoints, in another process"):
-        separately(partial(run.tidy, 3))
+    with clock.part("remove old checkpoints"):
+        run.tidy(3)
     with clock.part("choose the checkpoint"):
         chosen = run.newest()
         assert chosen == path and manifest_checksum(path) is not None
     with clock.part("read the manifest"):
         manifest = read_manifest(path)
-        part = Index.of_manifest(manifest)
+        part = manifest.index
     sent, received = [], 0
     with clock.part("send every rank its part"):
         needs, below = own_need, []

@@ -31,7 +31,7 @@ from facts import facts
 
 from hexad.dataset.indexed import DTYPES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from hexad.dataset.load.loader import DataLoader
-from hexad.dataset.load.samples import Stream
+from hexad.dataset.load.samples import SampleSource
 
 _CHUNK = 1 << 22
 _UINT16 = 8
@@ -61,7 +61,7 @@ def _lengths(start: int, documents: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return 1 + np.arange(start, min(start + _CHUNK, documents)) * 40503 % 255
 
 
-class Counting(Stream):
+class Counting(SampleSource):
     """Counts the indexes that this process writes."""
 
     written = 0
@@ -73,9 +73,9 @@ class Counting(Stream):
 
 def rank(number: int, ranks: int, prefix: str, begin: Any, results: Any) -> None:
     """Open the data as a data rank and report the seconds of each part."""
-    import hexad.dataset.load.samples as samples
+    import hexad.dataset.load.loader as loader_module
 
-    samples.Stream = Counting  # type: ignore[misc]
+    loader_module.SampleSource = Counting  # type: ignore[misc]
     begin.wait()
     times = [time.perf_counter()]
     with DataLoader(

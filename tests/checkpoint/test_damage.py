@@ -30,14 +30,14 @@ CASE = replace(LAYOUTS["data 2, zb_v, zero 3"], samples=4)
 @pytest.fixture(scope="module")
 def two(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two checkpoints of one layout, alike but for their values (the seed)."""
-    found = []
+    checkpoints = []
     for seed in (1, 2):
         directory = tmp_path_factory.mktemp(f"seed-{seed}")
         overrides = {"run": {"steps": 10, "seed": seed}}
         case = replace(CASE, variant=replace(CASE.variant, overrides=overrides))
         pool.run(case.world, _save_apart, case, directory)
-        found.append(next(directory.glob("checkpoints/step-*")))
-    return found[0], found[1]
+        checkpoints.append(next(directory.glob("checkpoints/step-*")))
+    return checkpoints[0], checkpoints[1]
 
 
 def _save_apart(case: Case, directory: Path) -> None:
@@ -154,12 +154,13 @@ def test_a_checkpoint_under_the_name_of_another_step_is_found(two: tuple[Path, P
 def test_any_reader_of_safetensors_reads_the_files(two: tuple[Path, Path]) -> None:
     """An independent reader finds the same values in the same places."""
     with Checkpoint(two[0]) as checkpoint:
+        names = list(checkpoint.manifest.files)
         for name, tensor in checkpoint.manifest.tensors.items():
-            whole = checkpoint.read(name)
-            for stored in tensor.stored:
-                ranges = list(stored.rectangle.slices)
+            whole, dims = checkpoint.read(name), len(tensor.shape)
+            for number, _, _, *place in checkpoint.manifest.index.rows_of(name).tolist():
+                ranges = [slice(first, first + size) for first, size in zip(place[:dims], place[dims:])]
                 key = f"{name}[{','.join(f'{r.start}:{r.stop}' for r in ranges)}]"
-                with safe_open(two[0] / stored.file, "pt") as file:
+                with safe_open(two[0] / names[number], "pt") as file:
                     assert torch.equal(file.get_tensor(key), whole[tuple(ranges)])
 
 
@@ -187,8 +188,8 @@ def test_inspect_shows_what_it_holds(two: tuple[Path, Path], capsys: pytest.Capt
     assert re.search(r"model\.layers\.0\.ffn\.up\.weight +float64 +28 x 20\n", out)
     assert "schedule: zb_v" in out  # the configuration
     assert command(["checkpoint", "inspect", str(two[0]), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 2 and found["layout"]["zero"] == 3 and not found["weights_only"]
-    assert found["tensors"]["optimizer.exp_avg.norm.weight"] == {"shape": [20], "dtype": "float64"}
+    document = json.loads(capsys.readouterr().out)
+    assert document["step"] == 2 and document["layout"]["zero"] == 3 and not document["weights_only"]
+    assert document["tensors"]["optimizer.exp_avg.norm.weight"] == {"shape": [20], "dtype": "float64"}
     assert command(["checkpoint", "inspect", str(two[0].parents[2])]) == 2
     assert "neither a checkpoint nor a run directory" in capsys.readouterr().err

@@ -22,9 +22,9 @@ def save(run: CheckpointDirectory, step: int, value: float = 0.0) -> Path:
     index = written(partial, [[chunk_of("model.w", (3,), (0,), torch.full((3,), value))]])
     progress = {"step": step, "samples": step}
     write_manifest(partial, index, {"model.w": (3,)}, load_config(), progress, {})
-    found = run.commit(partial, step)
+    final = run.commit(partial, step)
     run.tidy(100)
-    return found
+    return final
 
 
 def steps(run: CheckpointDirectory) -> list[int]:

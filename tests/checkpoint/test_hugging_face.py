@@ -57,8 +57,8 @@ def logits(path: Path, tokens: torch.Tensor, dtype: str = "fp64") -> torch.Tenso
         config, path, Mesh.create(Layout(world=1), torch.device("cpu")), [range(config.model.layers)]
     )
     with torch.no_grad():
-        found = model.logits(model(tokens))
-    return found.view(*tokens.shape, -1)[..., : model.vocab]
+        values = model.logits(model(tokens))
+    return values.view(*tokens.shape, -1)[..., : model.vocab]
 
 
 def batch(vocab: int = theirs.VOCAB) -> torch.Tensor:
@@ -109,8 +109,8 @@ def test_an_imported_model_computes_the_same(name: str, tmp_path: Path) -> None:
     with theirs.exact_norms(), torch.no_grad():
         wanted = model(batch()).logits
     assert wanted.dtype == torch.float64
-    found = logits(tmp_path / "ours", batch())
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-10
+    ours = logits(tmp_path / "ours", batch())
+    assert float((ours - wanted).abs().max() / wanted.abs().max()) < 1e-10
 
 
 def test_a_bf16_model_generates_as_transformers_does(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_an_exported_run_computes_the_same_in_transformers(family: str, tmp_path
     assert model.config.model_type == family
     with theirs.exact_norms(), torch.no_grad():
         wanted = model(batch(257)[:, :16]).logits
-    found = logits(run.directory, batch(257)[:, :16])
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-10
+    ours = logits(run.directory, batch(257)[:, :16])
+    assert float((ours - wanted).abs().max() / wanted.abs().max()) < 1e-10
     # And back again.
     convert("import", tmp_path / "out", tmp_path / "back")
     with Checkpoint(find_checkpoint(run.directory)) as one, Checkpoint(tmp_path / "back") as other:
@@ -306,8 +306,8 @@ def test_switches_choose_the_architecture(
     assert document["notes"][0].startswith(f"written as {family}")
     with theirs.exact_norms(), torch.no_grad():
         wanted = theirs.load(tmp_path / "out")(batch(257)[:, :16]).logits
-    found = logits(run.directory, batch(257)[:, :16])
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-10
+    values = logits(run.directory, batch(257)[:, :16])
+    assert float((values - wanted).abs().max() / wanted.abs().max()) < 1e-10
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def test_missing_keys_mean_what_they_mean_to_transformers(name: str) -> None:
     plain = {"head_dim": None} | {field.name: field.default for field in dataclasses.fields(config)}
     assert {key: value for key, value in kind.absent.items() if plain[key] != value} == {}
     bare: dict[str, Any] = {"model_type": name, "sliding_window": None}
-    found = model_settings(bare, Path("config.json"))
+    ours = model_settings(bare, Path("config.json"))
     full = config.to_dict() | {"sliding_window": None, "architectures": [kind.classes[0]]}
-    assert model_settings(json.loads(json.dumps(full, default=str)), Path("config.json")) == found
+    assert model_settings(json.loads(json.dumps(full, default=str)), Path("config.json")) == ours
 
 
 SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -56,18 +56,18 @@ SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "keys", "wanted"), SPELLINGS)
 def test_spellings(family: str, keys: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found = model_settings({"model_type": family, **keys}, Path("config.json"))
-    assert {name: found[name] for name in wanted} == wanted
+    ours = model_settings({"model_type": family, **keys}, Path("config.json"))
+    assert {name: ours[name] for name in wanted} == wanted
     # transformers understands the same, as far as it says so.
     config = transformers.AutoConfig.for_model(family, **json.loads(json.dumps(keys)))
     if family != "gpt2":
         rope = config.rope_parameters
-        assert rope["rope_theta"] == found["rope_theta"]
-        scaling = found["rope_scaling"]
+        assert rope["rope_theta"] == ours["rope_theta"]
+        scaling = ours["rope_scaling"]
         assert (rope["rope_type"] == "llama3") == (scaling is not None)
         if scaling is not None:
             assert rope["original_max_position_embeddings"] == scaling["original_positions"]
-        assert config.num_key_value_heads == found["kv_heads"]
+        assert config.num_key_value_heads == ours["kv_heads"]
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
@@ -220,7 +220,7 @@ def test_every_rank_says_the_same(saved: Path, tmp_path: Path, pool: Pool) -> No
     source = copied(saved, tmp_path / "hf")
     change(source, Q, torch.zeros(36, 35))
     run = run_on(tmp_path, f"hf:{source}")
-    found = run.world(pool, 2, "parallel.pipeline=2")
-    assert found[0] == found[1]
-    assert found[0] == (2, f"model.load: {source}: tensor {Q} has shape (36, 35), the model has (36, 36)")
+    outcomes = run.world(pool, 2, "parallel.pipeline=2")
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == (2, f"model.load: {source}: tensor {Q} has shape (36, 35), the model has (36, 36)")
     assert not run.metrics

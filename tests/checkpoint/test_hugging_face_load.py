@@ -238,8 +238,8 @@ def test_tuning_on_shorter_samples_keeps_the_models_length(tmp_path: Path) -> No
         assert run.train("run.steps=1", "precision.dtype=fp32").status == 0
         assert yaml.safe_load(run.path.read_text())["data"]["sequence"] == 16 < theirs.LENGTH
         convert("export", run.directory, tmp_path / f"out{number}")
-        found = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
-        assert found["max_position_embeddings"] == theirs.LENGTH, number
+        exported = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
+        assert exported["max_position_embeddings"] == theirs.LENGTH, number
     result = call("train", str(runs[-1].path), f"data.sequence={theirs.LENGTH + 1}")
     assert result.error.startswith(
         f"data.sequence: found {theirs.LENGTH + 1}, more than the model's {theirs.LENGTH}"
@@ -272,12 +272,12 @@ def test_settings_given_beside_the_weights(tmp_path: Path) -> None:
     assert (good.model.kv_heads, good.model.head_dim, good.model.dropout) == (2, 10, 0.1)
     assert build_config(yaml.safe_load(dump_config(good))) == good
     run = run_on(tmp_path, load)
-    for setting, found in (("model.hidden", "40"), ("model.norm_eps", "0.1"), ("model.family", "llama")):
-        result = call("train", str(run.path), f"{setting}={found}")
+    for setting, given in (("model.hidden", "40"), ("model.norm_eps", "0.1"), ("model.family", "llama")):
+        result = call("train", str(run.path), f"{setting}={given}")
         assert result.status == 2
         assert result.error.startswith(f"{setting}: found ")
         assert load in result.error
-        assert found in result.error
+        assert given in result.error
     error = call("train", str(run.path), "model.preset=gpt2").error
     assert error.startswith("model.")
     error = call("config", "check", str(run.path), "checkpoint.load=elsewhere").error
@@ -292,20 +292,22 @@ def test_settings_given_beside_the_weights(tmp_path: Path) -> None:
 
 def test_weights_that_would_be_rounded(tmp_path: Path, pool: Pool) -> None:
     run = run_on(tmp_path, f"hf:{theirs.save('qwen2', tmp_path / 'hf', torch.float64)}")
-    found = run.world(pool, 2, "precision.dtype=bf16", "parallel.data=2")
-    assert {status for status, _ in found} == {2}
-    assert len({message for _, message in found}) == 1
-    assert "model.embed_tokens.weight in float64, which does not fit into this run's float32" in found[0][1]
+    outcomes = run.world(pool, 2, "precision.dtype=bf16", "parallel.data=2")
+    assert {status for status, _ in outcomes} == {2}
+    assert len({message for _, message in outcomes}) == 1
+    assert (
+        "model.embed_tokens.weight in float64, which does not fit into this run's float32" in outcomes[0][1]
+    )
 
 
 def test_files_that_differ_between_ranks(tmp_path: Path, pool: Pool) -> None:
-    """As on hosts without a common file system: told before the first step."""
+    """As on hosts without a common file system: reported before the first step."""
     run = run_on(tmp_path, "hf:model")
     for rank in range(2):
         theirs.save("gpt2", tmp_path / str(rank) / "model", torch.bfloat16, shard="1GB" if rank else "60KB")
-    found = pool.apart(2, in_own_directory, str(run.path), str(tmp_path), free_port())
-    assert {status for status, _ in found} == {2}
-    assert all("what model.load names" in message for _, message in found)
+    outcomes = pool.apart(2, in_own_directory, str(run.path), str(tmp_path), free_port())
+    assert {status for status, _ in outcomes} == {2}
+    assert all("what model.load names" in message for _, message in outcomes)
 
 
 def in_own_directory(rank: int, world: int, path: str, where: str, port: int) -> tuple[int, str]:

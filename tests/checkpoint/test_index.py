@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hexad.checkpoint import checkpointer, manifest_writer, reader
+from hexad.checkpoint import checkpointer, reader
 from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.checkpoint.index import Index, Need
-from hexad.checkpoint.manifest import FileRecord, Manifest, read_manifest, verify_files
-from hexad.checkpoint.manifest_writer import write_manifest
+from hexad.checkpoint.index import FileRecord, Index, Need
+from hexad.checkpoint.manifest import Manifest, read_manifest, verify_files
 from hexad.checkpoint.tensor_file import Chunk, TensorFileWriter
 from hexad.config import AgreedError
 from hexad.model.configuration import load_config
@@ -48,7 +48,7 @@ def shares(world: int, draw: random.Random) -> list[list[Rectangle]]:
                 held[rank] += [Rectangle(name, shape, (0, low, *[0] * (len(shape) - 2)), sizes)]
             else:
                 held[rank] += [part for _, part in whole.flat_range(low, high)]
-    return [[each for each in rectangles if each.numel] for rectangles in held]
+    return [[rectangle for rectangle in rectangles if rectangle.numel] for rectangles in held]
 
 
 def index_of(number: int, rectangles: list[Rectangle]) -> Index:
@@ -56,16 +56,17 @@ def index_of(number: int, rectangles: list[Rectangle]) -> Index:
     return Index.of_file(
         f"rank-{number}",
         record,
-        [(each, "float32", 1 + place, place) for place, each in enumerate(rectangles)],
+        [(part, "float32", 1 + place, place) for place, part in enumerate(rectangles)],
     )
 
 
 def flat(index: Index) -> set[tuple[Any, ...]]:
     """(tensor, file, rectangle, block, begin) of everything."""
+    names = list(index.files)
     return {
-        (name, part.file, part.rectangle.offset, part.rectangle.sizes, part.block, part.begin)
-        for name, tensor in index.stored().items()
-        for part in tensor.stored
+        (name, names[file], tuple(place[: len(shape)]), tuple(place[len(shape) :]), block, begin)
+        for name, (_, shape) in index.tensors.items()
+        for file, block, begin, *place in index.rows_of(name).tolist()
     }
 
 
@@ -80,9 +81,9 @@ def test_merging_in_any_tree_keeps_every_rectangle(seed: int) -> None:
     )
     assert flat(one) == flat(two) == set().union(*map(flat, parts))
     assert list(one.files) == list(two.files) == [f"rank-{rank}" for rank in range(7)]
-    assert all(tensor.gap() is None for tensor in two.stored().values())
-    manifest = Manifest({"step": 1, "samples": 1}, {}, one.stored(), one.files)
-    assert flat(Index.of_manifest(Manifest.decode(manifest.encode()))) == flat(one)
+    assert all(two.gap(name) is None for name in two.tensors)
+    manifest = Manifest({"step": 1, "samples": 1}, {}, one, {})
+    assert flat(Manifest.decode(manifest.encode()).index) == flat(one)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -95,14 +96,14 @@ def test_a_rank_is_given_every_rectangle_that_it_needs(seed: int) -> None:
     above = reduce(Need.merge, needs[:3])
     part = whole.select(reduce(Need.merge, needs)).select(above)
     for rectangles, need in zip(wanted[:3], needs):
-        found = flat(part.select(need))
-        assert found <= flat(whole)
+        received = flat(part.select(need))
+        assert received <= flat(whole)
         for name, file, offset, sizes, *rest in flat(whole):
             stored = Rectangle(name, SHAPES[name], offset, sizes)
-            if any(each.name == name and each.intersection(stored) for each in rectangles):
-                assert (name, file, offset, sizes, *rest) in found
+            if any(rectangle.name == name and rectangle.intersection(stored) for rectangle in rectangles):
+                assert (name, file, offset, sizes, *rest) in received
         boxes = [tuple(box) for box in need.boxes.tolist()]
-        assert len(boxes) == len(need.names) == len({each.name for each in rectangles})
+        assert len(boxes) == len(need.names) == len({rectangle.name for rectangle in rectangles})
     assert set(part.files) == {file for _, file, *_ in flat(part)}
 
 
@@ -126,7 +127,7 @@ def small_groups(ranks: int = 2) -> Iterator[None]:
         mesh_module.FAN_OUT = before
 
 
-def _saved_and_loaded(directory: str, separate: bool) -> tuple[int, int, int, int]:
+def _saved_and_loaded(directory: str) -> tuple[int, int, int, int]:
     """How often this rank merges, reads the manifest and encodes it, and rectangles that it was given."""
     counts = {"merge": 0, "read": 0, "encode": 0}
     with small_groups():
@@ -141,8 +142,6 @@ def _saved_and_loaded(directory: str, separate: bool) -> tuple[int, int, int, in
         for name in "abc"
     ]
     merge, read, encode = Index.merge, read_manifest, Manifest.encode
-    if separate:
-        manifest_writer._LARGE, before = 1, manifest_writer._LARGE
 
     def counted(name: str, call: Any) -> Any:
         def wrapped(*arguments: Any) -> Any:
@@ -164,12 +163,9 @@ def _saved_and_loaded(directory: str, separate: bool) -> tuple[int, int, int, in
         saved.close()
     finally:
         Index.merge, reader.read_manifest, Manifest.encode = merge, read, encode  # type: ignore[method-assign]
-        if separate:
-            manifest_writer._LARGE = before
     assert all(torch.equal(chunk.tensor, values[16 * rank : 16 * rank + 16]) for chunk in chunks)
     assert manifest.step == 1 and manifest.config["run"]["dir"] == directory
-    given = sum(len(tensor.rows) for tensor in manifest.tensors.values())
-    return counts["merge"], counts["read"], counts["encode"], given
+    return counts["merge"], counts["read"], counts["encode"], len(manifest.index.rows)
 
 
 def _of_hosts(directory: str, hosts: str) -> None:
@@ -230,30 +226,38 @@ def test_the_ranks_of_a_host_write_one_file(
     problems = verify_files(path, manifest)
     assert len(problems) == len(names)
     for name in names:
-        assert any(f"{name}: its checksum does not match its content" in each for each in problems)
+        assert any(f"{name}: its checksum does not match its content" in problem for problem in problems)
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_the_manifest_is_gathered_in_a_tree_and_sent_in_parts(
-    pool: Pool, tmp_path: Path, separate: bool
-) -> None:
-    found = pool.run(4, _saved_and_loaded, str(tmp_path), separate)
-    merges, reads, encoded, given = zip(*found)
-    assert merges == (2 if separate else 3, 0, 1, 0)  # rank 2 merges what rank 3 has written
+def test_the_manifest_is_gathered_in_a_tree_and_sent_in_parts(pool: Pool, tmp_path: Path) -> None:
+    counts = pool.run(4, _saved_and_loaded, str(tmp_path))
+    merges, reads, encoded, given = zip(*counts)
+    assert merges == (3, 0, 1, 0)  # rank 2 merges what rank 3 has written
     assert reads == (1, 0, 0, 0)
-    assert encoded == (0 if separate else 1, 0, 0, 0)  # not by the trainer's interpreter
+    assert encoded == (1, 0, 0, 0)
     assert given == (12, 3, 3, 3)
 
 
-def test_the_separate_process_passes_its_error_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest_writer, "_LARGE", 0)
-    index = index_of(0, [Rectangle("matrix", (24, 10), (0, 0), (4, 10))])
-    for directory, error, text in (
-        (tmp_path, ValueError, "tensor matrix: found 40 values, expected 240"),
-        (tmp_path / "gone", FileNotFoundError, "No such file"),
-    ):
-        with pytest.raises(error, match=text):
-            write_manifest(directory, index, {}, load_config(), {"step": 1, "samples": 1}, {})
+@pytest.mark.parametrize("seed", range(20))
+def test_a_gap_and_an_overlap_are_found(seed: int) -> None:
+    """Against counting how often every value is covered; the number of values is right."""
+    draw = random.Random(seed)
+    for name, shape in SHAPES.items():
+        held = [part for rank in shares(4, draw) for part in rank if part.name == name]
+        moved = draw.choice([part for part in held if part.sizes != shape] or held)
+        offset = tuple(draw.randint(0, size - part) for size, part in zip(shape, moved.sizes))
+        held[held.index(moved)] = replace(moved, offset=offset)
+        cover = torch.zeros(shape, dtype=torch.int64)
+        for part in held:
+            cover[part.slices] += 1
+        wrong = (cover != 1).nonzero().tolist()
+        gap = index_of(0, held).gap(name)
+        assert (gap is None) == (not wrong)
+        if gap is not None:
+            overlap = bool(cover[tuple(wrong[0])] > 1)
+            assert gap == (
+                f"rectangles overlap from {wrong[0]} on" if overlap else f"no rectangle covers {wrong[0]}"
+            )
 
 
 def test_a_manifest_is_written_without_torch() -> None:
@@ -320,5 +324,5 @@ def test_an_error_of_any_rank_goes_up_the_tree(pool: Pool, tmp_path: Path) -> No
     one, two = pool.run(2, _refused, str(tmp_path))
     assert one == two and "rank 1: No space left on device; earlier checkpoints are intact" in one
     path = tmp_path / "checkpoints/step-00000001"
-    assert {each.name for each in path.parent.iterdir()} == {path.name, "latest"}
+    assert {entry.name for entry in path.parent.iterdir()} == {path.name, "latest"}
     assert verify_files(path, read_manifest(path)) == []

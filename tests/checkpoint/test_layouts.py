@@ -108,7 +108,7 @@ def save(case: Case, directory: Path) -> tuple[list[float], list[Any]]:
 
 
 def load(case: Case, directories: list[Path]) -> list[tuple[list[float], list[Any]]]:
-    """Load each checkpoint and go on from it; this rank's losses and pieces right after loading."""
+    """Load each checkpoint and resume from it; this rank's losses and pieces right after loading."""
     engine, checkpointer = _engine(case, directories[0])
     results = []
     for directory in directories:
@@ -143,7 +143,7 @@ def _straight() -> list[float]:
 
 
 def check(saved: Saved, uninterrupted: list[float], pool: Pool, origins: Sequence[str], into: str) -> None:
-    """Load what each of ``origins`` saved in the layout ``into``, and go on."""
+    """Load what each of ``origins`` saved in the layout ``into``, and resume."""
     case = LAYOUTS[into]
     results = pool.run(case.world, load, case, [saved[origin][0] for origin in origins])
     for number, origin in enumerate(origins):

@@ -53,15 +53,15 @@ def _found(directory: str, how: str) -> tuple[Path | None, str]:
     with working_directory(view):
         saved = Checkpointer(load_config({"run": {"dir": "run"}}), mesh)
         try:
-            found = saved.find()
-            if found is not None:
-                read_manifest(found)
-            assert saved.newest() == found
+            checkpoint = saved.find()
+            if checkpoint is not None:
+                read_manifest(checkpoint)
+            assert saved.newest() == checkpoint
         except HexadError as error:
             return None, str(error)
         finally:
             saved.close()
-    return found, ""
+    return checkpoint, ""
 
 
 def views(directory: Path) -> None:
@@ -96,8 +96,8 @@ def test_an_older_checkpoint_of_the_same_name_is_not_taken_for_it(pool: Pool, tm
     views(tmp_path)
     other = save(CheckpointDirectory(tmp_path / "1" / "run"), 2, value=1.0)
     assert (other / "manifest.json").stat().st_size
-    found = pool.run(2, _found, str(tmp_path), "never")
-    assert "not visible after" in found[0][1] and found[0] == found[1]
+    checkpoints = pool.run(2, _found, str(tmp_path), "never")
+    assert "not visible after" in checkpoints[0][1] and checkpoints[0] == checkpoints[1]
 
 
 def _with_old_listings(rank: int, world: int, arguments: list[str], port: int) -> tuple[int, str]:

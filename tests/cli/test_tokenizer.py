@@ -114,7 +114,7 @@ def test_show(tmp_path: Path, corpus: Path) -> None:
         "tokenizer": spec, "kind": "Hugging Face", "vocab": 320, "eod": 0, "bos": [],
         "special_tokens": {"<|endoftext|>": 0, "<|im_end|>": 1}, "chat_template": None,
     }  # fmt: skip
-    assert [each["id"] for each in tokens] == load_tokenizer(spec).encode("größe<|im_end|>")
+    assert [token["id"] for token in tokens] == load_tokenizer(spec).encode("größe<|im_end|>")
     assert tokens[-1] == {"id": 1, "text": "<|im_end|>"}
     shown = call("tokenizer", "show", "byte", "--text", "ü").out
     assert "vocab           257" in shown and "tokens          2 of 2 bytes" in shown and "195  'ü'" in shown

@@ -121,8 +121,8 @@ def test_overrides() -> None:
 def test_presets_fill_in_and_the_users_keys_win(name: str) -> None:
     model = build_config({"model": {"preset": name}}).model
     for key, value in presets()[name].items():
-        found = getattr(model, key)
-        assert found == value or (isinstance(value, dict) and found is not None), key
+        setting = getattr(model, key)
+        assert setting == value or (isinstance(value, dict) and setting is not None), key
     # Even where the user's value is the schema's default.
     assert build_config({"model": {"preset": name, "layers": 4}}).model.layers == 4
     assert model.layers != 4

@@ -43,7 +43,7 @@ def test_ids_and_masks_equal_those_of_transformers(tmp_path: Path, inside: bool)
             record["messages"], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=True
         )
         assert data[document].tolist() == expected["input_ids"]
-        assert trained(data, document) == [bool(each) for each in expected["assistant_masks"]]
+        assert trained(data, document) == [bool(mask) for mask in expected["assistant_masks"]]
         assert 0 < sum(expected["assistant_masks"]) < len(expected["input_ids"])
     assert data.mask is not None and data.mask.trained == sum(sum(trained(data, i)) for i in range(4))
 
@@ -173,7 +173,10 @@ def test_lines_are_counted_for_messages_only(tmp_path: Path, monkeypatch: pytest
         raise AssertionError("the lines of a good file were counted")
 
     monkeypatch.setattr("hexad.dataset.build.sources._line_number", counted)
-    records = [*({"messages": each} for each in CONVERSATIONS[:2]), {"prompt": "a", "completion": "ü"}]
+    records = [
+        *({"messages": conversation} for conversation in CONVERSATIONS[:2]),
+        {"prompt": "a", "completion": "ü"},
+    ]
     built(tmp_path, [*records, {"text": "ü"}], chat_tokenizer(tmp_path / "tok"))
 
 
@@ -183,7 +186,7 @@ def test_parquet_holds_conversations_too(tmp_path: Path) -> None:
     table = pyarrow.table({"messages": CONVERSATIONS[:2], "id": [1, 2]})
     parquet.write_table(table, tmp_path / "a.parquet")
     build([tmp_path / "a.parquet"], tmp_path / "p", spec, workers=1)
-    lines = built(tmp_path, [{"messages": each} for each in CONVERSATIONS[:2]], spec)
+    lines = built(tmp_path, [{"messages": conversation} for conversation in CONVERSATIONS[:2]], spec)
     assert (tmp_path / "p.bin").read_bytes() == (tmp_path / "d.bin").read_bytes()
     assert (tmp_path / "p.mask").read_bytes() == (tmp_path / "d.mask").read_bytes() and lines.mask
 

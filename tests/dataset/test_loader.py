@@ -59,17 +59,17 @@ def test_context_ranks_get_their_own_tokens(tmp_path: Path, balance: Balance, do
         with DataLoader(prefix, slicing=slicing, context_rank=rank, **options) as loader:
             parts.append(loader.step(4))
     for microbatch, *held in zip(wanted, *parts):
-        numbers = torch.cat([each.numbers for each in held if each.numbers is not None])
+        numbers = torch.cat([own.numbers for own in held if own.numbers is not None])
         assert sorted(numbers.tolist()) == list(range(24))
-        for each in held:
-            assert each.numbers is not None and each.tokens.shape == each.labels.shape == (1, 8)
-            assert torch.equal(each.tokens[0], microbatch.tokens.flatten()[each.numbers])
-            assert torch.equal(each.labels[0], microbatch.labels.flatten()[each.numbers])
-            assert (each.documents, each.sequences, each.length) == (microbatch.documents, 2, 12)
-            assert each.pairs() == microbatch.pairs()
-        assert sum(each.targets() for each in held) == microbatch.targets()
-        cut = [each.without_targets_from(1) for each in held]
-        assert sum(each.targets() for each in cut) == int((microbatch.labels[0] != IGNORED).sum())
+        for own in held:
+            assert own.numbers is not None and own.tokens.shape == own.labels.shape == (1, 8)
+            assert torch.equal(own.tokens[0], microbatch.tokens.flatten()[own.numbers])
+            assert torch.equal(own.labels[0], microbatch.labels.flatten()[own.numbers])
+            assert (own.documents, own.sequences, own.length) == (microbatch.documents, 2, 12)
+            assert own.pairs() == microbatch.pairs()
+        assert sum(own.targets() for own in held) == microbatch.targets()
+        cut = [own.without_targets_from(1) for own in held]
+        assert sum(own.targets() for own in cut) == int((microbatch.labels[0] != IGNORED).sum())
 
 
 @pytest.mark.parametrize("weights", [(0.3, 0.7), (0.9, 0.1), (1, 1)])
@@ -81,11 +81,11 @@ def test_the_samples_of_a_blend_end_where_a_member_is_used_up(
     paths = [make(tmp_path / str(n), [length], first=1000 * n) for n, length in enumerate(lengths)]
     blend = list(zip(weights, paths))
     with DataLoader(blend, sequence=6, micro=1, global_batch=1, seed=5) as loader:
-        found = [tuple(row) for step in range(loader.samples) for row in rows([loader], step)]
-    counts = [sum(row[0] // 1000 == n for row in found) for n in (0, 1)]
-    assert len(set(found)) == len(found)
+        samples = [tuple(row) for step in range(loader.samples) for row in rows([loader], step)]
+    counts = [sum(row[0] // 1000 == n for row in samples) for n in (0, 1)]
+    assert len(set(samples)) == len(samples)
     assert counts[0] == 10 or counts[1] == 7
-    assert len(found) < 17
+    assert len(samples) < 17
 
 
 @settings(max_examples=25, deadline=None)

@@ -34,7 +34,7 @@ def test_same_documents_as_megatron(tmp_path: Path, split: str, documents: int) 
         theirs = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
     matrix = theirs.convert_split_vector_to_split_matrix(theirs.parse_and_normalize_split(split))
     data = write(tmp_path / "data", documents)
-    settings = DataSettings(train="data", split=tuple(float(each) for each in split.split(",")))
+    settings = DataSettings(train="data", split=tuple(float(proportion) for proportion in split.split(",")))
     for training, wanted in zip((True, False), matrix[:2]):
         if wanted is None:
             assert not training and not settings.validation_sets
@@ -46,9 +46,9 @@ def test_same_documents_as_megatron(tmp_path: Path, split: str, documents: int) 
             with pytest.raises(HexadError, match=r"data\.split takes 0 of its"):
                 DocumentPart(data, *part)
             continue
-        found = DocumentPart(data, *part)
-        assert found.documents == end - begin
-        assert [int(found[n][0]) for n in range(found.documents)] == list(range(begin, end))
+        ours = DocumentPart(data, *part)
+        assert ours.documents == end - begin
+        assert [int(ours[n][0]) for n in range(ours.documents)] == list(range(begin, end))
 
 
 def test_part_is_a_dataset(tmp_path: Path) -> None:
@@ -72,7 +72,9 @@ def test_loader_reads_its_part_only(tmp_path: Path) -> None:
     for part in ((0.0, 0.5), (0.5, 1.0)):
         with DataLoader(str(tmp_path / "data"), part=part, **options) as loader:
             steps = [loader.step(consumed) for consumed in range(0, 2 * loader.samples, 2)]
-            seen[part] = {int(t) for step in steps for each in step for t in each.tokens.flatten()}
+            seen[part] = {
+                int(t) for step in steps for microbatch in step for t in microbatch.tokens.flatten()
+            }
     assert seen[0.0, 0.5] <= set(range(50)) and seen[0.5, 1.0] <= set(range(50, 100))
     assert len(seen[0.0, 0.5]) > 40
 

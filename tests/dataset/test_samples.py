@@ -18,7 +18,7 @@ from hexad.config import HexadError
 from hexad.dataset.files import lock
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.load.order import Blend, permute
-from hexad.dataset.load.samples import SampleSource, Stream
+from hexad.dataset.load.samples import SampleSource
 
 
 def numbered(directory: Path, lengths: list[int]) -> IndexedDataset:
@@ -116,7 +116,7 @@ def test_large_indexes_are_kept_on_disk(tmp_path: Path, unwritable: bool) -> Non
         np.testing.assert_array_equal(stored.read(np.arange(400))[0], expected[0])
         files = sorted(kept.iterdir())
         assert len(files) == 400 // stored.per_epoch + 1 and all(path.suffix == ".npy" for path in files)
-    # A cut-off file is made again, not believed.
+    # A truncated file is computed again, not used.
     os.truncate(files[0], 200)
     again = SampleSource(dataset, sequence=8, seed=1, cache_dir=fallback, in_memory=5)
     np.testing.assert_array_equal(again.read(np.arange(400))[0], expected[0])
@@ -127,10 +127,10 @@ def test_large_index_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Locks belong to open files, so that threads stand for the processes of several hosts."""
     dataset = numbered(tmp_path, list(range(1, 60)))
     written: list[int] = []
-    write = Stream._write
+    write = SampleSource._write
     begun = Barrier(4)
 
-    def slow(self: Stream, path: Path, epoch: int) -> None:
+    def slow(self: SampleSource, path: Path, epoch: int) -> None:
         written.append(epoch)
         time.sleep(0.3)  # meanwhile the others arrive
         write(self, path, epoch)
@@ -141,10 +141,10 @@ def test_large_index_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         samples.prepare(0)
         return samples.read(np.arange(1))[0].tolist()
 
-    monkeypatch.setattr(Stream, "_write", slow)
+    monkeypatch.setattr(SampleSource, "_write", slow)
     with ThreadPoolExecutor(4) as ranks:
-        found = [each.result() for each in [ranks.submit(first_sample) for _ in range(4)]]
-    assert written == [0] and found == [found[0]] * 4
+        firsts = [future.result() for future in [ranks.submit(first_sample) for _ in range(4)]]
+    assert written == [0] and firsts == [firsts[0]] * 4
     assert [path.suffix for path in (tmp_path / "d.cache").iterdir()] == [".npy"]
 
 
@@ -200,8 +200,8 @@ def test_permutation_is_uniform(size: int) -> None:
 
 def test_permutation_handles_huge_sizes() -> None:
     size = 10**15 + 37
-    found = permute(np.array([0, 1, size - 1]), size, 1)
-    assert len(set(found.tolist())) == 3 and (found >= 0).all() and (found < size).all()
+    places = permute(np.array([0, 1, size - 1]), size, 1)
+    assert len(set(places.tolist())) == 3 and (places >= 0).all() and (places < size).all()
 
 
 weights = st.lists(

@@ -71,12 +71,12 @@ def test_every_document_is_in_one_sample_of_an_epoch(
 ) -> None:
     data = write(tmp_path_factory.mktemp("d") / "d", lengths)
     source = WholeSamples(data, sequence=sequence, seed=7)
-    found = source.read(epoch * source.per_epoch + np.arange(source.per_epoch))
+    samples = source.read(epoch * source.per_epoch + np.arange(source.per_epoch))
     starts = np.cumsum([1, *lengths])
     documents = {int(a): int(b - a) for a, b in pairwise(starts) if b > a}
     seen: list[int] = []
-    assert found.trained is not None
-    for tokens, begins, trained in zip(found.tokens, found.begins, found.trained):
+    assert samples.trained is not None
+    for tokens, begins, trained in zip(samples.tokens, samples.begins, samples.trained):
         bounds = [*np.flatnonzero(begins).tolist(), sequence + 1]
         assert bounds[0] == 0
         for a, b in pairwise(bounds):
@@ -94,8 +94,8 @@ def test_every_document_is_in_one_sample_of_an_epoch(
 def batches(data: object, consumed: int = 0, **options: object) -> list[tuple]:
     given = {"sequence": 30, "micro": 2, "global_batch": 4, "seed": 3, **options}
     with DataLoader(data, **given) as loader:  # type: ignore[arg-type]
-        found = loader.step(consumed)
-    return [(batch.tokens, batch.labels, batch.documents) for batch in found]
+        microbatches = loader.step(consumed)
+    return [(batch.tokens, batch.labels, batch.documents) for batch in microbatches]
 
 
 LENGTHS = [int(n) for n in np.random.default_rng(0).integers(1, 31, 60)]
@@ -186,8 +186,8 @@ def test_large_data_has_its_index_in_a_file(tmp_path: Path) -> None:
     large.prepare(0)
     (file,) = (tmp_path / "d.cache").glob("*.npy")
     numbers = np.arange(2 * small.per_epoch)
-    for found, wanted in zip(large.read(numbers), small.read(numbers)):
-        np.testing.assert_array_equal(found, wanted)
+    for stored, wanted in zip(large.read(numbers), small.read(numbers)):
+        np.testing.assert_array_equal(stored, wanted)
     file.write_bytes(file.read_bytes()[:-8])
     again = WholeSamples(data, sequence=30, seed=1, in_memory=10)
     np.testing.assert_array_equal(again.read(numbers).tokens, small.read(numbers).tokens)

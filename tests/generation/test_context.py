@@ -104,14 +104,14 @@ def _ended(number: int, ids: list[int]) -> bool:
 def alone(name: str) -> Result:
     """What one process gives."""
     result = computed([name], Degrees(1))[name]
-    assert [each.greedy for each in result[1][-3:]] == [True, False, False]
+    assert [part.greedy for part in result[1][-3:]] == [True, False, False]
     return result
 
 
 def check(pool: Pool, names: Sequence[str], layout: Degrees) -> None:
-    for rank, found in enumerate(pool.run(layout.world, computed, names, layout)):
+    for rank, results in enumerate(pool.run(layout.world, computed, names, layout)):
         for name in names:
-            texts, likelihoods = found[name]
+            texts, likelihoods = results[name]
             wanted, expected = alone(name)
             assert texts == wanted, (name, rank)
             for one, other in zip(likelihoods, expected, strict=True):

@@ -18,7 +18,7 @@ from hexad.config import ConfigError, HexadError
 from hexad.dataset.text.tokenizer import ByteTokenizer
 from hexad.dataset.text.tokenizer_training import train_bpe
 from hexad.generation.cache import KeyValueCache, Lengths
-from hexad.generation.generator import Sampling, choose, generate, generate_all
+from hexad.generation.generator import Sampling, choose, generate_all
 from hexad.generation.scoring import log_likelihoods
 from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer
@@ -63,6 +63,13 @@ def test_the_cache_equals_a_full_forward(family: str) -> None:
     torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
 
 
+def alone_after(
+    model: Transformer, prompt: list[int], sampling: Sampling, stop: int | None = None
+) -> list[int]:
+    """Up to 12 new ids of one prompt, the last of which may be ``stop``."""
+    return generate_all(model, [prompt], 12, sampling, lambda _, ids: ids[-1] == stop)[0]
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_prompts_of_any_lengths_continue_as_one_by_one(family: str, window: int | None) -> None:
@@ -72,13 +79,13 @@ def test_prompts_of_any_lengths_continue_as_one_by_one(family: str, window: int 
     lengths = [12, 3, 12, 5, 1]
     for sampling in (Sampling(), Sampling(temperature=1.3, top_k=9)):
         alone = [
-            list(generate(model, prompt, 12, replace(sampling, seed=number)))
+            alone_after(model, prompt, replace(sampling, seed=number))
             for number, prompt in enumerate(prompts)
         ]
-        found = generate_all(
+        together = generate_all(
             model, prompts, 12, sampling, lambda n, ids: len(ids) == lengths[n], seeds=range(len(prompts))
         )
-        assert found == [ids[:length] for ids, length in zip(alone, lengths)]
+        assert together == [ids[:length] for ids, length in zip(alone, lengths)]
         assert len({tuple(ids) for ids in alone}) > 1
 
 
@@ -91,10 +98,10 @@ def test_greedy_generation_equals_argmax_of_full_forwards(family: str) -> None:
     for _ in range(12):
         logits = model.logits(model(torch.tensor([expected])))[-1, : model.vocab]
         expected.append(int(logits.argmax()))
-    assert list(generate(model, prompt, 12, Sampling())) == expected[len(prompt) :]
-    # It ends after the stop token, which is yielded.
+    assert alone_after(model, prompt, Sampling()) == expected[len(prompt) :]
+    # It ends after the stop token, which is among the ids.
     stop = expected[len(prompt) + 3]
-    ended = list(generate(model, prompt, 12, Sampling(), stop))
+    ended = alone_after(model, prompt, Sampling(), stop)
     assert ended == expected[len(prompt) : expected.index(stop, len(prompt)) + 1]
 
 
@@ -277,13 +284,13 @@ def test_likelihoods_are_those_of_full_forwards() -> None:
     greedy = [7]
     for _ in range(3):
         greedy.append(int(model.logits(model(torch.tensor([greedy])))[-1, : model.vocab].argmax()))
-    for (ids, first), found in zip(
+    for (ids, first), likelihood in zip(
         [*sequences, (greedy, 1)], log_likelihoods(model, [*sequences, (greedy, 1)])
     ):
         logs = model.logits(model(torch.tensor([ids])))[:, : model.vocab].double().log_softmax(-1)
         wanted = sum(float(logs[place - 1, ids[place]]) for place in range(first, len(ids)))
-        assert found.log_probability == pytest.approx(wanted, rel=1e-6)
-        assert found.greedy == (ids == greedy)
+        assert likelihood.log_probability == pytest.approx(wanted, rel=1e-6)
+        assert likelihood.greedy == (ids == greedy)
     with pytest.raises(HexadError, match="found 2 tokens of which number 0 is the first"):
         log_likelihoods(model, [([1, 2], 0)])
 
@@ -300,9 +307,9 @@ def test_several_prompts_samples_and_stop_texts(trained: RunFile, tmp_path: Path
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": text, "id": n}) + "\n" for n, text in enumerate(prompts)))
-    found = lines("--prompts", str(file), "--batch", "2")
-    assert [(line["id"], line["prompt"], line["text"]) for line in found] == [
-        (n, text, each["text"]) for n, (text, each) in enumerate(zip(prompts, alone))
+    printed = lines("--prompts", str(file), "--batch", "2")
+    assert [(line["id"], line["prompt"], line["text"]) for line in printed] == [
+        (n, text, pair["text"]) for n, (text, pair) in enumerate(zip(prompts, alone))
     ]
     sampled = lines("--prompts", str(file), "--samples", "2", "--temperature", "1.5")
     assert [(line["id"], line["sample"]) for line in sampled] == [(n, s) for n in range(3) for s in range(2)]

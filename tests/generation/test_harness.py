@@ -49,10 +49,10 @@ def stand_in() -> dict[str, ModuleType]:
             "make_disjoint_window": lambda pair: (pair[0][: len(pair[0]) - len(pair[1]) + 1], pair[1]),
         },
     }
-    found = {name: ModuleType(name) for name in contents}
-    for name, module in found.items():
+    modules = {name: ModuleType(name) for name in contents}
+    for name, module in modules.items():
         vars(module).update(contents[name])
-    return found
+    return modules
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Any]:
     if not INSTALLED:
-        return [SimpleNamespace(args=each) for each in arguments]
+        return [SimpleNamespace(args=argument) for argument in arguments]
     from lm_eval.api.instance import Instance
 
-    return [Instance(kind, {}, each, 0) for each in arguments]
+    return [Instance(kind, {}, argument, 0) for argument in arguments]
 
 
 PAIRS = [("line 7:", " 49"), ("line", " 8"), ("a b ", "c"), ("x" * 40, "yz")]
@@ -101,9 +101,11 @@ def test_it_gives_what_the_harness_computes_with_transformers(adapter: Any, trai
         rolled = reference.loglikelihood_rolling(requests("loglikelihood_rolling", *texts), disable_tqdm=True)
         written = reference.generate_until(requests("generate_until", *asked), disable_tqdm=True)
     with adapter.HexadLM(trained) as model:
-        found = model.loglikelihood(requests("loglikelihood", *PAIRS))
-        assert [each[0] for each in found] == pytest.approx([each[0] for each in scored], rel=1e-6)
-        assert [each[1] for each in found] == [each[1] for each in scored]
+        ours = model.loglikelihood(requests("loglikelihood", *PAIRS))
+        assert [likelihood[0] for likelihood in ours] == pytest.approx(
+            [likelihood[0] for likelihood in scored], rel=1e-6
+        )
+        assert [likelihood[1] for likelihood in ours] == [likelihood[1] for likelihood in scored]
         assert model.loglikelihood_rolling(requests("loglikelihood_rolling", *texts)) == pytest.approx(
             rolled, rel=1e-6
         )
@@ -125,13 +127,15 @@ def test_likelihoods_are_those_of_transformers(adapter: Any, trained: Path) -> N
         return float(total), bool((logits.argmax(-1) == ids).all())
 
     with adapter.HexadLM(trained) as model:
-        found = model.loglikelihood(requests("loglikelihood", *PAIRS))
+        ours = model.loglikelihood(requests("loglikelihood", *PAIRS))
         rolled = model.loglikelihood_rolling(requests("loglikelihood_rolling", ("short",)))
     # The model was made for 16 tokens: a context that is too long loses its beginning.
     scored = [expected(encode("x" * 15), encode("yz"))]
     scored = [expected(encode(a.rstrip()), encode(a[len(a.rstrip()) :] + b)) for a, b in PAIRS[:3]] + scored
-    assert [each[0] for each in found] == pytest.approx([each[0] for each in scored], rel=1e-6)
-    assert [each[1] for each in found] == [each[1] for each in scored]
+    assert [likelihood[0] for likelihood in ours] == pytest.approx(
+        [likelihood[0] for likelihood in scored], rel=1e-6
+    )
+    assert [likelihood[1] for likelihood in ours] == [likelihood[1] for likelihood in scored]
     assert rolled == pytest.approx([expected([256], encode("short"))[0]], rel=1e-6)
 
 
@@ -151,8 +155,10 @@ def test_context_ranks_find_the_same(adapter: Any, trained: Path, pool: Pool) ->
         scored = model.loglikelihood(requests("loglikelihood", *PAIRS))
         written = model.generate_until(requests("generate_until", ("line", UNTIL), ("1", UNTIL)))
     for likelihoods, texts in pool.apart(2, found_by, trained, free_port()):
-        assert [each[0] for each in likelihoods] == pytest.approx([each[0] for each in scored], rel=1e-9)
-        assert [each[1] for each in likelihoods] == [each[1] for each in scored]
+        assert [likelihood[0] for likelihood in likelihoods] == pytest.approx(
+            [likelihood[0] for likelihood in scored], rel=1e-9
+        )
+        assert [likelihood[1] for likelihood in likelihoods] == [likelihood[1] for likelihood in scored]
         assert texts == written
 
 
@@ -175,7 +181,7 @@ def test_texts_are_written_in_batches_of_equal_options(
     with adapter.HexadLM(trained, batch=2) as model:
         together = model.generate_until(requests("generate_until", *asked))
         assert sizes == [2, 1, 2]
-        alone = [model.generate_until(requests("generate_until", each))[0] for each in asked]
+        alone = [model.generate_until(requests("generate_until", request))[0] for request in asked]
         assert model.generate_until([]) == []
     assert together == alone
     assert len(set(together)) > 2 and all("9" not in text for text in together)

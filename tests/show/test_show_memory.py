@@ -58,12 +58,12 @@ def test_table_and_picture(path: str, tmp_path: Path) -> None:
 def test_whether_it_fits_is_said_everywhere(path: str, tmp_path: Path) -> None:
     need = document_of("memory", path)["total"]
     for size, fits in ((need, True), (need - 1, False)):
-        found = document_of("memory", path, "--device", f"{size}B")["device"]
+        facts = document_of("memory", path, "--device", f"{size}B")["device"]
         margin = size - need
-        assert found == {"name": f"{size}B", "capacity": size, "fits": fits, "margin": margin}
+        assert facts == {"name": f"{size}B", "capacity": size, "fits": fits, "margin": margin}
     usable = 79.1 * 2**30
-    found = document_of("memory", path, "--device", "H100")["device"]
-    assert found["fits"] and found["margin"] == pytest.approx(usable - need, abs=1)
+    facts = document_of("memory", path, "--device", "H100")["device"]
+    assert facts["fits"] and facts["margin"] == pytest.approx(usable - need, abs=1)
     assert "fits: yes, 0.00 of 79.10 GiB on h100" in text_of("memory", path, "--device", "h100")
     assert "fits: no, " in text_of("memory", path, "--device", "100KB")
     labels = labels_of("memory", path, "--device", "a100-40gb", file=tmp_path / "memory.svg")
@@ -97,9 +97,9 @@ def test_devices_are_gpus_or_sizes(path: str) -> None:
 def test_auto_is_planned_in_the_format_that_the_named_gpu_trains_in(path: str, tmp_path: Path) -> None:
     wide, narrow = (document_of("memory", path, f"precision.dtype={dtype}") for dtype in ("fp32", "bf16"))
     for device, expected in (("v100-16gb", wide), ("t4", wide), ("a100", narrow), ("16GB", narrow)):
-        found = document_of("memory", path, "--device", device)
-        del found["device"]
-        assert found == expected, device
+        document = document_of("memory", path, "--device", device)
+        del document["device"]
+        assert document == expected, device
     assert wide["dtype"] == "fp32" and wide["parameters"] == 2 * narrow["parameters"]
     text = " ".join(text_of("memory", path, "--device", "v100").split())
     assert "llama, 4 layers, fp32, 4 ranks" in text and f"total {wide['total'] / 2**30:.5f}" in text

@@ -82,8 +82,8 @@ def test_a_saved_schedule_is_read_and_drawn(tmp_path: Path) -> None:
 def test_auto_keeps_to_its_memory() -> None:
     options = ("--schedule", "auto", "--pipeline", "2", "--microbatches", "6", "--memory", "2")
     document = document_of("schedule", *options)
-    each = len(document["placement"]) // 2
-    assert max(document["peak_activations"]) <= 2 * each
+    stages = len(document["placement"]) // 2
+    assert max(document["peak_activations"]) <= 2 * stages
 
 
 # Runs
@@ -126,7 +126,7 @@ def test_a_run_is_drawn_as_planned_and_as_measured(tmp_path: Path) -> None:
     (tmp_path / "timeline.json").write_text(timeline())
     text = text_of("schedule", tmp_path)
     assert "step 30" in text and "planned: bubble" in text and "measured: bubble" in text
-    makespans = [float(found) for found in re.findall(r"makespan (\S+) s", text)]
+    makespans = [float(makespan) for makespan in re.findall(r"makespan (\S+) s", text)]
     tree = json.loads(timeline())
     assert makespans == pytest.approx([tree[name]["makespan"] for name in ("planned", "measured")], rel=1e-3)
     document = document_of("schedule", tmp_path)

@@ -51,12 +51,12 @@ def test_kernels_of_a_gpu() -> None:
         event("ncclDevKernel_Broadcast", kernel, 1500, 50, tid=20, correlation=3),  # not ours
         event("Memset", "gpu_memset", 1900, 300, tid=7),  # to 2,000: the steps end there
     ]
-    found = summarise(3, events)
-    assert (found.rank, found.steps, found.seconds) == (3, 2, pytest.approx(1e-3))
-    assert found.compute == pytest.approx(350e-6)
+    trace = summarise(3, events)
+    assert (trace.rank, trace.steps, trace.seconds) == (3, 2, pytest.approx(1e-3))
+    assert trace.compute == pytest.approx(350e-6)
     exposed = {"data": 100e-6, "other": 25e-6, "tensor": 50e-6}
-    assert dict(found.exposed) == pytest.approx(exposed)
-    assert found.idle == pytest.approx(475e-6)
+    assert dict(trace.exposed) == pytest.approx(exposed)
+    assert trace.idle == pytest.approx(475e-6)
 
 
 @pytest.fixture
@@ -77,11 +77,11 @@ def test_a_run_writes_traces_of_its_ranks(tmp_path: Path, own_pool: Pool) -> Non
     assert len(list((run.directory / "profile").iterdir())) == 2
     result = call("show", "trace", str(run.directory), "--json")
     assert result.status == 0, result.err
-    found = json.loads(result.out)
-    assert found["steps"] == 2 and [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    document = json.loads(result.out)
+    assert document["steps"] == 2 and [rank["rank"] for rank in document["ranks"]] == [0, 1]
     measured = [line["step_seconds"] for line in run.metrics if line["step"] in (2, 3)]  # by the first rank
-    assert found["ranks"][0]["seconds"] >= 0.9 * sum(measured) / 2
-    for rank in found["ranks"]:
+    assert document["ranks"][0]["seconds"] >= 0.9 * sum(measured) / 2
+    for rank in document["ranks"]:
         # Another rank may begin a step later: the first one waits for it.
         assert rank["seconds"] >= 0.9 * min(measured) and rank["compute"] > 0 < rank["exposed"]["data"]
         parts = rank["compute"] + sum(rank["exposed"].values()) + rank["idle"]

@@ -42,21 +42,21 @@ class Base:
 
     @classmethod
     def drawn(cls, config: Config) -> Base:
-        """The initial values of a run."""
+        """A reference to the initial values of a run."""
         return cls(None, f"initial values of run.seed {config.run.seed}")
 
     @classmethod
     def of(cls, manifest: Manifest) -> Base | None:
-        """What the adapters in a checkpoint belong to; None for one that holds all weights."""
-        found = manifest.progress.get("base")
-        return None if found is None else cls(**found)
+        """The base weights of the adapters in a checkpoint; None for one that holds all weights."""
+        reference = manifest.progress.get("base")
+        return None if reference is None else cls(**reference)
 
     def as_tree(self) -> dict[str, Any]:
-        """JSON values, for the checkpoint's progress."""
+        """The reference as JSON values, for the checkpoint's progress."""
         return asdict(self)
 
     def source(self, config: Config) -> str | None:
-        """Where to load them from: ``model.load`` if it is given, as they may have moved; of a run that it
+        """The weights' location: ``model.load`` if it is given, as they may have moved; of a run that it
         names, the checkpoint they were."""
         given = config.model.load
         if given is None or self.load is None:
@@ -64,17 +64,17 @@ class Base:
         of_run = not given.startswith(HUGGING_FACE) and Path(self.load).is_relative_to(absolute(given))
         return self.load if of_run else given
 
-    def check(self, found: Base) -> None:
-        """Refuse other weights.
+    def check(self, base: Base) -> None:
+        """Refuse a base with other weights than this one.
 
         Raises:
             ConfigError: naming both.
         """
-        if found.identity != self.identity:
+        if base.identity != self.identity:
             was = self.load or self.identity
             raise ConfigError(
                 "model.load",
-                f"found {found.load or found.identity}, which is not what the checkpoint's adapters were "
+                f"found {base.load or base.identity}, which is not what the checkpoint's adapters were "
                 f"trained with ({was}); name the same weights",
             )
 
@@ -122,8 +122,10 @@ def load_weights(config: Config, name: str, chunks: Sequence[Chunk], axis: Axis)
         if directory is None:
             path = chosen(lambda: find_checkpoint(name), axis, Path(name))
             assert path is not None
-            load(path, chunks, axis, config.checkpoint.verify, lambda found: _check(path, found, config))
-            return Base(absolute(str(path)), from_first(lambda: _checksum(path), axis))
+            load(
+                path, chunks, axis, config.checkpoint.verify, lambda manifest: _check(path, manifest, config)
+            )
+            return Base(absolute(str(path)), from_first(lambda: manifest_identity(path), axis))
         with ExitStack() as stack:
             source, identity = agreed(
                 lambda: stack.enter_context(opened_model(directory, config.model)), axis
@@ -146,8 +148,8 @@ def load_base(base: Base, config: Config, chunks: Sequence[Chunk], axis: Axis) -
         AgreedError: as for :func:`load_weights`, or they are other weights.
     """
     name = base.source(config)
-    found = Base.drawn(config) if name is None else load_weights(config, name, chunks, axis)
-    agreed(lambda: base.check(found), axis)
+    loaded = Base.drawn(config) if name is None else load_weights(config, name, chunks, axis)
+    agreed(lambda: base.check(loaded), axis)
     if name is None:
         weights = ModelInventory(config.model).weights()
         for chunk in chunks:
@@ -156,10 +158,10 @@ def load_base(base: Base, config: Config, chunks: Sequence[Chunk], axis: Axis) -
 
 
 def base_of(checkpoint: Path, manifest: Manifest) -> Base:
-    """What the adapters in a checkpoint belong to.
+    """The base weights of the adapters in a checkpoint.
 
     Raises:
-        HexadError: it does not say.
+        HexadError: the checkpoint does not name them.
     """
     base = Base.of(manifest)
     if base is None:
@@ -204,10 +206,11 @@ def _check(path: Path, manifest: Manifest, config: Config) -> None:
     check_same_model(path, manifest.config, config, adapters=False)
 
 
-def _checksum(path: Path) -> str:
+def manifest_identity(path: Path) -> str:
+    """The identity of a checkpoint's weights: its manifest's checksum."""
     return (manifest_checksum(path) or b"").hex()
 
 
 def recorded(base: Base | None) -> Mapping[str, Any]:
-    """What a checkpoint's progress holds of it."""
+    """The entry of a base in a checkpoint's progress; empty without one."""
     return {} if base is None else {"base": base.as_tree()}

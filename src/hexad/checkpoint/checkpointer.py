@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +25,7 @@ from .directory import CheckpointDirectory, check_same_model, find_checkpoint
 from .index import Index
 from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
 from .manifest import Manifest, check_size
-from .manifest_writer import is_large, separately, write_manifest
+from .manifest_writer import write_manifest
 from .reader import chosen, load
 from .tensor_file import Chunk, Part, TensorFile, to_write, write_shard
 
@@ -79,7 +78,7 @@ class Checkpointer:
             chunks: this rank's part of it.
             progress: what else is needed to resume, in JSON's types; ``step`` names the checkpoint.
             reason: why it is saved.
-            last: the run ends with it, so that it must succeed whatever ``checkpoint.on_failure`` is.
+            last: the run ends with it: it must succeed, independent of ``checkpoint.on_failure``.
 
         Raises:
             AgreedError: this save failed, or the previous one that ran in the background.
@@ -231,19 +230,15 @@ class Checkpointer:
             except BaseException:
                 shutil.rmtree(directory, ignore_errors=True)  # it must not fill the disk
                 raise
-            tidy = partial(self.directory.tidy, self.config.checkpoint.keep)  # which reads manifests
             try:
-                if is_large(written.files):
-                    separately(tidy)
-                else:
-                    tidy()
+                self.directory.tidy(self.config.checkpoint.keep)
             except OSError as error:
                 log.warning("checkpoint of step %d: saved, but older ones cannot be removed: %s", step, error)
 
         self._on_first(commit, step)
 
     def _file(self, parts: list[Part]) -> TensorFile:
-        """The one that the ranks of this host write together: not those of several hosts, as clients of a
+        """The tensor file that the ranks of this host write together. Hosts have a file each: clients of a
         network file system may undo each other's changes to one file."""
         same = among_neighbours(parts == self._parts, self._axis)
         if self._together is None or not all(same.values()):
@@ -251,7 +246,7 @@ class Checkpointer:
             near = among_neighbours((here, parts), self._axis)
             self._parts = parts
             self._together = TensorFile.of_host(
-                rank, {other: found for other, (where, found) in near.items() if where == here}
+                rank, {other: theirs for other, (where, theirs) in near.items() if where == here}
             )
         return self._together
 
@@ -288,7 +283,7 @@ class Checkpointer:
 
 
 def _device_of(path: Path) -> int | None:
-    """Of the file system: containers of a host may have mounts of their own."""
+    """The number of the file system's device: containers of a host may have mounts of their own."""
     try:
         return path.stat().st_dev
     except OSError:
@@ -303,7 +298,7 @@ class _Written(NamedTuple):
     error: Exception | None = None
 
     def merge(self, other: _Written) -> _Written:
-        """That of more ranks."""
+        """Merge what two groups of ranks have written."""
         return _Written(self.files.merge(other.files), self.held | other.held, self.error or other.error)
 
 
@@ -315,7 +310,7 @@ class _Copies:
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def of(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The chunks with copies of their values, valid until the next call. From a GPU they are copied to
+        """Copy the values of chunks: the copies are valid until the next call. From a GPU they are copied to
         pinned memory, all concurrently."""
         gpu = any(chunk.tensor.is_cuda for chunk in chunks)
         ends = list(accumulate(-(-chunk.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for chunk in chunks))

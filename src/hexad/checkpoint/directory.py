@@ -30,13 +30,15 @@ class CheckpointDirectory:
         if not self.path.is_dir():
             return []
         # One that is being replaced sorts before its successor.
-        found = [(int(m[1]), not m[2], p) for p in self.path.iterdir() if (m := STEP_NAME.fullmatch(p.name))]
-        return [(step, path) for step, _, path in sorted(found)]
+        checkpoints = [
+            (int(m[1]), not m[2], p) for p in self.path.iterdir() if (m := STEP_NAME.fullmatch(p.name))
+        ]
+        return [(step, path) for step, _, path in sorted(checkpoints)]
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
-        found = self.complete()
-        return found[-1][1] if found else None
+        checkpoints = self.complete()
+        return checkpoints[-1][1] if checkpoints else None
 
     def begin(self, step: int) -> Path:
         """An empty directory for the checkpoint of ``step``; leftovers of killed saves are removed."""
@@ -173,7 +175,7 @@ def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the newest of a run directory.
+    """The checkpoint at ``path``: the path itself, or the newest one of a run directory.
 
     Raises:
         HexadError: neither.
@@ -188,14 +190,15 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Renames first, so that an interrupted removal leaves no incomplete checkpoint under a valid name."""
+    """Remove a checkpoint; it is renamed first, so that an interrupted removal leaves nothing incomplete
+    under a valid name."""
     doomed = checkpoint.with_name(f".{checkpoint.name}.removed")
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Write and flush to disk."""
+    """Write a file and flush it to disk."""
     with open(path, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()

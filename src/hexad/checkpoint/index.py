@@ -1,4 +1,5 @@
-"""Where values lie in a checkpoint's files, as arrays: what ranks merge on saving and select on loading.
+"""Where values lie in a checkpoint's files, as arrays: what ranks merge on saving, a manifest stores, and
+ranks select on loading.
 
 A large run has millions of rectangles; as Python objects they would take minutes and tens of gigabytes on the
 rank that writes the manifest. No torch.
@@ -6,20 +7,56 @@ rank that writes the manifest. No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hexad.parallel.rectangle import Rectangle
 
-from .manifest import FileRecord, FileTable, Manifest, StoredTensor
-
 Rows = NDArray[np.int64]
 
 _PLACE = 4
 """Columns of a row before the rectangle: tensor, file, block, begin."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A checkpoint's manifest entry of a file.
+
+    Attributes:
+        sections: (bytes, XXH3-128 of them in hexadecimal, as ``xxhsum -H2`` prints it) of the parts of the
+            file, each written by one rank, in the file's order.
+        header: bytes before the values of a tensor file; 0 in other files.
+        blocks: XXH3-64 of the header and of every block of values, 8 bytes each, in the file's order.
+    """
+
+    sections: tuple[tuple[int, str], ...]
+    header: int = 0
+    blocks: bytes = b""
+
+    @property
+    def size(self) -> int:
+        """Size of the file in bytes."""
+        return sum(size for size, _ in self.sections)
+
+    def followed_by(self, later: FileRecord) -> FileRecord:
+        """The record of the file with the sections of a later record of it."""
+        return replace(self, sections=self.sections + later.sections, blocks=self.blocks + later.blocks)
+
+
+class GlobalTensor(NamedTuple):
+    """The format of a global tensor, by torch's name (``float32``), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,62 +65,74 @@ class Index:
 
     Attributes:
         files: by name; rows refer to them by number.
-        tensors: (dtype, global shape) by name; likewise.
-        rows: of int64, one for each rectangle: numbers of tensor, file and block, where its values begin in
-            the file, offset, sizes. Dims that a tensor lacks have offset 0 and size 1.
+        tensors: by name; likewise.
+        rows: of int64, one for each rectangle: numbers of tensor, file and block, the byte of the file where
+            its values begin in row-major order, offset, sizes. Dims that a tensor lacks have offset 0 and
+            size 1.
     """
 
     files: dict[str, FileRecord]
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    tensors: dict[str, GlobalTensor]
     rows: Rows
 
     @classmethod
     def empty(cls, files: dict[str, FileRecord]) -> Index:
-        """Files without rectangles."""
+        """An index of files without rectangles."""
         return cls(files, {}, np.empty((0, _PLACE), dtype=np.int64))
 
     @classmethod
     def of_file(
-        cls, name: str, record: FileRecord, parts: Iterable[tuple[Rectangle, str, int, int]]
+        cls, name: str, record: FileRecord, parts: Sequence[tuple[Rectangle, str, int, int]]
     ) -> Index:
-        """A file, or a section of one, and its parts: (rectangle, dtype, its block, where it begins)."""
-        tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-        rows = []
-        parts = list(parts)
-        dims = max((len(rectangle.shape) for rectangle, *_ in parts), default=0)
-        for rectangle, dtype, block, begin in parts:
-            tensors[rectangle.name] = dtype, rectangle.shape
-            missing = dims - len(rectangle.shape)
-            offset, sizes = (*rectangle.offset, *[0] * missing), (*rectangle.sizes, *[1] * missing)
-            rows.append((block, begin, *offset, *sizes))
-        number = {tensor: index for index, tensor in enumerate(tensors)}
-        numbers = [(number[rectangle.name], 0) for rectangle, *_ in parts]
-        found = np.array([(*one, *other) for one, other in zip(numbers, rows)], dtype=np.int64)
-        return cls({name: record}, tensors, found.reshape(-1, _PLACE + 2 * dims))
+        """The index of a file, or of a section of one, with parts (rectangle, dtype, block, begin)."""
+        tensors = {part.name: GlobalTensor(dtype, part.shape) for part, dtype, _, _ in parts}
+        numbers = _numbers((part.name for part, *_ in parts), tensors).tolist()
+        dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
+        rows = [
+            (
+                number, 0, block, begin,
+                *part.offset, *[0] * (dims - len(part.shape)), *part.sizes, *[1] * (dims - len(part.shape)),
+            )
+            for number, (part, _, block, begin) in zip(numbers, parts)
+        ]  # fmt: skip
+        return cls({name: record}, tensors, np.array(rows, dtype=np.int64).reshape(-1, _PLACE + 2 * dims))
 
     @classmethod
-    def of_manifest(cls, manifest: Manifest) -> Index:
-        """All rectangles of a manifest.
+    def unpack(cls, files: dict[str, FileRecord], entries: Mapping[str, Sequence[Any]]) -> Index:
+        """The index of a manifest's files and of its tensors, as :meth:`pack` writes them.
 
         Raises:
-            ValueError: they cannot be decoded.
+            ValueError: an entry has another form, or names a file or block that does not exist.
         """
-        tensors = manifest.tensors
+        blocks = np.array([len(record.blocks) // 8 for record in files.values()], dtype=np.int64)
+        tensors, unpacked = {}, []
+        for name, (dtype, shape, packed) in entries.items():
+            tensors[name] = tensor = GlobalTensor(dtype, tuple(map(int, shape)))
+            if not isinstance(dtype, str) or not isinstance(packed, str) or min(tensor.shape, default=0) < 0:
+                raise ValueError(f"found {dtype!r}, shape {shape}, and rectangles of {type(packed).__name__}")
+            try:
+                unpacked.append(_unpacked(packed, tensor.shape, blocks))
+            except ValueError as error:
+                raise ValueError(f"tensor {name}: {error}") from None
         dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
-        rows = [np.empty((0, _PLACE + 2 * dims), dtype=np.int64)]
-        for number, tensor in enumerate(tensors.values()):
-            own = tensor.rows
-            rows.append(_padded(np.insert(own, 0, number, axis=1), dims))
-        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        return cls(manifest.files, kinds, np.concatenate(rows))
+        rows = [_padded(np.insert(own, 0, number, axis=1), dims) for number, own in enumerate(unpacked)]
+        return cls(files, tensors, np.concatenate([np.empty((0, _PLACE + 2 * dims), dtype=np.int64), *rows]))
+
+    def pack(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """The tensors as a manifest has them: dtype, shape, and the rectangles compressed, in base64. As JSON
+        numbers the rectangles of a large run would take minutes to decode."""
+        return {
+            name: (*tensor, b64encode(zlib.compress(self.rows_of(name).astype("<i8").tobytes(), 1)).decode())
+            for name, tensor in self.tensors.items()
+        }
 
     @property
     def dims(self) -> int:
-        """Of the tensor that has most."""
+        """Dims of the tensor that has the most."""
         return (self.rows.shape[1] - _PLACE) // 2
 
     def merge(self, other: Index) -> Index:
-        """Both as one; the other's files follow this one's, and so do its sections of the same files."""
+        """Merge two parts; the other's files follow this one's, and so do its sections of the same files."""
         dims = max(self.dims, other.dims)
         tensors, files = self.tensors | other.tensors, dict(self.files)
         for name, record in other.files.items():
@@ -94,17 +143,51 @@ class Index:
             rows[:, 1] = _numbers(other.files, files)[rows[:, 1]]
         return Index(files, tensors, np.concatenate([_padded(self.rows, dims), rows]))
 
-    def stored(self) -> dict[str, StoredTensor]:
-        """The tensors as a manifest has them."""
-        table, dims = FileTable.of(self.files), self.dims
+    @cached_property
+    def _by_tensor(self) -> dict[str, Rows]:
+        """The rows of every tensor."""
         rows = self.rows[np.argsort(self.rows[:, 0], kind="stable")]
-        ends = np.searchsorted(rows[:, 0], np.arange(len(self.tensors) + 1))
-        found = {}
-        for number, (name, (dtype, shape)) in enumerate(self.tensors.items()):
-            own, middle = rows[ends[number] : ends[number + 1]], _PLACE + dims
-            parts = own[:, 1 : _PLACE + len(shape)], own[:, middle : middle + len(shape)]
-            found[name] = StoredTensor(dtype, shape, np.concatenate(parts, axis=1), table)
-        return found
+        ends = np.searchsorted(rows[:, 0], np.arange(1, len(self.tensors)))
+        return dict(zip(self.tensors, np.split(rows, ends)))
+
+    def rows_of(self, name: str) -> Rows:
+        """The rectangles of a tensor, as rows of file, block, begin, offset and sizes."""
+        first, dims = _PLACE + self.dims, len(self.tensors[name].shape)
+        columns = [*range(1, _PLACE + dims), *range(first, first + dims)]
+        return self._by_tensor[name][:, columns]
+
+    def touching(self, rectangle: Rectangle) -> Rows:
+        """The rows (:meth:`rows_of`) that have values in common with a rectangle of their tensor."""
+        rows, dims = self.rows_of(rectangle.name), len(rectangle.shape)
+        low, sizes = np.array((rectangle.offset, rectangle.sizes), dtype=np.int64)
+        begins, ends = rows[:, 3 : 3 + dims], rows[:, 3 : 3 + dims] + rows[:, 3 + dims :]
+        return rows[((begins < low + sizes) & (ends > low)).all(1)]
+
+    def gap(self, name: str) -> str | None:
+        """Why the rectangles do not cover a tensor exactly once, or None if they do."""
+        shape = np.array(self.tensors[name].shape, dtype=np.int64)
+        dims, rows = len(shape), self.rows_of(name)
+        offsets, sizes = rows[:, 3 : 3 + dims], rows[:, 3 + dims :]
+        count, expected = int(sizes.prod(1).sum()), math.prod(shape.tolist())
+        if count != expected:
+            return f"found {count} values, expected {expected}"
+        if (offsets < 0).any() or (offsets + sizes > shape).any():
+            return "a rectangle exceeds its shape"
+        if not dims:
+            return None
+        # At every corner, signed by the number of dims in which it is the end, the rectangles add up to the
+        # whole tensor exactly if they cover it once: the sums of all corners before a value count its cover.
+        ends = list(product((0, 1), repeat=dims))
+        boxes = [(offsets, sizes, 1.0), (np.zeros((1, dims), dtype=np.int64), shape[None], -1.0)]
+        corners = np.concatenate([low + size * np.array(end) for low, size, _ in boxes for end in ends])
+        weights = [np.full(len(low), sign * (-1) ** sum(end)) for low, _, sign in boxes for end in ends]
+        keys, inverse = np.unique(np.ravel_multi_index(corners.T, shape + 1), return_inverse=True)
+        excess = np.bincount(inverse, np.concatenate(weights))
+        if not excess.any():
+            return None
+        first = int(np.flatnonzero(excess)[0])
+        place = [int(number) for number in np.unravel_index(keys[first], shape + 1)]
+        return f"rectangles overlap from {place} on" if excess[first] > 0 else f"no rectangle covers {place}"
 
     def select(self, need: Need) -> Index:
         """The rectangles of which a need has a part, and their files."""
@@ -135,13 +218,13 @@ class Need:
 
     @classmethod
     def of(cls, rectangles: Iterable[Rectangle]) -> Need:
-        """One box around what is held of each tensor: ranks hold runs of its rows."""
+        """The need of a rank: one box around what it holds of each tensor, mostly a run of its rows."""
         bounds: dict[str, tuple[list[int], list[int]]] = {}
-        for each in rectangles:
-            if each.numel:
-                ends = [offset + size for offset, size in zip(each.offset, each.sizes)]
-                low, high = bounds.get(each.name, (list(each.offset), ends))
-                bounds[each.name] = list(map(min, low, each.offset)), list(map(max, high, ends))
+        for part in rectangles:
+            if part.numel:
+                ends = [offset + size for offset, size in zip(part.offset, part.sizes)]
+                low, high = bounds.get(part.name, (list(part.offset), ends))
+                bounds[part.name] = list(map(min, low, part.offset)), list(map(max, high, ends))
         dims = max((len(low) for low, _ in bounds.values()), default=0)
         boxes = [
             (number, *low, *[0] * (dims - len(low)), *high, *[1] * (dims - len(low)))
@@ -151,11 +234,11 @@ class Need:
 
     @property
     def dims(self) -> int:
-        """Of the tensor that has most."""
+        """Dims of the tensor that has the most."""
         return (self.boxes.shape[1] - 1) // 2
 
     def merge(self, other: Need) -> Need:
-        """Both as one; boxes that touch in dim 0 and agree in all others become one."""
+        """Merge the needs of two groups of ranks; boxes that touch in dim 0 and agree else become one."""
         dims = max(self.dims, other.dims)
         names = dict.fromkeys(self.names) | dict.fromkeys(other.names)
         boxes = _padded(other.boxes, dims, 1).copy()
@@ -165,13 +248,39 @@ class Need:
 
 
 def _numbers(names: Iterable[str], places: Iterable[str]) -> Rows:
-    """For each name its number among the places; -1 if it has none."""
+    """The number of each name among the places; -1 for one that is not there."""
     number = {name: index for index, name in enumerate(places)}
     return np.array([number.get(name, -1) for name in names], dtype=np.int64)
 
 
+def _unpacked(packed: str, shape: tuple[int, ...], blocks: Rows) -> Rows:
+    """The rectangles of a tensor, as :meth:`Index.rows_of` gives them; ``blocks``: how many each file has.
+
+    Raises:
+        ValueError: they are not of :meth:`Index.pack`'s form, or name a file or block that does not exist.
+    """
+    width, dims = 3 + 2 * len(shape), len(shape)
+    # A rectangle has at least one block, whose checksum the manifest holds uncompressed. This bounds the
+    # memory that a few compressed bytes can ask for.
+    limit = 8 * width * int(blocks.sum())
+    unpacking = zlib.decompressobj()
+    try:
+        raw = unpacking.decompress(b64decode(packed), limit + 1)
+    except zlib.error as error:
+        raise ValueError(f"rectangles cannot be decompressed ({error})") from None
+    if len(raw) > limit or not unpacking.eof or len(raw) % (8 * width):
+        raise ValueError(f"rectangles of more than {limit} bytes, or of other dims")
+    rows = np.frombuffer(raw, dtype="<i8").astype(np.int64).reshape(-1, width)
+    files, numbers, offsets, sizes = rows[:, 0], rows[:, 1], rows[:, 3 : 3 + dims], rows[:, 3 + dims :]
+    if (rows < 0).any() or (files >= len(blocks)).any() or (numbers >= blocks[files]).any():
+        raise ValueError("a rectangle is in no block of the files")
+    if (sizes > np.array(shape)).any() or (offsets > np.array(shape) - sizes).any():
+        raise ValueError("a rectangle exceeds its tensor's shape")
+    return rows
+
+
 def _padded(rows: Rows, dims: int, first: int = _PLACE) -> Rows:
-    """Rows with that many dims, the new ones from 0 and of size 1."""
+    """Pad rows to a number of dims; added dims have offset 0 and size 1."""
     have = (rows.shape[1] - first) // 2
     if have == dims:
         return rows
@@ -183,7 +292,7 @@ def _padded(rows: Rows, dims: int, first: int = _PLACE) -> Rows:
 
 
 def _joined(boxes: Rows) -> Rows:
-    """Boxes with those joined that touch in dim 0."""
+    """Join boxes that touch in dim 0 and agree in all other dims."""
     if len(boxes) < 2:
         return boxes
     dims = (boxes.shape[1] - 1) // 2

@@ -29,7 +29,8 @@ from hexad.model.hugging_face import CONFIG_FILE
 
 from .directory import sync_directory, write_durably
 from .hugging_face.files import byte_tokenizer_files, has_tokenizer, tokenizer_files
-from .manifest import FileRecord, whole_file
+from .index import FileRecord
+from .manifest import whole_file
 
 log = logging.getLogger("hexad")
 
@@ -90,7 +91,7 @@ def training_templates(config: Config) -> Mapping[str, str] | None:
 
 
 def _kept_files(given: str, templates: Mapping[str, str] | None, folder: Path) -> dict[str, bytes]:
-    """What the run's copy of a tokenizer holds."""
+    """The content of the run's copy of a tokenizer, by file name."""
     if Path(given).resolve() == folder.resolve():
         files = _content(folder)
     else:
@@ -125,24 +126,34 @@ def copy_into(checkpoint: Path, run_dir: str) -> dict[str, FileRecord]:
     Raises:
         OSError: they cannot be written.
     """
-    kept, folder = Path(run_dir) / FOLDER, checkpoint / FOLDER
+    kept = Path(run_dir) / FOLDER
     if not has_tokenizer(kept):
         return {}
-    folder.mkdir()
     files = _content(kept)
     files.pop(_ORIGIN, None)
+    return keep_files(checkpoint, files)
+
+
+def keep_files(checkpoint: Path, files: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    """Write a tokenizer's files into a checkpoint that is being written; returns their records.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    folder = checkpoint / FOLDER
+    folder.mkdir()
     _write(files, folder)
     return {f"{FOLDER}/{name}": whole_file(folder / name) for name in files}
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    """All files in a folder, by their paths in it."""
+    """The content of all files in a folder, by their paths in it."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def _write(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write files into a folder, on disk."""
+    """Write files into a folder and flush them to disk."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         write_durably(folder / name, content)
@@ -194,11 +205,11 @@ def saved_form(config: Config) -> Config:
     """A configuration as a run saves it, which works from any working directory: every path is absolute, and
     ``data.tokenizer`` names the run's copy."""
     kept = Path(config.run.dir) / FOLDER
-    found = anchored(config)
+    absolute = anchored(config)
     if config.data.tokenizer == "byte" or not has_tokenizer(kept):
-        return found
-    data = found.data.model_copy(update={"tokenizer": str(kept.resolve())})
-    return found.model_copy(update={"data": data})
+        return absolute
+    data = absolute.data.model_copy(update={"tokenizer": str(kept.resolve())})
+    return absolute.model_copy(update={"data": data})
 
 
 def _absolute(path: str) -> str:
@@ -219,7 +230,7 @@ def same_ids(one: str, other: str) -> bool:
 
 
 def _encoded(tokenizer: Tokenizer, spec: str) -> Any:
-    """All that decides a text's ids, however its file is formatted."""
+    """The content of a tokenizer's file that determines ids, independent of its formatting."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return json.loads(tokenizer.backend.to_str())
     path = vocabulary_file(spec)

@@ -3,10 +3,9 @@ belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -15,24 +14,31 @@ from hexad.model.inventory import ModelInventory
 from hexad.model.pretrained import hugging_face_directory
 from hexad.parallel.rectangle import Rectangle
 
-from .base import Base, absolute
+from .base import Base, absolute, manifest_identity
 from .directory import check_same_model, find_checkpoint
-from .hugging_face.weights import opened_model
-from .manifest import manifest_checksum
+from .hugging_face.weights import HuggingFaceModel, opened_model
 from .reader import Checkpoint
 
 
-class Weights(Protocol):
-    """Global tensors of a model, by our names."""
+@dataclass(frozen=True)
+class Weights:
+    """Global tensors of a model, by our names.
 
-    @property
-    def weights_only(self) -> bool:
-        """Whether they are no run's, but an imported model's."""
-        ...
+    Attributes:
+        where: they are, for messages.
+        weights_only: whether they are no run's, but an imported model's.
+        tensors: the format and shape in which each is stored.
+        values: reads a rectangle (offset, sizes) of a tensor.
+    """
+
+    where: str
+    weights_only: bool
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    values: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 
     def dtype(self, name: str) -> torch.dtype:
         """The format in which a tensor is stored."""
-        ...
+        return self.tensors[name][0]
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that is missing or has another shape.
@@ -40,7 +46,10 @@ class Weights(Protocol):
         Raises:
             HexadError: naming it.
         """
-        ...
+        stored = self.tensors[name][1] if name in self.tensors else None
+        if stored != shape:
+            problem = "is missing" if stored is None else f"has shape {stored}"
+            raise HexadError(f"{self.where}: tensor model.{name} {problem}, the model has {shape}")
 
     def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A rectangle of a tensor.
@@ -48,88 +57,51 @@ class Weights(Protocol):
         Raises:
             HexadError: it is damaged or cannot be read.
         """
-        ...
+        return self.values(name, offset, sizes)
 
 
-class _Saved:
-    """Of a checkpoint that holds them all."""
+def _saved(checkpoint: Checkpoint) -> Weights:
+    """The weights that a checkpoint itself holds."""
+    tensors = {
+        name.removeprefix("model."): (getattr(torch, tensor.dtype), tensor.shape)
+        for name, tensor in checkpoint.manifest.tensors.items()
+        if name.startswith("model.")
+    }
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.weights_only = checkpoint.manifest.weights_only
+    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        return checkpoint.read(f"model.{name}", offset, sizes)
 
-    def holds(self, name: str) -> bool:
-        return f"model.{name}" in self._checkpoint.manifest.tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.manifest.tensors[f"model.{name}"].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self._checkpoint.manifest.tensors[f"model.{name}"].dtype)
-        return found
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        tensor = self._checkpoint.manifest.tensors.get(f"model.{name}")
-        if tensor is None or tensor.shape != shape:
-            problem = "is missing" if tensor is None else f"has shape {tensor.shape}"
-            raise HexadError(
-                f"checkpoint {self._checkpoint.path}: tensor model.{name} {problem}, the model has {shape}"
-            )
-
-    def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        return self._checkpoint.read(f"model.{name}", offset, sizes)
+    return Weights(f"checkpoint {checkpoint.path}", checkpoint.manifest.weights_only, tensors, read)
 
 
-class _Published:
-    """Of a Hugging Face directory."""
+def _published(model: HuggingFaceModel) -> Weights:
+    """The weights of a Hugging Face directory."""
+    tensors = {name: (model.dtypes[name], place.shape) for name, place in model.tensors.items()}
 
-    weights_only = True
+    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        return model.read(Rectangle(name, tensors[name][1], tuple(offset), tuple(sizes)))
 
-    def __init__(self, directory: Path, config: Config, stack: ExitStack) -> None:
-        self._model, self.identity = stack.enter_context(opened_model(directory, config.model))
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._model.dtypes[name]
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """All have been checked when the directory was opened."""
-
-    def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        rectangle = Rectangle(name, self._model.tensors[name].shape, tuple(offset), tuple(sizes))
-        return self._model.read(rectangle)
+    return Weights(str(model.directory), True, tensors, read)
 
 
-class _Merged:
+def _merged(own: Weights, base: Weights, config: Config) -> Weights:
     """``W + scale * B A``, in at least float32, of a checkpoint's adapters and the weights that they belong
     to; weights that were trained besides are the checkpoint's."""
+    lora = ModelInventory(config.model).trained.lora
+    assert lora is not None
 
-    weights_only = False
-
-    def __init__(self, own: _Saved, base: Weights, config: Config) -> None:
-        self._own, self._base = own, base
-        lora = ModelInventory(config.model).trained.lora
-        assert lora is not None
-        self._scale = lora.scale
-
-    def _of(self, name: str) -> Weights:
-        return self._own if self._own.holds(name) else self._base
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._of(name).dtype(name)
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        self._of(name).check(name, shape)
-
-    def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        values, module = self._of(name).read(name, offset, sizes), name.removesuffix(".weight")
-        first, second = f"{module}.lora_a", f"{module}.lora_b"
-        if not self._own.holds(first):
+    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        values = (own if name in own.tensors else base).read(name, offset, sizes)
+        first, second = (f"{name.removesuffix('.weight')}.lora_{which}" for which in "ab")
+        if first not in own.tensors:
             return values
-        rank = self._own.shape(first)[0]
-        a = self._own.read(first, (0, offset[1]), (rank, sizes[1]))
-        b = self._own.read(second, (offset[0], 0), (sizes[0], rank))
+        rank = own.tensors[first][1][0]
+        a = own.read(first, (0, offset[1]), (rank, sizes[1]))
+        b = own.read(second, (offset[0], 0), (sizes[0], rank))
         wide = torch.promote_types(torch.promote_types(values.dtype, a.dtype), torch.float32)
-        return torch.addmm(values.to(wide), b.to(wide), a.to(wide), alpha=self._scale)
+        return torch.addmm(values.to(wide), b.to(wide), a.to(wide), alpha=lora.scale)
+
+    return Weights(own.where, False, {**base.tensors, **own.tensors}, read)
 
 
 @contextmanager
@@ -139,13 +111,13 @@ def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = No
     Args:
         checkpoint: opened.
         config: its own.
-        load: where the base is, as ``model.load``, if it is not where the checkpoint says.
+        load: location of the base, as ``model.load``, if it is not the checkpoint's.
 
     Raises:
         HexadError: the base is missing, damaged, or not what the adapters were trained with; the adapters
             belong to initial values; or ``load`` is given and there are no adapters.
     """
-    own, base = _Saved(checkpoint), Base.of(checkpoint.manifest)
+    own, base = _saved(checkpoint), Base.of(checkpoint.manifest)
     if base is None:
         if load is not None:
             raise HexadError(
@@ -160,16 +132,15 @@ def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = No
             "loaded (model.load); there is no model to merge them with"
         )
     with ExitStack() as stack:
-        source: Weights
         with blaming("model.load" if load is None else "--base"):
             directory = hugging_face_directory(name)
             if directory is not None:
-                published = _Published(directory, config, stack)
-                source, identity = published, published.identity
+                model, identity = stack.enter_context(opened_model(directory, config.model))
+                source = _published(model)
             else:
                 path = find_checkpoint(name)
                 opened = stack.enter_context(Checkpoint(path))
                 check_same_model(path, opened.manifest.config, config, adapters=False)
-                source, identity = _Saved(opened), (manifest_checksum(path) or b"").hex()
+                source, identity = _saved(opened), manifest_identity(path)
         base.check(Base(absolute(name), identity))
-        yield _Merged(own, source, config)
+        yield _merged(own, source, config)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -20,11 +20,9 @@ from hexad.parallel.rectangle import Rectangle
 from hexad.topology.mesh import Axis
 
 from .directory import wait_until_visible
-from .index import Index, Need
+from .index import GlobalTensor, Index, Need
 from .manifest import (
-    MANIFEST_FILE,
     Manifest,
-    Stored,
     check_file,
     check_size,
     damaged,
@@ -38,29 +36,28 @@ _OPEN_FILES = 8
 """Files of a checkpoint that are open at once: parts are read in the files' order."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rectangle that a chunk and a stored one have in common."""
+class _Part(NamedTuple):
+    """The rectangle that a chunk and a stored one have in common; parts are read in the order of files and
+    bytes.
 
+    Attributes:
+        file: name of the file.
+        span: the bytes of it that hold the rows of the common rectangle.
+        begin: the byte where the values of the stored rectangle begin.
+        block: the number of their first block among the file's.
+        chunk: to fill.
+        stored, common: the rectangles.
+        dtype: of the stored values.
+    """
+
+    file: str
+    span: tuple[int, int]
+    begin: int
+    block: int
     chunk: Chunk
-    stored: Stored
+    stored: Rectangle
     common: Rectangle
     dtype: torch.dtype
-
-    def rows(self) -> tuple[int, int]:
-        """Its first row and the one after its last, among the stored rectangle's."""
-        low = self.common.offset[0] - self.stored.rectangle.offset[0]
-        return low, low + self.common.sizes[0]
-
-    def span(self) -> tuple[int, int]:
-        """The bytes of the file that hold these rows."""
-        row = math.prod(self.stored.rectangle.sizes[1:]) * self.dtype.itemsize
-        low, high = self.rows()
-        return self.stored.begin + low * row, self.stored.begin + high * row
-
-    def place(self) -> tuple[str, int]:
-        """The order of reading: file, and offset in it."""
-        return self.stored.file, self.span()[0]
 
 
 class Checkpoint:
@@ -97,7 +94,8 @@ class Checkpoint:
             HexadError: a tensor is missing, or has another shape or a format that does not fit.
             DamagedCheckpoint: so is the file.
         """
-        parts = sorted((part for chunk in chunks for part in self._parts(chunk)), key=_Part.place)
+        every = (part for chunk in chunks for part in self._parts(chunk))
+        parts = sorted(every, key=lambda part: (part.file, part.span))
         for part, after in zip_longest(parts, parts[1:]):
             if after is not None:
                 self._announce(after)
@@ -108,18 +106,18 @@ class Checkpoint:
         self._check(chunk)
         if not chunk.tensor.numel():
             return
-        found, tensor = 0, self.manifest.tensors[chunk.name]
-        dtype = _dtype(tensor.dtype)
-        try:
-            rectangles = tensor.stored
-        except ValueError as error:
-            raise damaged(self.path, f"{MANIFEST_FILE}: tensor {chunk.name}: {error}") from None
-        for stored in rectangles:
-            common = chunk.rectangle.intersection(stored.rectangle)
-            if common is not None:
-                found += common.numel
-                yield _Part(chunk, stored, common, dtype)
-        if found != chunk.tensor.numel():
+        shape, names, values = chunk.rectangle.shape, list(self.manifest.files), 0
+        dtype = _dtype(self.manifest.tensors[chunk.name].dtype)
+        for file, block, begin, *place in self.manifest.index.touching(chunk.rectangle).tolist():
+            stored = Rectangle(chunk.name, shape, tuple(place[: len(shape)]), tuple(place[len(shape) :]))
+            common = chunk.rectangle.intersection(stored)
+            assert common is not None
+            width = math.prod(stored.sizes[1:]) * dtype.itemsize
+            first = begin + (common.offset[0] - stored.offset[0]) * width
+            span = first, first + common.sizes[0] * width
+            values += common.numel
+            yield _Part(names[file], span, begin, block, chunk, stored, common, dtype)
+        if values != chunk.tensor.numel():
             raise damaged(self.path, f"tensor {chunk.name} is incomplete")
 
     def read(
@@ -130,18 +128,19 @@ class Checkpoint:
         Raises:
             HexadError: as for :meth:`fill`.
         """
-        tensor = self.manifest.tensors.get(name)
-        if tensor is None:
-            raise HexadError(f"checkpoint {self.path}: tensor {name} is missing")
+        tensor = self._tensor(name)
         out = torch.empty(tuple(tensor.shape if sizes is None else sizes), dtype=_dtype(tensor.dtype))
         begin = tuple(offset) if offset is not None else (0,) * len(tensor.shape)
         self.fill([Chunk(Rectangle(name, tensor.shape, begin, tuple(out.shape)), out)])
         return out
 
+    def _tensor(self, name: str) -> GlobalTensor:
+        if name not in self.manifest.tensors:
+            raise HexadError(f"checkpoint {self.path}: tensor {name} is missing")
+        return self.manifest.tensors[name]
+
     def _check(self, chunk: Chunk) -> None:
-        tensor = self.manifest.tensors.get(chunk.name)
-        if tensor is None:
-            raise HexadError(f"checkpoint {self.path}: tensor {chunk.name} is missing")
+        tensor = self._tensor(chunk.name)
         if tensor.shape != chunk.rectangle.shape:
             raise HexadError(
                 f"checkpoint {self.path}: tensor {chunk.name} has shape {tensor.shape}, "
@@ -155,37 +154,37 @@ class Checkpoint:
             )
 
     def _announce(self, part: _Part) -> None:
-        """Let the system read ahead."""
+        """Make the system read ahead the bytes of a part."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
-        begin, end = part.span()
-        os.posix_fadvise(self._file(part.stored.file), begin, end - begin, os.POSIX_FADV_WILLNEED)
+        begin, end = part.span
+        os.posix_fadvise(self._file(part.file), begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def _read(self, part: _Part) -> None:
         """Copy the rectangle that a chunk and a stored one have in common, block by block."""
-        stored, dtype, common = part.stored, part.dtype, part.common
-        held, wanted = stored.rectangle, part.chunk.rectangle
+        held, wanted, dtype, common = part.stored, part.chunk.rectangle, part.dtype, part.common
         width = math.prod(held.sizes[1:])
         step = rows_per_block(held.sizes, dtype.itemsize)
         target = part.chunk.tensor.detach()
         for dim in range(1, len(common.sizes)):
             target = target.narrow(dim, common.offset[dim] - wanted.offset[dim], common.sizes[dim])
-        low, high = part.rows()
+        low = common.offset[0] - held.offset[0]
+        high = low + common.sizes[0]
         for block in range(low // step, -(-high // step)):
             first, last = block * step, min((block + 1) * step, held.sizes[0])
             begin, end = max(low, first), min(high, last)
             to = target.narrow(0, held.offset[0] + begin - wanted.offset[0], end - begin)
-            place = stored.begin + first * width * dtype.itemsize
+            place = part.begin + first * width * dtype.itemsize
             # Directly into place, if the complete block belongs there unchanged.
             whole = (begin, end) == (first, last) and common.sizes[1:] == held.sizes[1:]
             if whole and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
-                self._block(stored.file, stored.block + block, place, to.flatten().view(torch.uint8))
+                self._block(part.file, part.block + block, place, to.flatten().view(torch.uint8))
                 continue
             count = (last - first) * width * dtype.itemsize
             if self._buffer.numel() < count:
                 self._buffer = torch.empty(count, dtype=torch.uint8)
             data = self._buffer[:count]
-            self._block(stored.file, stored.block + block, place, data)
+            self._block(part.file, part.block + block, place, data)
             rows = data.view(dtype).view(last - first, *held.sizes[1:])[begin - first : end - first]
             for dim in range(1, len(common.sizes)):
                 rows = rows.narrow(dim, common.offset[dim] - held.offset[dim], common.sizes[dim])
@@ -232,9 +231,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 
@@ -272,13 +269,13 @@ def chosen(choose: Callable[[], Path | None], axis: Axis, where: Path) -> Path |
         return None if path is None else (path, manifest_checksum(path))
 
     try:
-        found = from_first(first, axis)
+        choice = from_first(first, axis)
     except HexadError as error:
         raise AgreedError(str(error), type(error)) from None
-    if found is None:
+    if choice is None:
         return None
-    agreed(lambda: wait_until_visible(*found, _LONGEST_LAG), axis)
-    return found[0]
+    agreed(lambda: wait_until_visible(*choice, _LONGEST_LAG), axis)
+    return choice[0]
 
 
 def load(
@@ -305,19 +302,14 @@ def load(
         AgreedError: it is damaged (``kind`` is :class:`DamagedCheckpoint`), of another format, refused by
             ``check``, or does not have what ``chunks`` ask for.
     """
-    whole: Manifest | None = None
-    index: Index | None = None
+    complete: list[Manifest] = []  # on the first rank
 
     def read() -> tuple[Manifest, bool]:
-        nonlocal whole, index
         with Checkpoint(path, verify) as checkpoint:
-            whole = checkpoint.manifest
-        check(whole)
-        try:
-            index = Index.of_manifest(whole)
-        except ValueError as error:
-            raise damaged(path, f"{MANIFEST_FILE}: {error}") from None
-        return replace(whole, tensors={}, files={}), whole.weights_only
+            manifest = checkpoint.manifest
+        check(manifest)
+        complete.append(manifest)
+        return replace(manifest, index=Index.empty({})), manifest.weights_only
 
     try:
         head, weights_only = from_first(read, axis)
@@ -325,8 +317,8 @@ def load(
         raise AgreedError(str(error), type(error)) from None
     wanted = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
     need = Need.of(chunk.rectangle for chunk in wanted)
-    part = handed_out(index, axis, need, Need.merge, Index.select)
-    manifest = whole or replace(head, tensors=part.stored(), files=part.files)
+    part = handed_out(complete[0].index if complete else None, axis, need, Need.merge, Index.select)
+    manifest = complete[0] if complete else replace(head, index=part)
 
     def fill() -> None:
         with Checkpoint(path, verify, manifest) as checkpoint:

@@ -14,15 +14,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import xxhash
 
 from hexad.parallel.rectangle import Rectangle
 
-from .index import Index
-from .manifest import FileRecord
+from .index import FileRecord, Index
 
 _PART_BYTES = 4 * 2**20
 """Copies smaller than this are written by one of the ranks that hold them, larger ones by several."""
@@ -52,16 +50,16 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """Of the global tensor."""
+        """Name of the global tensor."""
         return self.rectangle.name
 
     def rows(self, begin: int, end: int) -> Chunk:
-        """Some of its rows."""
+        """The chunk of rows ``begin`` to ``end - 1``."""
         return replace(self, rectangle=self.rectangle.rows(begin, end), tensor=self.tensor[begin:end])
 
 
 def to_write(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-    """The parts that this rank writes, so that all holders together write everything once and about the same
+    """Yield the parts that this rank writes. All holders together write everything once and about the same
     amount each: a large chunk is split by rows, a small one written by one holder. Needs no communication."""
     for chunk in chunks:
         if chunk.holder is None or not chunk.tensor.numel():
@@ -95,7 +93,7 @@ SAFETENSORS = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32``."""
+    """Torch's name of a format, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -105,7 +103,7 @@ def rows_per_block(sizes: Sequence[int], itemsize: int) -> int:
 
 
 def block_count(sizes: Sequence[int], itemsize: int) -> int:
-    """Blocks of a stored rectangle."""
+    """The number of blocks of a stored rectangle."""
     return -(-(sizes[0] if sizes else 1) // rows_per_block(sizes, itemsize))
 
 
@@ -202,9 +200,7 @@ class TensorFileWriter:
     def __enter__(self) -> TensorFileWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
@@ -228,7 +224,7 @@ def _block_sizes(shape: Sequence[int], itemsize: int) -> Iterator[int]:
 
 
 def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON, as the format requires: padded with spaces, so that values are aligned to 8 bytes."""
+    """The header of a file, length and JSON: padded with spaces, so that values are aligned to 8 bytes."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
     for tensor in tensors:
@@ -250,18 +246,18 @@ class Part:
 
     @classmethod
     def of(cls, chunk: Chunk) -> Part:
-        """The part that a chunk fills."""
+        """The part of a file that a chunk fills."""
         return cls(chunk.rectangle, dtype_name(chunk.tensor.dtype))
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The ``torch.dtype``."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def key(self) -> str:
-        """Its name in the file: ``model.norm.weight[0:64]``."""
+        """Name of the rectangle in the file: ``model.norm.weight[0:64]``."""
         ranges = (f"{part.start}:{part.stop}" for part in self.rectangle.slices)
         return f"{self.rectangle.name}[{','.join(ranges)}]"
 
@@ -282,26 +278,26 @@ class TensorFile:
 
     @classmethod
     def alone(cls, parts: Iterable[Part]) -> TensorFile:
-        """A checkpoint's only one, written by one process."""
+        """The only tensor file of a checkpoint, written by one process."""
         parts = tuple(parts)
         return cls(_name(0), parts, slice(0, len(parts)))
 
     @classmethod
     def of_host(cls, rank: int, parts: Mapping[int, Sequence[Part]]) -> TensorFile:
-        """That of some ranks of a host; ``parts``: of each of them, by rank."""
+        """The file that some ranks of a host write; ``parts``: of each of them, by rank."""
         ranks = sorted(parts)
-        before = sum(len(parts[each]) for each in ranks if each < rank)
-        together = tuple(part for each in ranks for part in parts[each])
+        before = sum(len(parts[other]) for other in ranks if other < rank)
+        together = tuple(part for other in ranks for part in parts[other])
         return cls(_name(ranks[0]), together, slice(before, before + len(parts[rank])))
 
     def open(self, directory: Path) -> TensorFileWriter:
-        """A writer, to be given the values of this rank's parts in order."""
+        """Open a writer for the values of this rank's parts, in order."""
         tensors = [(part.key, part.torch_dtype, part.rectangle.sizes) for part in self.parts]
         own = None if len(self.parts) == self.own.stop - self.own.start else self.own
         return TensorFileWriter(directory / self.name, tensors, own=own)
 
     def index(self, record: FileRecord) -> Index:
-        """Where this rank's values are; ``record``: of the section that it has written."""
+        """The index of this rank's values; ``record``: of the section that it has written."""
         begin, block, places = record.header, 1, []
         for part in self.parts:
             places.append((part.rectangle, part.dtype, block, begin))
@@ -311,7 +307,7 @@ class TensorFile:
 
 
 def _name(rank: int) -> str:
-    """Of the file of a host whose first rank that is."""
+    """The name of the file of a host, by its first rank."""
     return f"rank-{rank:05d}.safetensors"
 
 

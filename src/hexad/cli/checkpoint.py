@@ -12,7 +12,7 @@ import click
 
 from hexad.config import HexadError
 
-from .options import json_option, print_json
+from .options import answer, json_option, print_json
 
 if TYPE_CHECKING:
     from hexad.checkpoint.manifest import Manifest
@@ -73,8 +73,8 @@ def _document(manifest: Manifest) -> dict[str, Any]:
 def _layout(layout: dict[str, Any]) -> str:
     """The part of a layout that is not the default: `` (tensor 2, zero 1)``."""
     plain = {"virtual_stages": 1, "replicas": 1, "zero": 0, "schedule": "1f1b"}
-    told = [f"{name} {value}" for name, value in layout.items() if value != plain.get(name, 1)]
-    return f" ({', '.join(told)})" if told else ""
+    other = [f"{name} {value}" for name, value in layout.items() if value != plain.get(name, 1)]
+    return f" ({', '.join(other)})" if other else ""
 
 
 @checkpoint.command("verify")
@@ -88,22 +88,19 @@ def verify(directory: str, as_json: bool) -> int:
     from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
     from hexad.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify_files
 
-    found = [path for _, path in CheckpointDirectory(directory).complete()] or [find_checkpoint(directory)]
+    paths = [path for _, path in CheckpointDirectory(directory).complete()] or [find_checkpoint(directory)]
     problems: dict[str, list[str]] = {}
-    for path in found:
+    for path in paths:
+        intact = ""
         try:
             manifest = read_manifest(path)
+            problems[str(path)] = verify_files(path, manifest)
+            size = sum(record.size for record in manifest.files.values()) / 2**20
+            intact = f"{path}: intact: {len(manifest.files)} files and {MANIFEST_FILE}, {size:,.1f} MiB"
         except HexadError as error:
             problems[str(path)] = [str(error)]
-            if not as_json:
-                click.echo(error)
-            continue
-        wrong = verify_files(path, manifest)
-        problems[str(path)] = wrong
         if not as_json:
-            size = sum(record.size for record in manifest.files.values()) / 2**20
-            good = f"intact: {len(manifest.files)} files and {MANIFEST_FILE}, {size:,.1f} MiB"
-            click.echo("\n".join(wrong) or f"{path}: {good}")
+            click.echo("\n".join(problems[str(path)]) or intact)
     if as_json:
         print_json({"damaged": any(problems.values()), "problems": problems})
     damaged = [path for path, wrong in problems.items() if wrong]
@@ -152,23 +149,11 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
 
     imported = import_model(Path(source), Path(target), _resolved)
     config, where = imported.config, Path(target).resolve()
-    if as_json:
-        print_json(
-            {
-                "path": str(where),
-                "family": config.model.family,
-                "parameters": imported.parameters,
-                "dtype": config.precision.dtype,
-                "tokenizer": config.data.tokenizer,
-            }
-        )
-        return
-    click.echo(
-        f"{where}: {config.model.family}, {imported.parameters:,} parameters in {config.precision.dtype}, "
-        f"tokenizer {config.data.tokenizer}"
-    )
-    if not imported.tokenizer:
-        click.echo(_NO_TOKENIZER.format(config.data.tokenizer))
+    family, dtype, tokenizer = config.model.family, config.precision.dtype, config.data.tokenizer
+    text = f"{where}: {family}, {imported.parameters:,} parameters in {dtype}, tokenizer {tokenizer}"
+    document = {"path": str(where), "family": family, "parameters": imported.parameters}
+    note = () if imported.tokenizer else (_NO_TOKENIZER.format(tokenizer),)
+    answer(as_json, {**document, "dtype": dtype, "tokenizer": tokenizer}, text, *note)
 
 
 def _import_checkpoint(
@@ -180,18 +165,13 @@ def _import_checkpoint(
     imported: ImportResult = system.import_checkpoint(source, target, _resolved, given, weights_only)
     config, where = imported.config, target.resolve()
     family = "module" if config is None else config.model.family
-    if as_json:
-        names = ("step", "samples", "parameters", "optimizer")
-        found = {name: getattr(imported, name) for name in names}
-        print_json({"path": str(where), "family": family, **found})
-        return
+    facts = {name: getattr(imported, name) for name in ("step", "samples", "parameters", "optimizer")}
     state = "with optimizer state" if imported.optimizer else "weights only"
-    click.echo(
-        f"{where}: {family}, {imported.parameters:,} values, {state}, step {imported.step}, "
-        f"{imported.samples:,} samples"
-    )
-    if config is not None and not imported.tokenizer and config.data.tokenizer != "byte":
-        click.echo(_NO_TOKENIZER.format(config.data.tokenizer))
+    text = f"{where}: {family}, {imported.parameters:,} values, {state}, step {imported.step}, "
+    missing = config is not None and not imported.tokenizer and config.data.tokenizer != "byte"
+    note = (_NO_TOKENIZER.format(config.data.tokenizer),) if config is not None and missing else ()
+    document = {"path": str(where), "family": family, **facts}
+    answer(as_json, document, f"{text}{imported.samples:,} samples", *note)
 
 
 def _resolved(config: Config) -> Config:
@@ -242,19 +222,17 @@ def export_command(
             with opened_weights(opened, config, base) as weights:
                 exported = export_model(weights, config, to, dtype, limit, _end_of_document(config))
     where = Path(target).resolve()
-    if as_json:
-        print_json({"path": str(where), "checkpoint": str(path), **asdict(exported)})
-        return
-    click.echo(
+    answer(
+        as_json,
+        {"path": str(where), "checkpoint": str(path), **asdict(exported)},
         f"{where}: {exported.family}, {exported.parameters:,} parameters in {exported.dtype}, "
-        f"{len(exported.files)} file(s) of weights, from {path}"
+        f"{len(exported.files)} file(s) of weights, from {path}",
+        *(f"note: {note}" for note in exported.notes),
     )
-    for note in exported.notes:
-        click.echo(f"note: {note}")
 
 
 def _end_of_document(config: Config) -> int | None:
-    """The tokenizer's, if it still exists."""
+    """The id of the tokenizer's end-of-document token, if the tokenizer still exists."""
     from hexad.dataset.text.tokenizer import load_tokenizer
 
     try:

@@ -14,12 +14,12 @@ import click
 import yaml
 from pydantic import BaseModel
 
-from hexad.config import Config, ConfigError, HexadError, apply_override, dump_config, setting_names
+from hexad.config import Config, ConfigError, HexadError, apply_override, dump_config
 from hexad.model.configuration import build_config, load_config
 from hexad.model.families import family, preset
 from hexad.planning import check_config, planned_layout
 
-from .options import degrees, json_option, overrides_argument, print_json
+from .options import answer, json_option, overrides_argument, print_json, ranks_option
 
 _WIDTH = 100
 
@@ -109,15 +109,13 @@ def first_run(
         batch["global"] = -(-config.batch.global_ // per_pass) * per_pass
     config = build_config(given)
     check_config(config, layout)
-    shown = _tree(given, config)
-    text = commented(shown, _HEAD)
-    return text, config
+    return commented(_tree(given, config), _HEAD), config
 
 
 def _given(
     name: str | None, data: str | None, validation: str | None, tokenizer: str | None
 ) -> dict[str, Any]:
-    """What the options stand for, as a raw tree."""
+    """The settings that the options stand for, as a raw tree."""
     tree: dict[str, Any] = {"data": {}}
     if name is not None:
         kind = family(preset(name)["family"])  # refuses an unknown name
@@ -133,23 +131,15 @@ def _given(
 
 
 def _tree(given: dict[str, Any], config: Config) -> dict[str, dict[str, Any]]:
-    """The settings to write: those shown to everybody, and those given."""
-    known = set(setting_names())
-    dumped = config.model_dump(mode="json", by_alias=True)
-    named = config.model.preset is not None
+    """The settings to write: those that are always shown, and those given."""
+    shown = _SHOWN if config.model.preset is None else {**_SHOWN, "model": ()}
     tree: dict[str, dict[str, Any]] = {}
-    for group, values in dumped.items():
-        wanted = () if group == "model" and named else _SHOWN.get(group, ())
-        mine = given.get(group, {})
-        assert all(f"{group}.{key}" in known for key in (*wanted, *mine))
-        keys = [key for key in values if key in mine or key in wanted]
-        # "auto" stays where the user leaves it open: the model's was completed while loading.
-        tree[group] = {key: mine.get(key, _default(group, key)) for key in keys}
+    # "auto" stays where the user leaves it open: the model's was completed while loading.
+    for group, defaults in Config().model_dump(mode="json", by_alias=True).items():
+        values = {**defaults, **given.get(group, {})}
+        keys = {*given.get(group, {}), *shown.get(group, ())}
+        tree[group] = {key: value for key, value in values.items() if key in keys}
     return {group: values for group, values in tree.items() if values}
-
-
-def _default(group: str, key: str) -> Any:
-    return Config().model_dump(mode="json", by_alias=True)[group][key]
 
 
 def write_new(path: Path, text: str) -> None:
@@ -182,18 +172,13 @@ def config() -> None:
 def show(path: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Print the configuration with preset, family and defaults filled in, but not resolved for a world."""
     given = load_config(path, overrides)
-    if as_json:
-        print_json(given.model_dump(mode="json", by_alias=True))
-    else:
-        click.echo(dump_config(given), nl=False)
+    answer(as_json, given.model_dump(mode="json", by_alias=True), dump_config(given).rstrip("\n"))
 
 
 @config.command("check")
 @click.argument("path", metavar="run.yaml")
 @overrides_argument
-@click.option(
-    "--world", type=click.IntRange(1), help="Ranks to check for. [default: as few as the degrees allow]"
-)
+@ranks_option("--world", "Ranks to check for")
 @click.option("--all", "complete", is_flag=True, help="Print the resolved configuration too.")
 @click.option(
     "--elsewhere",
@@ -206,7 +191,7 @@ def check(
 ) -> None:
     """Check a configuration and its data as 'hexad train' would before starting, and print its size, tokens
     and memory."""
-    from hexad.planning import check_config, planned_layout, resolve
+    from hexad.planning import resolve
     from hexad.planning.machine import check_machine, check_without_data
     from hexad.planning.memory import per_pipeline_rank
     from hexad.show.summary import summary, summary_lines
@@ -224,19 +209,18 @@ def check(
     checked = check_without_data if sizing else check_machine
     resolved = resolve(given, layout, None if elsewhere else checked(given))
     ranks = per_pipeline_rank(resolved)
-    sizes = degrees(layout)
-    if as_json:
-        tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
-        facts = {"ok": True, "world": layout.world, "degrees": sizes, "summary": summary(resolved, ranks)}
-        print_json(facts | tree)
-        return
+    facts = summary(resolved, ranks)
+    sizes = facts["degrees"]
+    tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
     shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
-    click.echo(f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}")
-    click.echo("\n".join(summary_lines(given, resolved, ranks)))
-    if sizing:
-        click.echo(NO_DATA)
-    if complete:
-        click.echo("\n" + dump_config(resolved.config), nl=False)
+    answer(
+        as_json,
+        {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts} | tree,
+        f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}",
+        *summary_lines(given, resolved, ranks),
+        *([NO_DATA] if sizing else []),
+        *(["", dump_config(resolved.config).rstrip("\n")] if complete else []),
+    )
 
 
 @config.command("presets")
@@ -276,8 +260,6 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
     KEY=VALUE sets keys of DeepSpeed. "auto" is replaced by the default of transformers' Trainer. What is
     different in Hexad, and keys without effect, are listed in comments.
     """
-    import yaml
-
     from hexad.compat.deepspeed.config import (
         TrainerValues,
         read_config,
@@ -294,12 +276,13 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
     translation = run_settings(read_config(tree, world, strict=not lenient), strict=not lenient)
     load_config(translation.tree)
     notes = [*filled, *translation.notes]
-    if as_json:
-        print_json({"config": translation.tree, "notes": notes})
-        return
-    click.echo(f"# From {path}, for {world} data rank(s). Add model, data and run.steps.")
-    click.echo("".join(f"# {note}\n" for note in notes), nl=False)
-    click.echo(yaml.safe_dump(translation.tree, sort_keys=False, width=110), nl=False)
+    answer(
+        as_json,
+        {"config": translation.tree, "notes": notes},
+        f"# From {path}, for {world} data rank(s). Add model, data and run.steps.",
+        *(f"# {note}" for note in notes),
+        yaml.safe_dump(translation.tree, sort_keys=False, width=110).rstrip("\n"),
+    )
 
 
 @config.command("init")
@@ -309,7 +292,7 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
 @click.option("--data", metavar="PREFIX", help="Training data, as 'hexad data build' wrote it.")
 @click.option("--validation", metavar="PREFIX", help="Validation data; turns evaluation on.")
 @click.option("--tokenizer", metavar="byte|PATH", help="The tokenizer that built the data. [default: byte]")
-@click.option("--nproc", type=click.IntRange(1), help="Ranks. [default: as few as the degrees allow]")
+@ranks_option("--nproc", "Ranks")
 @json_option
 def init(
     path: str,
@@ -325,17 +308,15 @@ def init(
 
     An existing file is never overwritten.
     """
-    # REMOVED_IMPORT
-
     if "=" in path:
         path, overrides = "run.yaml", (path, *overrides)
     text, config = first_run(preset, data, validation, tokenizer, nproc, overrides)
     write_new(Path(path), text)
-    if as_json:
-        print_json({"path": path, "config": config.model_dump(mode="json", by_alias=True)})
-        return
     check, start = (f" --{option} {nproc}" if nproc else "" for option in ("world", "nproc"))
     name = quote(path)
-    click.echo(f"wrote {path}; next: hexad config check {name}{check}, then hexad train {name}{start}")
-    if config.data.train is None:
-        click.echo(NO_DATA)
+    answer(
+        as_json,
+        {"path": path, "config": config.model_dump(mode="json", by_alias=True)},
+        f"wrote {path}; next: hexad config check {name}{check}, then hexad train {name}{start}",
+        *([NO_DATA] if config.data.train is None else []),
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import json_option, print_json
+from .options import answer, json_option, progress_bar
 
 if TYPE_CHECKING:
     from hexad.dataset.build.builder import BuildSummary
@@ -38,7 +38,7 @@ class ManyValues(click.Command):
 
     @staticmethod
     def _refuse(option: str, ctx: click.Context) -> None:
-        """An option that still waits for its first value."""
+        """Refuse an option without a value."""
         if option:
             raise click.BadOptionUsage(option, f"Option '{option}' requires an argument.", ctx)
 
@@ -119,14 +119,9 @@ def build_command(
     Conversations and completions have a loss mask beside it (PREFIX.mask): answers are trained, the rest is
     not.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     from hexad.dataset.build.builder import build
 
-    columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("tokenizing", total=None)
         summary = build(
             inputs,
@@ -141,10 +136,7 @@ def build_command(
             prepend_bos=not no_bos,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    if as_json:
-        print_json(asdict(summary))
-    else:
-        click.echo(_sentence(summary))
+    answer(as_json, asdict(summary), _sentence(summary))
 
 
 def _sentence(summary: BuildSummary) -> str:
@@ -180,16 +172,10 @@ def inspect_command(
     prefix: str, tokenizer: str | None, sequence: int | None, first: int, as_json: bool
 ) -> None:
     """Show what a .bin/.idx dataset holds."""
-    # REMOVED_IMPORT
-
     from hexad.dataset.build.builder import inspect
 
     facts = inspect(prefix, tokenizer=tokenizer, first=first, sequence=sequence)
-    if as_json:
-        print_json(facts)
-        return
-    for name, value in facts.items():
-        click.echo(f"{name.replace('_', ' '):<14}{_shown(value)}")
+    answer(as_json, facts, *(f"{name.replace('_', ' '):<14}{_shown(value)}" for name, value in facts.items()))
 
 
 def _shown(value: Any) -> str:

@@ -27,7 +27,7 @@ _PROMPT = "def read_lines(path):\n    "
 
 
 def _settings(directory: Path, data: DemoData) -> dict[str, Any]:
-    """Sized for two CPU cores: less than three minutes of training."""
+    """Settings of the run, for two CPU cores: less than three minutes of training."""
     return {
         "run": {"dir": str(directory), "steps": 150, "device": "cpu"},
         "model": {
@@ -48,7 +48,7 @@ def _settings(directory: Path, data: DemoData) -> dict[str, Any]:
 
 
 def _write_run(directory: Path, data: DemoData, overrides: tuple[str, ...]) -> Path:
-    """``run.yaml``: the settings, overrides included, and how to continue.
+    """Write ``run.yaml``: the settings, overrides included, and how to continue.
 
     Raises:
         HexadError: the file cannot be written, or an override is malformed.
@@ -103,21 +103,16 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
 
 
 def _report(where: Path, data: DemoData) -> int:
-    """The loss curve, a sample, the communication, and next commands; returns the sample's exit status."""
+    """Show loss curve, a sample, communication and next commands; returns the sample's exit status."""
     from hexad.show.figure import save_figure
     from hexad.show.run import read_metrics, readable_bytes, run_figure
 
     from .generate import generate
 
     metrics = read_metrics(where)
-    picture = where / "loss.svg"
-    references = {"unigram entropy": data.unigram_entropy}
-    save_figure(run_figure(metrics, references), picture)
-    save_figure(run_figure(metrics, references), where / "loss.png")
-    last = metrics.lines[-1]
-    validation = next(
-        (line["validation_loss"] for line in reversed(metrics.lines) if "validation_loss" in line), None
-    )
+    for ending in ("svg", "png"):
+        save_figure(run_figure(metrics, {"unigram entropy": data.unigram_entropy}), where / f"loss.{ending}")
+    last, validation = metrics.lines[-1], metrics.series("validation_loss")[1]
     click.echo("3. a sample of generated code", err=True)
     sys.stderr.flush()
     click.echo("-" * 72)
@@ -126,12 +121,12 @@ def _report(where: Path, data: DemoData) -> int:
     if status:
         return status
     click.echo("-" * 72)
-    click.echo(f"loss {last['loss']:.3f} nats per token", nl=False)
-    click.echo("" if validation is None else f", validation {validation:.3f}", nl=False)
-    click.echo(f"; unigram entropy {data.unigram_entropy:.3f}")
+    held_out = f", validation {validation[-1]:.3f}" if validation else ""
+    entropy = f"unigram entropy {data.unigram_entropy:.3f}"
+    click.echo(f"loss {last['loss']:.3f} nats per token{held_out}; {entropy}")
     sent = {axis: count for axis, count in last["comm_bytes"].items() if count}
     click.echo("sent per rank and step: " + ", ".join(f"{a} {readable_bytes(n)}" for a, n in sent.items()))
-    click.echo(f"loss curve: {picture}")
+    click.echo(f"loss curve: {where / 'loss.svg'}")
     _draw_timeline(where)
     # Inside 'make demo' the command is not on the user's path.
     hexad = "hexad" if shutil.which("hexad") else os.path.relpath(Path(sys.executable).with_name("hexad"))
@@ -141,7 +136,7 @@ def _report(where: Path, data: DemoData) -> int:
 
 
 def _draw_timeline(where: Path) -> None:
-    """One step of the pipeline as planned and as measured; nothing if the run was too short."""
+    """Draw one step of the pipeline as planned and as measured, unless the run was too short."""
     from hexad.show.figure import save_figure
     from hexad.show.schedule import read_timeline, schedule_figure
 

@@ -65,10 +65,10 @@ def evaluate(source: str, nproc: int, **options: Any) -> int:
 
 def _named(data: tuple[str, ...]) -> dict[str, str]:
     """Data sets by the names given, or else the last parts of their prefixes, as far as these differ."""
-    pairs = [each.partition("=") if "=" in each else ("", "", each) for each in data]
-    for each, (name, _, prefix) in zip(data, pairs):
+    pairs = [text.partition("=") if "=" in text else ("", "", text) for text in data]
+    for text, (name, _, prefix) in zip(data, pairs):
         if not prefix.strip():
-            raise HexadError(f"--data: found '{each}', expected PREFIX or NAME=PREFIX")
+            raise HexadError(f"--data: found '{text}', expected PREFIX or NAME=PREFIX")
         _refuse_setting(name, prefix)
     short = [name or Path(prefix).name for name, _, prefix in pairs]
     names = [
@@ -96,8 +96,7 @@ def evaluate_here(request: dict[str, Any]) -> None:
     from hexad.launching.launch import launch
     from hexad.planning.saved_model import evaluated_model
 
-    arguments = request["source"], request["data"], request["overrides"], request["nproc"]
-    model, tokenizer = evaluated_model(*arguments)
+    model, tokenizer = evaluated_model(*(request[key] for key in ("source", "data", "overrides", "nproc")))
     with launch(model.config) as run:
         scores = evaluate_weights(run.resolved, run.mesh, model.weights, tokenizer, request["batches"])
         if run.mesh.rank:

@@ -126,33 +126,30 @@ def generate_here(request: dict[str, Any]) -> None:
 
     saved = generating_model(request["checkpoint"], request["overrides"], request["nproc"])
     with launch(saved.config) as run:
-        found = generated(run.mesh, run.resolved, saved, request["prompts"], _wanted(request), _warn)
+        warn = lambda message: click.echo(f"warning: {message}", err=True)  # noqa: E731
+        texts = generated(run.mesh, run.resolved, saved, request["prompts"], _wanted(request), warn)
         if run.mesh.rank == 0:
-            _print(request, found)
+            _print(request, texts)
         else:
-            list(found)
+            list(texts)
 
 
-def _warn(message: str) -> None:
-    click.echo(f"warning: {message}", err=True)
-
-
-def _print(request: dict[str, Any], found: Iterable[Continuation]) -> None:
-    """Each text as soon as its batch is complete; with ``--json`` all in one document."""
+def _print(request: dict[str, Any], texts: Iterable[Continuation]) -> None:
+    """Print each text as soon as its batch is complete; with ``--json`` all in one document."""
     several = request["lines"] or len(request["prompts"]) * request["samples"] > 1
     documents = []
-    for each in found:
-        entry = request["prompts"][each.prompt]
-        document = {**entry, "text": each.text, "tokens": each.tokens, "ended": each.ended}
+    for text in texts:
+        entry = request["prompts"][text.prompt]
+        document = {**entry, "text": text.text, "tokens": text.tokens, "ended": text.ended}
         if request["samples"] > 1:
-            document["sample"] = each.sample
+            document["sample"] = text.sample
         if request["as_json"]:
             documents.append(document)
         elif request["lines"]:
             click.echo(json.dumps(document, ensure_ascii=False))
         else:
-            if several and (each.prompt or each.sample):
+            if several and (text.prompt or text.sample):
                 click.echo("---")
-            click.echo(entry["prompt"] + each.text)
+            click.echo(entry["prompt"] + text.text)
     if request["as_json"]:
         click.echo(json.dumps({"results": documents} if several else documents[0]))

@@ -90,16 +90,13 @@ def run(arguments: list[str]) -> int:
         text = error.format_message()
         return print_once(text, lambda: click.echo(text, err=True))
     except click.UsageError as error:
-        return fail_once(error.format_message() + _usage_hint(error), debug)
+        hint = f" (see '{error.ctx.command_path} --help')" if error.ctx else ""
+        return fail_once(error.format_message() + hint, debug)
     except (click.Abort, KeyboardInterrupt):
         print("hexad: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         return 1
-
-
-def _usage_hint(error: click.UsageError) -> str:
-    return f" (see '{error.ctx.command_path} --help')" if error.ctx else ""
 
 
 if __name__ == "__main__":

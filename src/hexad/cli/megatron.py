@@ -10,7 +10,7 @@ import click
 from hexad.config import ConfigError
 from hexad.launching.environment import environment
 
-from .options import json_option, print_json
+from .options import answer, json_option, ranks_option
 
 CONFIGURATION = "megatron.yaml"
 """In the run's directory: the translation that runs."""
@@ -18,9 +18,7 @@ CONFIGURATION = "megatron.yaml"
 
 @click.command("megatron", context_settings={"ignore_unknown_options": True})
 @click.option("--print-config", is_flag=True, help="Print the run.yaml and start nothing.")
-@click.option(
-    "--nproc", type=click.IntRange(1), help="Local ranks to start. [default: as few as the degrees allow]"
-)
+@ranks_option("--nproc", "Local ranks to start")
 @json_option
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="-- FLAGS")
 def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[str, ...]) -> int:
@@ -39,10 +37,8 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
     translation = translate(flags, world, _own_options())
     _check(translation.tree, world)
     if print_config:
-        if as_json:
-            print_json({"config": translation.tree, "notes": translation.notes})
-        else:
-            click.echo(translation.yaml(), nl=False)
+        document = {"config": translation.tree, "notes": translation.notes}
+        answer(as_json, document, translation.yaml().rstrip("\n"))
         return 0
     if here.rank == 0:
         for note in translation.notes:
@@ -64,7 +60,7 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
 
 def _own_options() -> list[str]:
     """The options before ``--``."""
-    options = (option for each in megatron.params for option in each.opts)
+    options = (option for parameter in megatron.params for option in parameter.opts)
     return ["--help", *(option for option in options if option.startswith("--"))]
 
 

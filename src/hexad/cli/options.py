@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from hexad.topology.layout import Layout
+    from rich.progress import Progress
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -38,6 +38,12 @@ def nproc_option(axis: str) -> Callable[[Command], Command]:
     )
 
 
+def ranks_option(name: str, purpose: str) -> Callable[[Command], Command]:
+    """``--nproc`` or ``--world`` of commands that take as few ranks as the degrees allow by default."""
+    text = f"{purpose}. [default: as few as the degrees allow]"
+    return click.option(name, type=click.IntRange(1), help=text)
+
+
 def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None, list[str]]:
     """(path of a configuration or run, if given; ``KEY=VALUE`` overrides) of a command's arguments.
 
@@ -53,14 +59,26 @@ def split_settings(command: str, settings: tuple[str, ...]) -> tuple[str | None,
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     click.echo(json.dumps(document))
 
 
-def degrees(layout: Layout) -> dict[str, int]:
-    """The axes of degree above 1, in the usual order."""
-    names = ("tensor", "context", "pipeline", "data", "expert")
-    return {name: layout.degrees[name] for name in names if layout.degrees[name] > 1}
+def answer(as_json: bool, document: Any, *lines: str) -> None:
+    """Print a command's result on stdout: one JSON document, or lines of text."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo("\n".join(lines))
+
+
+def progress_bar() -> Progress:
+    """A progress bar of bytes on stderr; hidden where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 0) -> int:
@@ -73,7 +91,7 @@ def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 
 
 
 _RECENT = 60.0
-"""Seconds for which a message counts as said by ranks of the same start."""
+"""Seconds for which a message counts as one of the same start."""
 
 
 def fail(message: str, debug: bool = False, status: int = 2) -> int:
@@ -85,13 +103,14 @@ def fail(message: str, debug: bool = False, status: int = 2) -> int:
 
 
 def fail_once(message: str, debug: bool = False, status: int = 2) -> int:
-    """As :func:`fail`, of an error that all ranks of this start have; see :func:`print_once`."""
+    """Report an error that all ranks of this start have, as :func:`fail` does; see :func:`print_once`."""
     return print_once(message, lambda: fail(message, debug), status)
 
 
 def print_once(message: str, say: Callable[[], object], status: int = 2) -> int:
-    """Say what all ranks of this start have to say, once per host, and return the exit status: the first rank
-    says it, the others return after it has. A launcher that ends all when one has ended cannot cut it off."""
+    """Print a message that all ranks of this start have, once per host, and return the exit status: the first
+    rank prints it, the others return afterwards. A launcher that ends all when one has ended cannot cut it
+    off."""
     path = _shared_file(message)
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", ""))
     with suppress(OSError):
@@ -123,7 +142,7 @@ def _shared_file(message: str) -> Path | None:
     directory = Path(tempfile.gettempdir()) / f"hexad-{os.getuid()}"
     with suppress(OSError):
         directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        status = directory.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
             return directory / name
     return None

@@ -23,7 +23,7 @@ def attempt(action: Callable[[], None]) -> tuple[int, str, bool]:
         return USER_ERROR, str(error), True
     except HexadError as error:
         return USER_ERROR, str(error), False
-    except CommError as error:  # a peer is lost; its own message says why
+    except CommError as error:  # a peer is lost; its own message has the reason
         return 1, f"CommError: {error}", False
     except KeyboardInterrupt:  # a second one: the first stops gracefully
         return 130, "interrupted", True

@@ -1,6 +1,6 @@
 """``hexad show``: layouts, schedules, memory, context ranks and runs, in the terminal or as files.
 
-Nothing here imports torch, and matplotlib is imported for ``--output`` only: ``--json`` answers at once.
+Nothing here imports torch, and matplotlib is imported for ``--output`` only: ``--json`` starts fast.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ from hexad.show.layout import layout_figure, layout_json, layout_text
 from hexad.show.memory import Device, memory_figure, memory_json, memory_text, memory_title
 from hexad.show.run import read_metrics, run_figure, run_text, summary
 from hexad.show.schedule import Chart, read_timeline, schedule_figure, schedule_text
-from hexad.show.trace import read_traces, trace_json, trace_text
 from hexad.topology.devices import named_gpus
 from hexad.topology.layout import Layout
 
 from .options import json_option, print_json, split_settings
 
 Times = tuple[float, ...]
-"""Of F, B and W of one microbatch in all stages of a rank, and of a message."""
+"""Duration of F, B and W of one microbatch in all stages of a rank, and of a message."""
 _DEFAULT_TIMES: Times = (1.0, 1.0, 1.0, 0.0)
 
 
 class Choice(NamedTuple):
-    """What is drawn, an addition to the title, and the step of a run if it was measured."""
+    """The charts to draw, an addition to the title, and the step of a run if it was measured."""
 
     charts: list[Chart]
     note: str = ""
@@ -150,9 +149,8 @@ def _from_config(config: Config, times: Times | None) -> Chart:
         return _with_times(plan.schedule, times)
     flops = stage_costs(resolved.config, plan.layers, plan.schedule.pipeline)
     unit = sum(flops.forward) / plan.schedule.pipeline
-    forward, backward, weight = (
-        tuple(time / unit for time in each) for each in (flops.forward, flops.backward, flops.weight)
-    )
+    passes = (flops.forward, flops.backward, flops.weight)
+    forward, backward, weight = (tuple(time / unit for time in times) for times in passes)
     costs = Costs(forward, backward, weight, activation=flops.activation)
     return Chart(simulate(plan.schedule, costs), basis="times proportional to FLOPs, mean F of a rank 1")
 
@@ -197,10 +195,10 @@ def _documents(
     """(Where documents begin, and the total, or None where they are joined; where this is from)."""
     config = resolved.config
     if config.data.documents == "join":
-        for option, found in (("--lengths", lengths), ("--microbatch", microbatch)):
-            if found is not None:
+        for option, given in (("--lengths", lengths), ("--microbatch", microbatch)):
+            if given is not None:
                 raise HexadError(
-                    f"{option}: found {found} with data.documents join, where attention crosses documents; "
+                    f"{option}: found {given} with data.documents join, where attention crosses documents; "
                     "leave it out, or set data.documents=isolate"
                 )
         return None, ""
@@ -245,50 +243,36 @@ def _from_data(config: Config, microbatch: int) -> tuple[int, ...]:
     config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": samples})})
     tokenizer = load_tokenizer(config.data.tokenizer)
     with loader_from_config(config, 0, int(config.parallel.data), tokenizer) as loader:
-        (found,) = loader.step(microbatch * samples)
-    assert found.documents is not None
-    return found.documents
+        (read,) = loader.step(microbatch * samples)
+    assert read.documents is not None
+    return read.documents
 
 
-class Planned(NamedTuple):
-    """What ``hexad show memory`` shows.
-
-    Attributes:
-        resolved: the run.
-        plan: of the rank asked for, or of one that needs the most.
-        ranks: plans by pipeline coordinate.
-        device: whose memory the largest plan is compared with, if any.
-    """
-
-    resolved: Resolved
-    plan: MemoryPlan
-    ranks: list[MemoryPlan]
-    device: Device | None
-
-
-def planned(settings: tuple[str, ...], world: int | None, rank: int | None, device: str | None) -> Planned:
-    """The plans of a configuration file with overrides, in the smallest world if none is given.
+def planned(
+    settings: tuple[str, ...], world: int | None, rank: int | None, device: Device | None
+) -> tuple[Resolved, MemoryPlan, list[MemoryPlan]]:
+    """A configuration file with overrides, resolved in the smallest world if none is given, and its
+    :func:`plans_of` a rank.
 
     Raises:
-        HexadError: the settings are refused, or there is no such rank or device.
+        HexadError: the settings are refused, or there is no such rank.
     """
     path, overrides = split_settings("show memory", settings)
     if path is None:
         raise HexadError("show memory: found no configuration file; give one")
-    found = None if device is None else device_of(device)
-    gpu = None if found is None else found.gpu
+    gpu = None if device is None else device.gpu
     if gpu is not None:
         overrides += ["run.device=cuda"]  # planned for the GPU that is named
     config = load_config(path, overrides)
-    if gpu is not None and config.precision.dtype == "fp8" and not gpu.fp8:
+    if device is not None and gpu is not None and config.precision.dtype == "fp8" and not gpu.fp8:
         raise ConfigError(
-            "precision.dtype", f"found fp8, but {device} has no fp8 matrix units; use auto, bf16 or fp16"
+            "precision.dtype", f"found fp8, but {device.name} has no fp8 matrix units; use auto, bf16 or fp16"
         )
     layout = planned_layout(config, world)
     if rank is not None and not 0 <= rank < layout.world:
         raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
     resolved = resolve(config, layout, bf16=None if gpu is None else gpu.bf16)
-    return Planned(resolved, *plans_of(resolved, rank), found)
+    return resolved, *plans_of(resolved, rank)
 
 
 def device_of(text: str) -> Device:
@@ -433,11 +417,11 @@ def memory_command(
     With --device, whether the rank that needs the most fits into the device's memory; the exit status is 0
     either way.
     """
-    found = planned(settings, world, rank, device)
-    title = memory_title(found.resolved)
-    tree = partial(memory_json, *found)
-    figure = partial(memory_figure, found.ranks, title, found.device)
-    _present(as_json, output, tree, figure, partial(memory_text, *found))
+    target = None if device is None else device_of(device)
+    resolved, plan, ranks = planned(settings, world, rank, target)
+    tree = partial(memory_json, resolved, plan, ranks, target)
+    figure = partial(memory_figure, ranks, memory_title(resolved), target)
+    _present(as_json, output, tree, figure, partial(memory_text, resolved, plan, ranks, target))
 
 
 @show.command("context")
@@ -465,8 +449,8 @@ def context_command(
     comparison.
     """
     division = divided(settings, lengths, microbatch)
-    text = partial(context_text, division, get_terminal_size().columns)
-    _present(as_json, output, partial(context_json, division), partial(context_figure, division), text)
+    figure, text = partial(context_figure, division), partial(context_text, division)
+    _present(as_json, output, partial(context_json, division), figure, text)
 
 
 @show.command("run")
@@ -494,6 +478,8 @@ def run_command(directory: str, references: tuple[str, ...], as_json: bool, outp
 def trace_command(directory: str, as_json: bool) -> None:
     """Show what each rank did in the steps that log.profile named: compute, communication that nothing hid,
     idle."""
+    from hexad.show.trace import read_traces, trace_json, trace_text  # numpy
+
     ranks = read_traces(directory)
     _present(as_json, None, partial(trace_json, ranks), lambda: None, partial(trace_text, ranks))
 

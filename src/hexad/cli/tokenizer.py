@@ -11,7 +11,7 @@ import click
 from hexad.config import HexadError
 
 from .data import ManyValues, input_options
-from .options import json_option, print_json
+from .options import answer, json_option, progress_bar
 
 
 @click.group("tokenizer")
@@ -55,23 +55,27 @@ def train_command(
 
     It reads what 'hexad data build' reads: text, .jsonl and .parquet, of conversations the messages.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
     from hexad.checkpoint.hugging_face.files import appearing
     from hexad.dataset.text.chat import load_chat_template
     from hexad.dataset.text.tokenizer import load_tokenizer
     from hexad.dataset.text.tokenizer_training import train_bpe, training_texts
 
     template = load_chat_template("byte", chat_template)
-    count = _Count()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    documents = size = 0
+
+    def counted(texts: Iterable[str]) -> Iterator[str]:
+        nonlocal documents
+        for text in texts:
+            documents += bool(text)
+            yield text
+
+    source = "" if template is None else template.source
+    with progress_bar() as bar:
         task = bar.add_task("reading", total=None)
 
         def report(done: int, total: int) -> None:
-            count.size = total
+            nonlocal size
+            size = total
             bar.update(task, completed=done, total=total)
             if done == total:
                 bar.update(task, description=f"learning {vocab:,} tokens")
@@ -81,49 +85,33 @@ def train_command(
                 inputs, json_key=json_key, include=include, exclude=exclude, progress=report
             )
             train_bpe(
-                count.of(texts),
+                counted(texts),
                 vocab,
                 directory,
                 special_tokens=special,
                 min_frequency=min_frequency,
-                chat_template=template.source if template is not None else None,
+                chat_template=source or None,
             )
     trained = load_tokenizer(output)
-    notes = _notes(
-        trained.vocab_size, vocab, template.source if template is not None else "", trained.specials
+    notes = _notes(trained.vocab_size, vocab, source, trained.specials)
+    facts = {"path": trained.name, "vocab": trained.vocab_size, "documents": documents}
+    text = f"{output}: vocabulary {trained.vocab_size:,}, from {documents:,} documents"
+    answer(
+        as_json,
+        {**facts, "bytes_read": size, "special_tokens": trained.specials, "notes": notes},
+        f"{text} ({size:,} bytes)",
+        *(f"note: {note}" for note in notes),
     )
-    if as_json:
-        facts = {"path": trained.name, "vocab": trained.vocab_size, "documents": count.documents}
-        print_json({**facts, "bytes_read": count.size, "special_tokens": trained.specials, "notes": notes})
-        return
-    click.echo(
-        f"{output}: vocabulary {trained.vocab_size:,}, from {count.documents:,} documents "
-        f"({count.size:,} bytes)"
-    )
-    for note in notes:
-        click.echo(f"note: {note}")
 
 
-class _Count:
-    """How much text a tokenizer has learned from."""
-
-    documents = size = 0
-
-    def of(self, texts: Iterable[str]) -> Iterator[str]:
-        for text in texts:
-            self.documents += bool(text)
-            yield text
-
-
-def _notes(found: int, wanted: int, template: str, special: dict[str, int]) -> list[str]:
+def _notes(learned: int, wanted: int, template: str, special: dict[str, int]) -> list[str]:
     import re
 
     notes = []
-    if found < wanted:
-        notes.append(f"{found:,} instead of {wanted:,} ids: no further pair occurs often enough")
-    missing = [
-        each for each in dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>", template)) if each not in special
-    ]
+    if learned < wanted:
+        notes.append(f"{learned:,} instead of {wanted:,} ids: no further pair occurs often enough")
+    written = dict.fromkeys(re.findall(r"<\|[^|<>\s]+\|>", template))
+    missing = [token for token in written if token not in special]
     if missing:
         notes.append(
             f"the chat template writes {', '.join(missing)}, which are several tokens each; make them "
@@ -154,23 +142,17 @@ def show_command(spec: str, text: str | None, as_json: bool) -> None:
     }
     if text is not None:
         try:
-            (found,) = loaded.encode_offsets([text])
+            (tokens,) = loaded.encode_offsets([text])
         except UnicodeEncodeError:
             raise HexadError("--text: found bytes that are not UTF-8") from None
-        facts["tokens"] = [
-            {"id": int(each), "text": text[begin:end]}
-            for each, begin, end in zip(found.ids, found.begin, found.end)
-        ]
-    if as_json:
-        print_json(facts)
-        return
-    tokens = facts.pop("tokens", None)
+        facts["tokens"] = [{"id": int(token), "text": text[begin:end]} for token, begin, end in zip(*tokens)]
     names = ", ".join(f"{name} {number}" for name, number in loaded.specials.items())
     shown = {**facts, "special_tokens": names or "none", "bos": ", ".join(map(str, loaded.bos)) or "none"}
+    if text is not None:
+        shown["tokens"] = f"{len(facts['tokens'])} of {len(text.encode())} bytes"
+    lines = []
     for name, value in shown.items():
         value = "none" if value is None else f"{value:,}" if name == "vocab" else value
-        click.echo(f"{name.replace('_', ' '):<16}{value}")
-    if tokens is not None:
-        click.echo(f"{'tokens':<16}{len(tokens)} of {len((text or '').encode())} bytes")
-        for each in tokens:
-            click.echo(f"{each['id']:>8}  {each['text']!r}")
+        lines.append(f"{name.replace('_', ' '):<16}{value}")
+    lines += [f"{token['id']:>8}  {token['text']!r}" for token in facts.get("tokens", ())]
+    answer(as_json, facts, *lines)

@@ -13,7 +13,7 @@ from hexad.launching.files import refuse_locked
 from hexad.model.configuration import load_config
 from hexad.planning import Resolved, check_config, resolve, smallest_world, working_layout
 
-from .options import degrees, json_option, overrides_argument, print_json, start_local
+from .options import json_option, overrides_argument, print_json, ranks_option, start_local
 
 if TYPE_CHECKING:
     from hexad.training.loop import Outcome
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 @click.command("train")
 @click.argument("path", metavar="run.yaml")
 @overrides_argument
-@click.option(
-    "--nproc", type=click.IntRange(1), help="Local ranks to start. [default: as few as the degrees allow]"
-)
+@ranks_option("--nproc", "Local ranks to start")
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -108,7 +106,7 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
 
 
 def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
-    """What people ask first, each line a comment, then the stages and the resolved configuration."""
+    """Print the summary, each line a comment, then the stages and the resolved configuration."""
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
@@ -116,14 +114,14 @@ def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
 
     config, layout, plan = resolved.config, resolved.layout, resolved.plan
     memory, per_rank = plans_of(resolved)
-    sizes = degrees(layout)
     if as_json:
+        facts = summary(resolved, per_rank)
         print_json(
             {
-                "summary": summary(resolved, per_rank),
+                "summary": facts,
                 "config": config.model_dump(mode="json", by_alias=True),
                 "world": layout.world,
-                "degrees": sizes,
+                "degrees": facts["degrees"],
                 "memory_bytes_per_rank": memory.as_tree(),
                 "pipeline": {
                     "schedule": plan.schedule.name,

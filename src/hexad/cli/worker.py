@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from importlib import import_module
 
 from hexad.launching.environment import end_with, hold_back_notice
 
@@ -26,21 +27,10 @@ def main() -> None:
     """Entry point of a rank that ``hexad`` itself has started: the message goes to torchrun's error file,
     from which the parent process prints one line."""
     command, *arguments = sys.argv[2:]
-    if command == "train":
-        from .train import train_here
-
-        action = lambda: train_here(arguments)  # noqa: E731
-    elif command == "generate":
-        from .generate import generate_here
-
-        action = lambda: generate_here(json.loads(arguments[0]))  # noqa: E731
-    elif command == "evaluate":
-        from .evaluate import evaluate_here
-
-        action = lambda: evaluate_here(json.loads(arguments[0]))  # noqa: E731
-    else:
+    if command not in ("train", "generate", "evaluate"):
         raise SystemExit(f"unknown worker command {command!r}")
-    status, message, _ = attempt(action)
+    here = getattr(import_module(f"hexad.cli.{command}"), f"{command}_here")
+    status, message, _ = attempt(lambda: here(arguments if command == "train" else json.loads(arguments[0])))
     if status:
         write_error(message)
     sys.stdout.flush()

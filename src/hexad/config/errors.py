@@ -15,11 +15,11 @@ class HexadError(Exception):
 
 
 class AgreedError(HexadError):
-    """A mistake that every rank of the world has been told of, so that one of them need say it.
+    """A mistake that every rank of the world knows of, so that one of them reports it.
 
     Args:
-        message: what all of them say.
-        kind: of the error that the rank met which found it.
+        message: the same on all ranks.
+        kind: of the error on the rank that detected it.
     """
 
     def __init__(self, message: str, kind: type[HexadError] = HexadError) -> None:

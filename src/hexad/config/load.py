@@ -118,7 +118,7 @@ _WRONG_FORM = {"string_type", "list_type", "tuple_type", "literal_error", "missi
 
 
 def _readable(error: ValidationError) -> ConfigError:
-    """The first problem of a pydantic error as field, value found, and fix."""
+    """Convert a pydantic error: its first problem as field, value found, and fix."""
     problems = error.errors(include_url=False)
     first = _field_of(problems[0]["loc"])[0]
     # Of the forms that a union allows, the one meant is the one that was followed furthest into the value.
@@ -130,9 +130,9 @@ def _readable(error: ValidationError) -> ConfigError:
         return ConfigError(field, _unknown(field, str(problem["loc"][-1]), model))
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return ConfigError(field, f"found {problem['input']!r}, expected {_group_of(field, model)}")
-    found = problem["input"]
-    if isinstance(found, Mapping):
-        found = dict(found)
+    given = problem["input"]
+    if isinstance(given, Mapping):
+        given = dict(given)
     indices = _indices(problem["loc"])
     if problem["type"] == "missing":  # of an item: what was found is the list that lacks it
         indices = indices[:-1]
@@ -145,9 +145,9 @@ def _readable(error: ValidationError) -> ConfigError:
         expected = f"expected {item} ({field} is {whole})" if indices else f"expected {whole}"
     else:
         expected = "; or ".join(dict.fromkeys(_expectation(p["msg"]) for p in alike))
-    hint = did_you_mean(found, _choices(model, field)) if isinstance(found, str) and not indices else ""
+    hint = did_you_mean(given, _choices(model, field)) if isinstance(given, str) and not indices else ""
     return ConfigError(
-        field + "".join(f"[{index}]" for index in indices), f"found {found!r}, {expected}{hint}"
+        field + "".join(f"[{index}]" for index in indices), f"found {given!r}, {expected}{hint}"
     )
 
 
@@ -160,7 +160,7 @@ def _expectation(message: str) -> str:
 
 
 def _indices(loc: Sequence[int | str]) -> list[int]:
-    """The places in nested lists that a pydantic location leads to."""
+    """The list indices in a pydantic location."""
     return [part for part in loc if isinstance(part, int)]
 
 
@@ -170,12 +170,22 @@ def _field_of(loc: Sequence[int | str]) -> tuple[str, type[BaseModel]]:
     names: list[str] = []
     for index, part in enumerate(loc):
         names.append(str(part))
-        field = next((f for n, f in model.model_fields.items() if (f.alias or n) == part), None)
-        nested = field and next((t for t in _types(field.annotation) if issubclass(t, BaseModel)), None)
+        nested = _group(_annotation(model, str(part)))
         if nested is None or index == len(loc) - 1:
             break
         model = nested
     return ".".join(names), model
+
+
+def _annotation(model: type[BaseModel], name: str) -> Any:
+    """The type of a setting of a group, by the last part of its name; None for an unknown one."""
+    last = name.rpartition(".")[2]
+    return next((f.annotation for n, f in model.model_fields.items() if (f.alias or n) == last), None)
+
+
+def _group(annotation: Any) -> type[BaseModel] | None:
+    """The group of settings in a type, through any nesting, if there is one."""
+    return next((kind for kind in _types(annotation) if issubclass(kind, BaseModel)), None)
 
 
 def _types(annotation: Any) -> list[type]:
@@ -186,16 +196,13 @@ def _types(annotation: Any) -> list[type]:
 
 def _choices(model: type[BaseModel], field: str) -> list[str]:
     """The strings a setting may take, through any nesting of Literal and union."""
-    info = next(
-        (f for n, f in model.model_fields.items() if (f.alias or n) == field.rsplit(".", 1)[-1]), None
-    )
 
     def strings(annotation: Any) -> list[str]:
         if isinstance(annotation, str):
             return [annotation]
         return [s for inner in get_args(annotation) for s in strings(inner)]
 
-    return strings(info.annotation) if info else []
+    return strings(_annotation(model, field))
 
 
 def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
@@ -204,14 +211,13 @@ def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str
     for name, field in model.model_fields.items():
         key = prefix + (field.alias or name)
         names.append(key)
-        for inner in _types(field.annotation):
-            if issubclass(inner, BaseModel):
-                names += setting_names(inner, key + ".")
+        if (group := _group(field.annotation)) is not None:
+            names += setting_names(group, key + ".")
     return names
 
 
 def _unknown(field: str, key: str, model: type[BaseModel]) -> str:
-    """What is wrong with a key that the settings do not have."""
+    """The message for a key that the settings do not have."""
     if "." not in key:
         return f"unknown key{_nearest(field, model)}"
     *groups, last = key.split(".")
@@ -220,11 +226,8 @@ def _unknown(field: str, key: str, model: type[BaseModel]) -> str:
 
 
 def _group_of(field: str, model: type[BaseModel]) -> str:
-    """What to write where a group of settings is expected."""
-    info = next(
-        (f for n, f in model.model_fields.items() if (f.alias or n) == field.rsplit(".", 1)[-1]), None
-    )
-    group = next((t for t in _types(info.annotation) if issubclass(t, BaseModel)), None) if info else None
+    """The message part that says what to write where a group of settings is expected."""
+    group = _group(_annotation(model, field))
     names = [f.alias or n for n, f in group.model_fields.items()] if group else []
     some = f" such as {', '.join(names[:3])}" if names else ""
     return f"settings{some}; to keep the defaults, leave out the line"
@@ -250,9 +253,9 @@ def anchored(config: Config) -> Config:
             prefix = "hf:" if value.startswith("hf:") else ""  # of model.load
             return prefix + str(Path(value.removeprefix(prefix)).absolute())
         if isinstance(value, Mapping):
-            return {name: absolute(each) for name, each in value.items()}
+            return {name: absolute(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(absolute(each) for each in value)
+            return type(value)(map(absolute, value))
         return value
 
     update = {

@@ -113,10 +113,10 @@ class DataSettings(Settings):
         training data (:meth:`part`) is named like these."""
         if isinstance(self.validation, dict):
             return self.validation
-        found = self.validation
-        if found is None and self.split is not None and self.split[1]:
-            found = self.train
-        return {} if found is None else {"validation": found}
+        data = self.validation
+        if data is None and self.split is not None and self.split[1]:
+            data = self.train
+        return {} if data is None else {"validation": data}
 
     def part(self, training: bool) -> tuple[float, float] | None:
         """Which documents of ``train`` (begin, end, as fractions) are for training, or for validation where

@@ -1,4 +1,4 @@
-"""Files that are written atomically, by one of many processes, and told apart by a hash."""
+"""Files that are written atomically, by one of many processes, and identified by a hash."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ def written_once(path: Path, read: Callable[[], T | None], write: Callable[[], N
         HexadError: another process has not completed it in time.
         OSError: it cannot be written.
     """
-    if (found := read()) is not None:
-        return found
+    if (content := read()) is not None:
+        return content
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.lock")
     with beside.open("a+", encoding="utf-8") as file:
@@ -137,12 +137,12 @@ def written_once(path: Path, read: Callable[[], T | None], write: Callable[[], N
                 "run.timeout, or end that process if it hangs"
             )
         os.listdir(path.parent)  # NFS: opening the directory drops a cached "no such file"
-        if (found := read()) is None:
+        if (content := read()) is None:
             try:
                 write()
-                found = read()
+                content = read()
             finally:
                 beside.unlink(missing_ok=True)
-    if found is None:
+    if content is None:
         raise OSError(errno.EIO, "it was written but cannot be read back", str(path))
-    return found
+    return content

@@ -21,7 +21,6 @@ import struct
 from array import array
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -121,11 +120,9 @@ class IndexedDataset:
         if version != VERSION:
             raise HexadError(f"{self._idx}: format version {version}, expected {VERSION}; {_AGAIN}")
         if code not in DTYPES:
-            found = (
-                f"dtype code {code} ({_FLOATS[code]})" if code in _FLOATS else f"unknown dtype code {code}"
-            )
+            kind = f"dtype code {code} ({_FLOATS[code]})" if code in _FLOATS else f"unknown dtype code {code}"
             known = ", ".join(f"{c} ({d.name})" for c, d in DTYPES.items())
-            raise HexadError(f"{self._idx}: {found}, expected one of {known}; {_AGAIN}")
+            raise HexadError(f"{self._idx}: {kind}, expected one of {known}; {_AGAIN}")
         return DTYPES[code], sequences, boundaries
 
     def _map_index(self, sequences: int, boundaries: int) -> None:
@@ -220,10 +217,10 @@ class IndexedDataset:
         return self.documents
 
     def identity(self) -> tuple[object, ...]:
-        """Size, time of the last change, and a hash of parts of the index: what tells it from others without
+        """Size, time of the last change, and a hash of parts of the index: what identifies it without
         reading all of it."""
-        found = self._idx.stat()
-        return found.st_size, found.st_mtime_ns, sampled_hash(self._idx)
+        status = self._idx.stat()
+        return status.st_size, status.st_mtime_ns, sampled_hash(self._idx)
 
     def starts(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Position in :attr:`tokens` at which each document begins (and the one before it ends).
@@ -428,9 +425,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         if kind is None:
             self.finish()
         else:

@@ -33,7 +33,7 @@ def mask_path(prefix: str | Path) -> Path:
 
 
 def has_mask(prefix: str | Path) -> bool:
-    """Whether a dataset says which of its tokens are trained."""
+    """Whether a dataset has a loss mask."""
     return mask_path(prefix).is_file()
 
 
@@ -83,9 +83,9 @@ class TokenMask:
 
     def after(self, position: int) -> TokenMask:
         """The same mask of the tokens from a position on, which are then counted from 0."""
-        found = copy(self)
-        found._first += position
-        return found
+        mask = copy(self)
+        mask._first += position
+        return mask
 
     def verify(self) -> None:
         """Compare the number of bits with the header's: reads the whole file.
@@ -94,16 +94,17 @@ class TokenMask:
             HexadError: they differ.
         """
         counts = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.int64)
-        found = 0
+        marked = 0
         for start in range(0, len(self._bits), _CHUNK):
-            found += int(counts[self._bits[start : start + _CHUNK]].sum())
-        if found != self.trained:
+            marked += int(counts[self._bits[start : start + _CHUNK]].sum())
+        if marked != self.trained:
             raise HexadError(
-                f"{self.path}: damaged: {found} tokens are marked, its header states {self.trained}; {_AGAIN}"
+                f"{self.path}: damaged: {marked} tokens are marked, its header states {self.trained}; "
+                f"{_AGAIN}"
             )
 
     def fingerprint(self) -> str:
-        """A hash of parts of the file, which tells it from others."""
+        """A hash of parts of the file, which identifies it."""
         return sampled_hash(self.path)
 
 
@@ -159,7 +160,7 @@ class MaskWriter:
         self._rest = bits[whole:]
 
     def complete(self, index: Path, tokens: Path) -> None:
-        """Have the file on disk under its temporary name, if there is to be one.
+        """Complete the file on disk under its temporary name, if there is to be one.
 
         Args:
             index, tokens: the dataset's files, complete.
@@ -176,7 +177,7 @@ class MaskWriter:
         sync_and_close(self._stream)
 
     def publish(self) -> None:
-        """Give the file its name, or remove that of an earlier dataset."""
+        """Rename the file to its final name, or remove that of an earlier dataset."""
         if self._stream is None:
             self.path.unlink(missing_ok=True)
         else:

@@ -70,7 +70,7 @@ def fingerprint(prefix: str | Path) -> str:
 
 
 def identity(prefix: str | Path) -> str:
-    """As :func:`fingerprint`, with the loss mask if there is one: what all ranks of a run must have alike."""
+    """The :func:`fingerprint`, with the loss mask if there is one: all ranks of a run must have the same."""
     mask = [mask_path(prefix)] if has_mask(prefix) else []
     return sampled_hash(idx_path(prefix), bin_path(prefix), *mask)
 
@@ -132,18 +132,18 @@ def chat_templates(data: Iterable[str]) -> Mapping[str, str] | None:
     Raises:
         HexadError: two data sets have different ones: a model is kept with one.
     """
-    first, found = "", None
+    first, templates = "", None
     for prefix in data:
         built = read_sidecar(prefix)
         if built is None or built.chat_templates is None:
             continue
-        if found is not None and built.chat_templates != found:
+        if templates is not None and built.chat_templates != templates:
             raise HexadError(
                 f"found {first} and {prefix}, whose conversations have different chat templates; build one "
                 "of them again with that of the other (--chat-template FILE)"
             )
-        first, found = prefix, built.chat_templates
-    return found
+        first, templates = prefix, built.chat_templates
+    return templates
 
 
 def check_mask(data: IndexedDataset, built: Sidecar) -> None:
@@ -177,7 +177,18 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
     data = IndexedDataset(prefix)
     if (built := read_sidecar(prefix)) is not None:
         check_mask(data, built)
-        _check_built(prefix, built, vocab, eod)
+        if eod is not None and built.eod not in (None, eod):
+            raise HexadError(
+                f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, "
+                f"but that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data "
+                "again"
+            )
+        if vocab is not None and built.max_token >= vocab:
+            with_ = f", built with {built.tokenizer}, vocabulary {built.vocab}" if built.tokenizer else ""
+            raise HexadError(
+                f"{prefix} holds token id {built.max_token} ({sidecar_path(prefix).name}{with_}), expected 0 "
+                f"to {vocab - 1}; set data.tokenizer (or model.vocab) to what the data was built with"
+            )
         if bos is not None and built.bos is not None and list(bos) != list(built.bos):
             raise HexadError(
                 f"{prefix} was built with the ids {list(built.bos)} before each document, but data.bos and "
@@ -185,17 +196,3 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
                 "the data again"
             )
     return data
-
-
-def _check_built(prefix: str, built: Sidecar, vocab: int | None, eod: int | None) -> None:
-    if eod is not None and built.eod not in (None, eod):
-        raise HexadError(
-            f"{prefix} was built with tokenizer {built.tokenizer}, whose end of document is {built.eod}, but "
-            f"that of data.tokenizer is {eod}; set data.tokenizer to the same one or build the data again"
-        )
-    if vocab is not None and built.max_token >= vocab:
-        with_ = f", built with {built.tokenizer}, vocabulary {built.vocab}" if built.tokenizer else ""
-        raise HexadError(
-            f"{prefix} holds token id {built.max_token} ({sidecar_path(prefix).name}{with_}), expected 0 to "
-            f"{vocab - 1}; set data.tokenizer (or model.vocab) to what the data was built with"
-        )

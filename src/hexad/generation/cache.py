@@ -29,13 +29,13 @@ class Lengths:
         self.masks: dict[int | None, torch.Tensor | None] = {}
 
     def advance(self) -> None:
-        """Every sequence has one token more."""
+        """Count one more token of every sequence."""
         self.now += 1
         self._longest += 1
         self.masks.clear()
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Only these sequences continue."""
+        """Keep only these sequences."""
         self.now = self.now[rows]
         self.masks.clear()
 
@@ -72,7 +72,7 @@ class KeyValueCache:
         self._values = torch.empty(0)
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep those of the prompts, ``[all their tokens, heads, width]``; tokens after these are padding."""
+        """Store keys and values of the prompts, ``[all their tokens, heads, width]``; the rest is padding."""
         bounds, (_, heads, width) = self.lengths.bounds, keys.shape
         shape = (len(bounds) - 1, heads, self.lengths.capacity, width)
         self._keys, self._values = keys.new_zeros(shape), values.new_zeros(shape)
@@ -97,5 +97,5 @@ class KeyValueCache:
         return self._keys[:, :, :longest], self._values[:, :, :longest], self.lengths.mask(window)
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Only these sequences continue."""
+        """Keep only these sequences."""
         self._keys, self._values = self._keys[rows], self._values[rows]

@@ -100,7 +100,7 @@ def load_model(config: Config, source: Path | str, mesh: Mesh, layers: Sequence[
 
 
 def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
-    """What this rank has of the parameters, emptied."""
+    """This rank's part of the parameters as chunks, set to zero."""
     chunks = []
     for declared in parameters:
         values = declared.parameter.data.zero_()
@@ -110,23 +110,6 @@ def _chunks(parameters: Sequence[Declared]) -> list[Chunk]:
                 named = rectangle.named(f"model.{rectangle.name}")
                 chunks.append(Chunk(named, local, rounded=declared.declaration.frozen))
     return chunks
-
-
-def generate(
-    model: Transformer,
-    prompt: list[int],
-    tokens: int,
-    sampling: Sampling,
-    stop: int | None = None,
-    pipeline: Axis | None = None,
-) -> Iterator[int]:
-    """Yield up to ``tokens`` new token ids after ``prompt``; ends after the id ``stop``. Otherwise as
-    :func:`generate_all` of one prompt."""
-    for found in _steps(model, [prompt], tokens, sampling, [sampling.seed], pipeline):
-        token = found[0]
-        yield token
-        if token == stop:
-            return
 
 
 def generate_all(
@@ -157,11 +140,11 @@ def generate_all(
     """
     new: list[list[int]] = [[] for _ in prompts]
     seeds = [sampling.seed] * len(prompts) if seeds is None else seeds
-    for found in _steps(model, prompts, tokens, sampling, seeds, pipeline):
-        for number, token in list(found.items()):
+    for tokens_of in _steps(model, prompts, tokens, sampling, seeds, pipeline):
+        for number, token in list(tokens_of.items()):
             new[number].append(token)
             if ended(number, new[number]):
-                del found[number]  # it does not continue
+                del tokens_of[number]  # it does not continue
     return new
 
 
@@ -194,17 +177,17 @@ def _steps(
         if model.inventory.last:
             numbers = None if spans is None else spans.numbers
             logits = gathered_logits(model, selected_rows(hidden, last, numbers, model.shard.context))
-            each = zip(logits.split(1), running)
-            fresh[:, 0] = torch.cat([choose(row, sampling, generators[number]) for row, number in each])
+            rows_of = zip(logits.split(1), running)
+            fresh[:, 0] = torch.cat([choose(row, sampling, generators[number]) for row, number in rows_of])
         else:
             send_async(hidden, pipeline, pipeline.rank + 1).wait()
         fresh = broadcast(fresh, pipeline, source=pipeline.size - 1)
         fresh = broadcast(fresh, model.shard.context)  # even if context ranks round differently
         if start is not None:
             lengths.advance()
-        found = dict(zip(running, fresh[:, 0].tolist()))
-        yield found
-        rows = [row for row, number in enumerate(running) if number in found]
+        tokens_of = dict(zip(running, fresh[:, 0].tolist()))
+        yield tokens_of
+        rows = [row for row, number in enumerate(running) if number in tokens_of]
         if not rows:
             return
         if len(rows) < len(running):

@@ -20,7 +20,7 @@ _AT_ONCE = 4096
 
 
 class Likelihood(NamedTuple):
-    """Of the continuation in a sequence.
+    """The likelihood of a continuation.
 
     Attributes:
         log_probability: the sum over its tokens, in nats.
@@ -48,19 +48,19 @@ def log_likelihoods(
     for ids, first in sequences:
         if not 1 <= first < len(ids):
             raise HexadError(f"log_likelihoods: found {len(ids)} tokens of which number {first} is the first")
-    found: list[Likelihood] = []
+    likelihoods: list[Likelihood] = []
     for group in _groups(sequences):
-        found += _scored(model, group, pipeline or Axis("pipeline"))
-    return found
+        likelihoods += _scored(model, group, pipeline or Axis("pipeline"))
+    return likelihoods
 
 
 def _groups(sequences: Sequence[tuple[list[int], int]]) -> Iterator[list[tuple[list[int], int]]]:
     group: list[tuple[list[int], int]] = []
-    for each in sequences:
-        if group and sum(len(ids) for ids, _ in group) + len(each[0]) > _AT_ONCE:
+    for sequence in sequences:
+        if group and sum(len(ids) for ids, _ in group) + len(sequence[0]) > _AT_ONCE:
             yield group
             group = []
-        group.append(each)
+        group.append(sequence)
     if group:
         yield group
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from hexad.comm import agreed
@@ -41,7 +40,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to write.
+    """The settings of a generation: how much is written, and how.
 
     Attributes:
         tokens: new ids at most.
@@ -101,24 +100,21 @@ def write(
     tasks = [(number, sample) for number in range(len(prompts)) for sample in range(wanted.samples)]
     for begin in range(0, len(tasks), wanted.batch):
         group = tasks[begin : begin + wanted.batch]
-        ids = generate_all(
-            model,
-            [prompts[number] for number, _ in group],
-            wanted.tokens,
-            wanted.sampling,
-            partial(_ended, tokenizer, stop, [ending[number] for number, _ in group]),
-            [wanted.sampling.seed + sample for _, sample in group],
-            pipeline,
-        )
+
+        def ended(row: int, new: list[int], group: list[tuple[int, int]] = group) -> bool:
+            return new[-1] in ending[group[row][0]] or _stopped(tokenizer, new, stop)
+
+        seeds = [wanted.sampling.seed + sample for _, sample in group]
+        numbers = [prompts[number] for number, _ in group]
+        ids = generate_all(model, numbers, wanted.tokens, wanted.sampling, ended, seeds, pipeline)
         for (number, sample), new in zip(group, ids):
-            yield _continuation(tokenizer, number, sample, new, stop, ending[number])
-
-
-def _ended(
-    tokenizer: Tokenizer, stop: Sequence[str], ending: Sequence[set[int | None]], row: int, new: list[int]
-) -> bool:
-    """Whether the text of a row is complete."""
-    return new[-1] in ending[row] or _stopped(tokenizer, new, stop)
+            text = tokenizer.decode(new)
+            places = [place for place in map(text.find, stop) if place >= 0]
+            reason: Literal["document", "length"] = "document" if new[-1] in ending[number] else "length"
+            if places:
+                yield Continuation(number, sample, text[: min(places)], new, "stop")
+            else:
+                yield Continuation(number, sample, text, new, reason)
 
 
 def _stopped(tokenizer: Tokenizer, new: list[int], stop: Sequence[str]) -> bool:
@@ -129,21 +125,6 @@ def _stopped(tokenizer: Tokenizer, new: list[int], stop: Sequence[str]) -> bool:
     longest = max(len(text.encode()) for text in stop)
     tail = tokenizer.decode(new[-longest - 8 :])
     return any(text in tail for text in stop)
-
-
-def _continuation(
-    tokenizer: Tokenizer,
-    prompt: int,
-    sample: int,
-    new: list[int],
-    stop: Sequence[str],
-    ending: set[int | None],
-) -> Continuation:
-    text = tokenizer.decode(new)
-    places = [place for place in (text.find(each) for each in stop) if place >= 0]
-    if places:
-        return Continuation(prompt, sample, text[: min(places)], new, "stop")
-    return Continuation(prompt, sample, text, new, "document" if new[-1] in ending else "length")
 
 
 log = logging.getLogger("hexad")

@@ -82,7 +82,7 @@ def memory_json(
 
 
 def _verdict(ranks: Sequence[MemoryPlan], device: Device) -> str:
-    """Whether the run fits, with the margin."""
+    """The statement whether the run fits, with the margin."""
     need = max(plan.total for plan in ranks)
     margin = device.capacity - need
     sizes = f"{need / _GIB:,.2f} of {device.capacity / _GIB:,.2f} GiB on {device.name}"
@@ -121,15 +121,15 @@ def _shown(ranks: Sequence[MemoryPlan]) -> list[dict[str, int]]:
     largest = {name: max(parts.get(name, 0) for parts in sizes) for name in names}
     small = [name for name in names if name.startswith("activations: ") and largest[name] < least]
     kept = [name for name in names if name not in small and name != "buffers"]
-    found = []
+    shown = []
     for parts in sizes:
         drawn = {name: parts.get(name, 0) for name in kept}
         if small:
             drawn["activations: other"] = sum(parts.get(name, 0) for name in small)
         if "buffers" in names:  # on top
             drawn["buffers"] = parts["buffers"]
-        found.append(drawn)
-    return found
+        shown.append(drawn)
+    return shown
 
 
 @styled
@@ -169,5 +169,5 @@ def memory_figure(ranks: Sequence[MemoryPlan], title: str = "", device: Device |
 
 
 def _number(size: float) -> str:
-    """GiB in a picture."""
+    """A number of GiB as text for a picture."""
     return f"{size:.2f}" if size >= 1 else f"{size:.3g}"

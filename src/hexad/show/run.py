@@ -38,10 +38,12 @@ class Metrics:
 
     def series(self, name: str, axis: str | None = None) -> tuple[list[int], list[float]]:
         """(steps, values) where the metric ``name``, or its entry ``axis``, is a finite number."""
-        found = ((line["step"], line.get(name)) for line in self.lines)
+        values = ((line["step"], line.get(name)) for line in self.lines)
         if axis is not None:
-            found = ((step, (value or {}).get(axis)) for step, value in found)
-        pairs = [(step, value) for step, value in found if isinstance(value, int | float) and isfinite(value)]
+            values = ((step, (value or {}).get(axis)) for step, value in values)
+        pairs = [
+            (step, value) for step, value in values if isinstance(value, int | float) and isfinite(value)
+        ]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     @property

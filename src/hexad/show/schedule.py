@@ -57,7 +57,7 @@ class Chart:
         timeline: a valid schedule and when each of its actions starts and ends, the first at 0.
         label: distinguishes several charts of a picture, such as ``planned``.
         unit: of time, such as ``s``; empty where only ratios have a meaning.
-        basis: where the times come from, for people.
+        basis: description of where the times come from.
     """
 
     timeline: Timeline
@@ -67,13 +67,13 @@ class Chart:
 
     @property
     def title(self) -> str:
-        """``zb_v: pipeline 4, stages 8, microbatches 8``."""
+        """Heading of the chart: ``zb_v: pipeline 4, stages 8, microbatches 8``."""
         it = self.timeline.schedule
         return f"{it.name}: pipeline {it.pipeline}, stages {it.stages}, microbatches {it.microbatches}"
 
     @property
     def facts(self) -> str:
-        """``planned: bubble 12.5%, makespan 24``."""
+        """Key figures: ``planned: bubble 12.5%, makespan 24``."""
         label = f"{self.label}: " if self.label else ""
         unit = f" {self.unit}" if self.unit else ""
         basis = f" ({self.basis})" if self.basis else ""
@@ -85,7 +85,7 @@ class Chart:
         return validate(self.timeline.schedule).peak_activations
 
     def boxes(self, rank: int) -> list[Box]:
-        """A rank's actions."""
+        """The actions of a rank as boxes."""
         boxes, later = [], self.timeline.schedule.stages_of(rank)[1::2]
         for action, times in zip(self.timeline.schedule.ranks[rank], self.timeline.times[rank]):
             kind = action.kind.lower() if action.stage in later else action.kind
@@ -103,7 +103,7 @@ class Chart:
         return durations[len(durations) // 10] if durations else 0.0
 
     def kinds(self) -> list[str]:
-        """Those in use."""
+        """The kinds of actions in use."""
         used = {action.kind for actions in self.timeline.schedule.ranks for action in actions}
         return [kind for kind in MEANINGS if kind in used]
 

@@ -1,4 +1,4 @@
-"""What people ask of a configuration first: size, tokens, steps, ranks, memory; time where it is known."""
+"""A configuration in brief: size, tokens, steps, ranks, memory; time where it is known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AXES = ("tensor", "context", "pipeline", "data", "expert")
 
 
 def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
-    """The answers, as JSON values.
+    """The summary of a run as JSON values.
 
     Args:
         resolved: the run.
@@ -72,10 +72,10 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
 def _steps_left(config: Config) -> int:
     """Steps after the newest checkpoint of the run in ``run.dir``."""
     try:
-        found = CheckpointDirectory(config.run.dir).complete()
+        checkpoints = CheckpointDirectory(config.run.dir).complete()
     except OSError:
-        found = []
-    return max(0, config.run.steps - (found[-1][0] if found else 0))
+        checkpoints = []
+    return max(0, config.run.steps - (checkpoints[-1][0] if checkpoints else 0))
 
 
 def _step_seconds(config: Config) -> float | None:
@@ -103,7 +103,7 @@ def planned_device(config: Config) -> str:
 
 
 def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]) -> list[str]:
-    """The answers of :func:`summary`, each a line; ``given``: the configuration before it was resolved."""
+    """The facts of :func:`summary` as lines of text; ``given``: the configuration before it was resolved."""
     config, facts = resolved.config, summary(resolved, ranks)
     model, memory = config.model, facts["memory_bytes"]
     shape = f"{model.layers} layers, hidden {model.hidden:,}, {model.heads} heads, vocabulary {model.vocab:,}"
@@ -148,7 +148,7 @@ def _degrees(degrees: dict[str, int]) -> str:
 
 
 def rounded(number: int) -> str:
-    """``8.03 B``: three digits; all of them below a million."""
+    """A count with three digits, such as ``8.03 B``; exact below a million."""
     for unit, name in _SHORT:
         if number >= unit:
             return f"{number / unit:.3g} {name}"
@@ -156,5 +156,5 @@ def rounded(number: int) -> str:
 
 
 def _both(number: int) -> str:
-    """``8,030,261,248 (8.03 B)``."""
+    """A count exact and rounded: ``8,030,261,248 (8.03 B)``."""
     return f"{number:,}" if number < _SHORT[-1][0] else f"{number:,} ({rounded(number)})"

@@ -12,11 +12,13 @@ import json
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from hexad.config import HexadError
@@ -49,7 +51,7 @@ class RankTrace:
 
     @property
     def idle(self) -> float:
-        """Seconds of neither."""
+        """Seconds without compute and without exposed communication."""
         return max(0.0, self.seconds - self.compute - sum(self.exposed.values()))
 
 
@@ -59,10 +61,10 @@ def read_traces(directory: str | Path) -> list[RankTrace]:
     Raises:
         HexadError: there are none, or one is not readable.
     """
-    found = sorted(Path(directory).glob("profile/rank-*.json.gz"))
-    if not found:
+    paths = sorted(Path(directory).glob("profile/rank-*.json.gz"))
+    if not paths:
         raise HexadError(f"{directory}: no traces in profile/; set log.profile: {{start: STEP, steps: N}}")
-    return [_read(path) for path in found]
+    return [_read(path) for path in paths]
 
 
 def _read(path: Path) -> RankTrace:
@@ -91,16 +93,29 @@ def summarise(rank: int, events: Sequence[Mapping[str, Any]]) -> RankTrace:
     on_gpu = any(event.get("cat") in _ON_GPU for event in events)
     threads = {event.get("tid") for event in labels}  # others work beside the step, such as those that save
     compute, waits = _gpu(events) if on_gpu else _cpu([e for e in events if e.get("tid") in threads])
-    busy = _within(_union(compute), window)
-    exposed = {}
-    for axis, spans in sorted(waits.items()):
-        alone = _subtract(_within(_union(spans), window), busy)
-        exposed[axis] = _length(alone) / len(steps) / 1e6
-        busy = _union([*busy, *alone])  # what two axes wait for at once counts once
-    total = _length(_within(_union(compute), window))
-    return RankTrace(
-        rank, len(steps), _length([window]) / len(steps) / 1e6, total / len(steps) / 1e6, exposed
-    )
+    lengths, (busy, *waiting) = _covered(window, compute, *waits.values())
+    if not on_gpu:  # operators inside of a collective are no compute
+        busy &= ~np.any([np.zeros_like(busy), *waiting], axis=0)
+    scale = 1e6 * len(steps)
+    computed, exposed = float(lengths[busy].sum()) / scale, {}
+    for axis, covered in sorted(zip(waits, waiting)):
+        alone = covered & ~busy
+        exposed[axis] = float(lengths[alone].sum()) / scale
+        busy |= alone  # what two axes wait for at once counts once
+    return RankTrace(rank, len(steps), (window[1] - window[0]) / scale, computed, exposed)
+
+
+def _covered(window: Span, *groups: Sequence[Span]) -> tuple[NDArray[np.float64], list[NDArray[np.bool_]]]:
+    """Lengths of the pieces into which the ends of spans cut a window, and which of these pieces the spans of
+    each group cover."""
+    clipped = [np.clip(np.array(spans, dtype=np.float64).reshape(-1, 2), *window) for spans in groups]
+    cuts = np.unique(np.concatenate([np.array(window), *(spans.ravel() for spans in clipped)]))
+    covered = []
+    for spans in clipped:
+        places = np.searchsorted(cuts, spans)
+        begun, ended = (np.bincount(places[:, side], minlength=len(cuts)) for side in (0, 1))
+        covered.append(np.cumsum(begun - ended)[:-1] > 0)
+    return np.diff(cuts), covered
 
 
 def _is_label(event: Mapping[str, Any]) -> bool:
@@ -112,17 +127,16 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _cpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], dict[str, list[Span]]]:
-    """Operators, without those inside of a collective, and the time spent in collectives, by axis."""
+    """Spans of operators, and of collectives by axis."""
     waits: dict[str, list[Span]] = defaultdict(list)
     for event in events:
         if _is_label(event) and (label := _COMMUNICATION.fullmatch(event["name"])):
             waits[label[1]].append(_span(event))
-    operators = _union(_span(event) for event in events if event.get("cat") == "cpu_op")
-    return _subtract(operators, _union(span for spans in waits.values() for span in spans)), waits
+    return [_span(event) for event in events if event.get("cat") == "cpu_op"], waits
 
 
 def _gpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], dict[str, list[Span]]]:
-    """Kernels other than NCCL's, and NCCL's by the axis of the label inside which they were launched."""
+    """Spans of kernels other than NCCL's, and of NCCL's by the axis of the label around their launch."""
     labels: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     launches: dict[Any, tuple[Any, float]] = {}
     for event in events:
@@ -130,8 +144,8 @@ def _gpu(events: Sequence[Mapping[str, Any]]) -> tuple[list[Span], dict[str, lis
             labels[event["tid"]].append((*_span(event), label[1]))
         elif str(event.get("cat", "")).startswith("cuda_"):
             launches[event.get("args", {}).get("correlation")] = (event["tid"], float(event["ts"]))
-    for each in labels.values():
-        each.sort()
+    for spans in labels.values():
+        spans.sort()
     compute, waits = [], defaultdict(list)
     for event in events:
         if event.get("cat") in _ON_GPU:
@@ -153,68 +167,20 @@ def _axis(labels: Mapping[Any, Sequence[tuple[float, float, str]]], launch: tupl
     return "other"
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint, ascending."""
-    merged: list[Span] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _within(spans: Iterable[Span], window: Span) -> list[Span]:
-    clipped = ((max(begin, window[0]), min(end, window[1])) for begin, end in spans)
-    return [(begin, end) for begin, end in clipped if begin < end]
-
-
-def _subtract(spans: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
-    """The parts of ``spans`` outside of ``holes``; both disjoint and ascending."""
-    left, at = [], 0
-    for begin, end in spans:
-        while at < len(holes) and holes[at][1] <= begin:
-            at += 1
-        hole = at
-        while hole < len(holes) and holes[hole][0] < end:
-            if begin < holes[hole][0]:
-                left.append((begin, holes[hole][0]))
-            begin = max(begin, holes[hole][1])
-            hole += 1
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def _length(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in spans)
-
-
 def trace_json(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     """Seconds per step of every rank."""
-    return {
-        "steps": ranks[0].steps,
-        "ranks": [
-            {
-                "rank": each.rank,
-                "seconds": each.seconds,
-                "compute": each.compute,
-                "exposed": dict(each.exposed),
-                "idle": each.idle,
-            }
-            for each in ranks
-        ],
-    }
+    rows = [{**asdict(trace), "idle": trace.idle} for trace in ranks]
+    return {"steps": ranks[0].steps, "ranks": [{**row, "exposed": dict(row["exposed"])} for row in rows]}
 
 
 def trace_text(ranks: Sequence[RankTrace]) -> Table:
     """A row per rank; parts as milliseconds and per cent of a step."""
-    axes = sorted({axis for each in ranks for axis in each.exposed})
+    axes = sorted({axis for trace in ranks for axis in trace.exposed})
     table = Table(title=f"mean of {ranks[0].steps} steps, milliseconds", box=None)
     for name in ("rank", "step", "compute", *(f"exposed {axis}" for axis in axes), "idle"):
         table.add_column(name, justify="right")
-    for each in ranks:
-        parts = (each.compute, *(each.exposed.get(axis, 0.0) for axis in axes), each.idle)
-        cells = (f"{1e3 * part:,.1f} ({part / each.seconds:.0%})" for part in parts)
-        table.add_row(str(each.rank), f"{1e3 * each.seconds:,.1f}", *cells)
+    for trace in ranks:
+        parts = (trace.compute, *(trace.exposed.get(axis, 0.0) for axis in axes), trace.idle)
+        cells = (f"{1e3 * part:,.1f} ({part / trace.seconds:.0%})" for part in parts)
+        table.add_row(str(trace.rank), f"{1e3 * trace.seconds:,.1f}", *cells)
     return table

@@ -49,7 +49,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls a GPU; ``cpu``."""
+    """The vendor's name of a GPU; ``cpu`` for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -66,21 +66,21 @@ _GPUS = {
 def published_peaks(name: str) -> tuple[float, float] | None:
     """(16-bit, fp32) peak of a GPU by name, such as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     words = rf"(?<![A-Za-z0-9])({'|'.join(sorted(_GPUS, key=len, reverse=True))})(?![A-Za-z0-9])"
-    found = re.search(words, name)
-    return (_GPUS[found[1]].half, _GPUS[found[1]].single) if found else None
+    match = re.search(words, name)
+    return (_GPUS[match[1]].half, _GPUS[match[1]].single) if match else None
 
 
 def named_gpus() -> dict[str, tuple[Gpu, int]]:
     """(GPU, bytes that programs can use) by name: ``h100``, ``h100-nvl``, ``a100-40gb``, ``a100`` (the
     largest)."""
-    found: dict[str, tuple[Gpu, int]] = {}
+    gpus: dict[str, tuple[Gpu, int]] = {}
     for name, gpu in _GPUS.items():
         word = name.lower().replace(" ", "-")
         sizes = {f"{word}-{sold}gb": int(usable * 2**30) for sold, usable in gpu.memory.items()}
         if len(sizes) == 1 and max(gpu.memory) < 80:  # the size adds nothing to the name
             sizes = {word: max(sizes.values())}
-        found |= {name: (gpu, size) for name, size in {word: max(sizes.values()), **sizes}.items()}
-    return found
+        gpus |= {name: (gpu, size) for name, size in {word: max(sizes.values()), **sizes}.items()}
+    return gpus
 
 
 def gpu_visible(devices: Path = Path("/dev")) -> bool:
@@ -102,5 +102,5 @@ def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     except OSError:  # not Linux
         return False
     features = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    found = features[1].split() if features else []
-    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(found)
+    listed = features[1].split() if features else []
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(listed)

@@ -16,16 +16,18 @@ world is ever stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import cached_property
+from itertools import product
 from math import gcd, prod
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from hexad.config import ConfigError, did_you_mean
+from hexad.config.schema import ParallelSettings
 
 MOST_RANKS = 2**22
-"""Of any world: pictures and groups of ranks list them."""
+"""Most ranks of a world: pictures and groups of ranks list them."""
 
 DENSE_AXES = ("tensor", "context", "data", "pipeline")
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
@@ -44,25 +46,6 @@ class Digit(NamedTuple):
 
     degree: int
     stride: int
-
-
-class LayoutSettings(Protocol):
-    """The settings a layout is made of (``hexad.config.schema.ParallelSettings``)."""
-
-    @property
-    def tensor(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def pipeline(self) -> int: ...
-    @property
-    def expert(self) -> int: ...
-    @property
-    def expert_tensor(self) -> int: ...
-    @property
-    def data(self) -> int | Literal["auto"]: ...
-    @property
-    def order(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,18 +87,10 @@ class Layout:
         self._check_order()
 
     @classmethod
-    def from_settings(cls, settings: LayoutSettings, world: int) -> Layout:
+    def from_settings(cls, settings: ParallelSettings, world: int) -> Layout:
         """The layout that the ``parallel`` settings describe in a world of ``world`` ranks."""
-        return cls(
-            world=world,
-            tensor=settings.tensor,
-            context=settings.context,
-            pipeline=settings.pipeline,
-            expert=settings.expert,
-            expert_tensor=settings.expert_tensor,
-            data=settings.data,
-            order=settings.order,
-        )
+        own = {field.name: getattr(settings, field.name) for field in fields(cls) if field.name != "world"}
+        return cls(world=world, **own)
 
     # Questions about axes
 
@@ -154,8 +129,8 @@ class Layout:
         """:meth:`groups`, one at a time."""
         inside = self._digits_of(axes)
         outside = [digit for digit in self._grid_of(axes) if digit not in inside]
-        members = _numbers(inside)
-        return ([first + member for member in members] for first in _iter_numbers(outside))
+        members = list(_numbers(inside))
+        return ([first + member for member in members] for first in _numbers(outside))
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that share every coordinate with ``rank`` but those along ``axes``, itself included."""
@@ -205,7 +180,7 @@ class Layout:
     @cached_property
     def _digits(self) -> dict[str, tuple[Digit, ...]]:
         """Each axis's digits, fastest first. One digit, but for an ``expert_data`` without expert axes."""
-        dense = self._strides(_DENSE_OF, self._dense_degrees())
+        dense = self._strides(_DENSE_OF)
         if self.expert == self.expert_tensor == 1:
             # Nothing is laid out by the expert grid then: its data axis is all of a stage, in any order.
             stage = sorted(
@@ -214,35 +189,23 @@ class Layout:
             unit = (Digit(1, 1),)
             folded = {"expert": unit, "expert_tensor": unit, "expert_data": tuple(stage)}
             return {**{axis: (digit,) for axis, digit in dense.items()}, **folded}
-        expert = self._strides(_EXPERT_OF, self._expert_degrees())
+        expert = self._strides(_EXPERT_OF)
         return {axis: (digit,) for axis, digit in {**expert, **dense}.items()}
 
-    def _dense_degrees(self) -> dict[str, int]:
-        assert self.data != "auto"  # resolved on construction
-        return {
-            "tensor": self.tensor,
-            "context": self.context,
-            "data": self.data,
-            "pipeline": self.pipeline,
-        }
+    def _given(self, axis: str) -> int:
+        """Degree of an axis; that of ``expert_data`` follows from the others."""
+        if axis == "expert_data":
+            return self.world // (self.expert_tensor * self.expert * self.pipeline)
+        return int(getattr(self, axis))
 
-    def _expert_degrees(self) -> dict[str, int]:
-        return {
-            "expert_tensor": self.expert_tensor,
-            "expert": self.expert,
-            "expert_data": self.world // (self.expert_tensor * self.expert * self.pipeline),
-            "pipeline": self.pipeline,
-        }
-
-    def _strides(self, meaning: dict[str, str], degrees: dict[str, int]) -> dict[str, Digit]:
-        """Walk the order, the fastest axis having stride 1. Axes it leaves out have degree 1."""
-        digits = {axis: Digit(1, 1) for axis in degrees}
+    def _strides(self, meaning: dict[str, str]) -> dict[str, Digit]:
+        """Degree and stride of each axis of a grid: the first in the order has stride 1, omitted ones degree
+        1."""
+        digits = {axis: Digit(1, 1) for axis in meaning.values()}
         stride = 1
-        for name in self.order.split("-"):
-            if name in meaning:
-                axis = meaning[name]
-                digits[axis] = Digit(degrees[axis], stride)
-                stride *= degrees[axis]
+        for axis in (meaning[name] for name in self.order.split("-") if name in meaning):
+            digits[axis] = Digit(self._given(axis), stride)
+            stride *= digits[axis].degree
         return digits
 
     def _grid_of(self, axes: tuple[str, ...]) -> list[Digit]:
@@ -283,8 +246,8 @@ class Layout:
         return self.world // model
 
     def _check_divisible(self, axes: tuple[str, ...]) -> None:
-        """Blame the first axis whose degree the world cannot be divided by any more."""
-        degrees = {axis: int(getattr(self, axis)) for axis in axes}
+        """Refuse the first axis whose degree no longer divides the world."""
+        degrees = {axis: self._given(axis) for axis in axes}
         product = 1
         for axis, degree in degrees.items():
             product *= degree
@@ -315,10 +278,9 @@ class Layout:
                 )
             if names.count(name) > 1:
                 raise ConfigError("parallel.order", f"found '{self.order}' with '{name}' twice; {example}")
-        used = {**self._dense_degrees(), "expert": self.expert}
+        used = {name: self._given(name) for name in (*_DENSE_OF, "expert")}
         if self.expert * self.expert_tensor > 1:
-            used["tensor"] = max(self.tensor, self.expert_tensor)
-            used["data"] = max(used["data"], self._expert_degrees()["expert_data"])
+            used |= {name: max(used[name], self._given(axis)) for name, axis in _EXPERT_OF.items()}
         for name, degree in used.items():
             if name not in names and degree != 1:
                 raise ConfigError(
@@ -327,11 +289,10 @@ class Layout:
         self._check_same_stages()
 
     def _check_same_stages(self) -> None:
-        """Dense and expert layers of one stage must stand on the same ranks."""
+        """Refuse an order that puts dense and expert layers of one stage on different ranks."""
         if self.pipeline == 1 or self.expert * self.expert_tensor == 1:
             return
-        dense = self._strides(_DENSE_OF, self._dense_degrees())["pipeline"]
-        expert = self._strides(_EXPERT_OF, self._expert_degrees())["pipeline"]
+        dense, expert = (self._strides(grid)["pipeline"] for grid in (_DENSE_OF, _EXPERT_OF))
         if dense != expert:
             names = [name for name in self.order.split("-") if name != "pipeline"]
             raise ConfigError(
@@ -371,23 +332,10 @@ def _number(coordinate: int, digits: tuple[Digit, ...]) -> int:
     return total
 
 
-def _numbers(digits: list[Digit]) -> list[int]:
+def _numbers(digits: list[Digit]) -> Iterator[int]:
     """Every value that ``digits`` (fastest first) can add to a rank, ascending."""
-    values = [0]
-    for degree, stride in digits:
-        values = [value + step * stride for step in range(degree) for value in values]
-    return values
-
-
-def _iter_numbers(digits: list[Digit]) -> Iterator[int]:
-    """:func:`_numbers` without keeping them."""
-    if not digits:
-        yield 0
-        return
-    *faster, (degree, stride) = digits
-    for step in range(degree):
-        for value in _iter_numbers(faster):
-            yield step * stride + value
+    slowest_first = (range(0, degree * stride, stride) for degree, stride in reversed(digits))
+    return map(sum, product(*slowest_first))
 
 
 def _ranks(count: int) -> str:
@@ -440,7 +388,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Tree:
-    """A rank's part of the tree.
+    """A rank's part of the tree over which all ranks agree.
 
     Attributes:
         levels: from the lowest up; the rank is the first one in all but the last.
@@ -453,5 +401,5 @@ class Tree:
     timeout: timedelta
 
     def on(self, channel: int, timeout: timedelta | None = None) -> Tree:
-        """The same connections for another thread."""
+        """Use the same connections from another thread."""
         return replace(self, channel=channel, timeout=timeout or self.timeout)

@@ -56,7 +56,7 @@ class Axis:
 
 
 class Mesh:
-    """This rank's axes. Built once and handed down; there is no global one.
+    """This rank's axes. Built once and passed on; there is no global mesh.
 
     Attributes:
         layout: the arithmetic behind it.
@@ -92,8 +92,8 @@ class Mesh:
         return (self._expert_axis("expert_tensor"), self._expert_axis("expert"))
 
     def combined(self, *names: str) -> Axis:
-        """Several axes of the dense grid as one; its traffic counts as the first one's, and does not queue
-        with that of the others.
+        """Combine several axes of the dense grid into one. Its traffic counts as the first one's, and does
+        not queue with that of the others.
 
         Every rank of the default process group calls this together. Where the others have one rank each, the
         first axis stands for itself.
@@ -107,19 +107,17 @@ class Mesh:
         return self.axes[together]
 
     def _expert_axis(self, name: str) -> Axis:
-        """An axis of the expert grid, made when it is first asked for; every rank calls this together. Its
+        """An axis of the expert grid, made on first use; every rank calls this together. Its
         traffic counts as that of the dense grid's counterpart."""
         if name not in self.axes:
             counted = self.axes[{"expert_data": "data", "expert_tensor": "tensor"}[name]]
-            ranks = tuple(self.layout.group(self.rank, name))
-            part = Axis(name, ranks, ranks.index(self.rank), None, counted.sent, counted.calls, counted.trace)
-            if len(ranks) > 1:
-                part.group = self._part(counted, ranks).group
-            self.axes[name] = part
+            self.axes[name] = replace(
+                self._part(counted, tuple(self.layout.group(self.rank, name))), name=name
+            )
         return self.axes[name]
 
     def some(self, axis: Axis, *places: int) -> Axis:
-        """Some places of an axis as an axis of their own, whose traffic counts as the whole one's.
+        """Make an axis of some places of another, whose traffic counts as that one's.
 
         Every rank of the default process group calls this together; those of other places get an axis of
         size 1.
@@ -129,19 +127,11 @@ class Mesh:
             return axis if members == axis.ranks else Axis(axis.name, (self.rank,))
         mine = members if self.rank in members else (self.rank,)
         # Ranks apart make a group too: torch names a group after how many a process has made before.
-        group = dist.new_group(
-            list(mine),
-            timeout=self.timeout,
-            use_local_synchronization=True,
-            group_desc=f"some of {axis.name}",
-            pg_options=_urgent(axis.name, self.device, self.timeout),
-        )
-        if len(mine) == 1:
-            return Axis(axis.name, mine)
-        return Axis(axis.name, mine, mine.index(self.rank), group, axis.sent, axis.calls, axis.trace)
+        part = self._part(axis, mine)
+        return part if len(mine) > 1 else Axis(axis.name, mine)
 
     def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
-        """An axis as two: runs of ``size`` neighbouring places, and the places across those runs.
+        """Split an axis into two: runs of ``size`` neighbouring places, and the places across those runs.
 
         Their traffic counts as the whole axis's. Runs have a process group of their own even where there is
         only one, so that what is moved inside them does not queue with what goes over the axis. Every rank of
@@ -182,22 +172,14 @@ class Mesh:
         together.
         """
         whole, alone = self.context, Axis("context", (self.rank,))
-        ulysses, ring = alone, whole
-        if size == whole.size:
-            ulysses, ring = whole, alone
-        elif size > 1:
-            ulysses, ring = self.split(whole, size)
+        ulysses, ring = (whole, alone) if size == whole.size else self.split(whole, size)
         axes = {**self.axes, "ring": ring, "ulysses": ulysses}
         return Mesh(self.layout, self.rank, self.device, axes, self.timeout)
 
     def _part(self, axis: Axis, members: tuple[int, ...]) -> Axis:
-        group = dist.new_group(
-            list(members),
-            timeout=self.timeout,
-            use_local_synchronization=True,
-            group_desc=f"part of {axis.name}",
-            pg_options=_urgent(axis.name, self.device, self.timeout),
-        )
+        """Some ranks of an axis, this one among them, with a group of their own; its traffic counts as the
+        axis's."""
+        group = _new_group(axis.name, members, self.device, self.timeout, f"part of {axis.name}")
         return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls, axis.trace)
 
     @classmethod
@@ -214,16 +196,7 @@ class Mesh:
         axes = {"world": Axis("world", tuple(range(layout.world)), rank, everyone, trace=trace, tree=tree)}
         for name in TRAINING_AXES:
             ranks = tuple(layout.group(rank, name))
-            group = None
-            if len(ranks) > 1:
-                # Only members take part, so that the cost does not grow with the world.
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=limit,
-                    use_local_synchronization=True,
-                    group_desc=name,
-                    pg_options=_urgent(name, device, limit),
-                )
+            group = _new_group(name, ranks, device, limit, name) if len(ranks) > 1 else None
             axes[name] = Axis(name, ranks, ranks.index(rank), group, trace=trace)
         return cls(layout, rank, device, axes, limit)
 
@@ -238,13 +211,23 @@ class Mesh:
         """What this rank's collectives are doing, if something watches."""
         return self.world.trace
 
-    def training_axes(self) -> list[Axis]:
-        """The axes whose traffic a step is charged for."""
-        return [self.axes[name] for name in TRAINING_AXES]
-
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes this rank has sent so far, per axis."""
-        return {axis.name: axis.sent.total() for axis in self.training_axes()}
+        """Bytes this rank has sent so far, per axis that a step's traffic is counted for."""
+        return {name: self.axes[name].sent.total() for name in TRAINING_AXES}
+
+
+def _new_group(
+    name: str, ranks: tuple[int, ...], device: torch.device, timeout: timedelta, description: str
+) -> Any:
+    """A process group of ranks of an axis. Only members take part, so that the cost does not grow with the
+    world."""
+    return dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        use_local_synchronization=True,
+        group_desc=description,
+        pg_options=_urgent(name, device, timeout),
+    )
 
 
 def _urgent(name: str, device: torch.device, timeout: timedelta) -> Any:

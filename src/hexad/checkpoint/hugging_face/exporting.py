@@ -1,11 +1,11 @@
 """Export of a checkpoint as a Hugging Face model (safetensors shards, configuration, tokenizer), and of
-adapters as
-PEFT reads them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+adapters as PEFT reads them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from .weights import INDEX_FILE, SINGLE_FILE, row_slices
 
 @dataclass(frozen=True)
 class _Target:
-    """One of their tensors: our parts of it in order, and the format it is written in."""
+    """A published tensor: our parts of it in order, and the format it is written in."""
 
     name: str
     parts: tuple[tuple[str, PublishedTensor], ...]
@@ -54,7 +54,7 @@ class Exported:
 
     Attributes:
         family: as which ``transformers`` loads it.
-        dtype: of the weights, in torch's word.
+        dtype: torch's name of the weights' format.
         files: names of the weights' files.
         parameters: in all.
         notes: for the user, in sentences.
@@ -100,47 +100,45 @@ def export_model(
         )
     if "dropout" not in kind.keys and config.model.dropout:
         notes.append(f"model.dropout {config.model.dropout} cannot be stored in its {CONFIG_FILE}")
-    wanted = None if dtype == "auto" and weights.weights_only else DTYPES[_format(config, dtype)]
+    word = config.precision.dtype if dtype == "auto" else dtype
+    wanted = None if dtype == "auto" and weights.weights_only else DTYPES[word]
     targets = _targets(weights, config, kind, wanted)
-    stored = {dtype_name(weights.dtype(name)) for target in targets for name, _ in target.parts}
+    stored = {weights.dtype(name) for target in targets for name, _ in target.parts}
     word = dtype_name(max(targets, key=lambda target: target.nbytes).dtype)
-    narrowed = [name for name in sorted(stored) if wanted is not None and _narrows(name, wanted)]
+    narrowed = {kind for kind in stored if wanted and torch.promote_types(kind, wanted) != wanted}
     if narrowed:
-        notes.append(f"weights are rounded from {', '.join(narrowed)} to {word}")
+        notes.append(f"weights are rounded from {', '.join(sorted(map(dtype_name, narrowed)))} to {word}")
     with appearing(to, "--to") as partial:
         shards = _shards(targets, shard_bytes)
         for file, members in shards.items():
             _write_shard(weights, partial / file, members)
         if len(shards) > 1:
-            _write_index(partial, shards)
+            places = {target.name: file for file, members in shards.items() for target in members}
+            total = sum(target.nbytes for target in targets)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            write_json(partial / INDEX_FILE, index)
         notes += _write_beside(partial, config, word, eod)
     parameters = sum(torch.Size(target.shape).numel() for target in targets)
     return Exported(kind.name, word, list(shards), parameters, notes)
 
 
-def _format(config: Config, dtype: str) -> str:
-    return config.precision.dtype if dtype == "auto" else dtype
-
-
 def _targets(weights: Weights, config: Config, kind: Family, dtype: torch.dtype | None) -> list[_Target]:
-    """Their tensors, of family ``kind``; without ``dtype`` in the format in which they are stored."""
+    """The published tensors of family ``kind``; without ``dtype`` in the format in which they are stored."""
     parts: dict[str, list[tuple[str, PublishedTensor]]] = {}
     for ours, place in published_tensors(config.model, kind).items():
         parts.setdefault(place.name, []).append((ours, place))
     targets = []
-    for name, found in parts.items():
-        found.sort(key=lambda entry: entry[1].row)
-        kept = torch.float16
-        for index, (ours, place) in enumerate(found):
+    for name, members in parts.items():
+        members.sort(key=lambda entry: entry[1].row)
+        for ours, place in members:
             weights.check(ours, place.shape)
-            each = weights.dtype(ours)
-            kept = torch.promote_types(kept, each) if index else each
-        targets.append(_Target(name, tuple(found), dtype or kept))
+        kept = reduce(torch.promote_types, (weights.dtype(ours) for ours, _ in members))
+        targets.append(_Target(name, tuple(members), dtype or kept))
     return targets
 
 
 def _shards(targets: Sequence[_Target], limit: int) -> dict[str, list[_Target]]:
-    """File name -> the tensors in it."""
+    """The tensors of every file, by its name."""
     shards: list[list[_Target]] = [[]]
     for target in targets:
         if shards[-1] and sum(other.nbytes for other in shards[-1]) + target.nbytes > limit:
@@ -162,61 +160,43 @@ def _write_shard(weights: Weights, path: Path, targets: Sequence[_Target]) -> No
 
 
 def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
-    """One of their tensors, slice by slice."""
-
-    def read(ours: str, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        return weights.read(ours, offset, sizes)
-
+    """Yield a published tensor slice by slice."""
     if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
         for row, rows in row_slices(target.shape, 8):
-            columns = [read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts]
+            columns = [
+                weights.read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts
+            ]
             yield torch.cat(columns, dim=1)
         return
     for ours, place in target.parts:
         for row, rows in row_slices(place.shape, 8):
-            yield read(ours, (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:]))
+            yield weights.read(ours, (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:]))
 
 
 def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
-    found = values.to(target.dtype)
-    if found.dtype != values.dtype and not torch.equal(found.isinf(), values.isinf()):
+    converted = values.to(target.dtype)
+    if converted.dtype != values.dtype and not torch.equal(converted.isinf(), values.isinf()):
         raise HexadError(
             f"--dtype: {target.name} has values up to {float(values[values.isfinite()].abs().max()):.3g}, "
             f"beyond the range of {dtype_name(target.dtype)}; use bf16 or fp32"
         )
-    return found
-
-
-def _write_index(directory: Path, shards: Mapping[str, Sequence[_Target]]) -> None:
-    total = sum(target.nbytes for shard in shards.values() for target in shard)
-    places = {target.name: file for file, shard in shards.items() for target in shard}
-    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    write_json(directory / INDEX_FILE, content)
+    return converted
 
 
 def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) -> list[str]:
-    """Tokenizer and configurations; returns what is missing."""
-    notes = _write_tokenizer(directory, config.data.tokenizer)
+    """Write tokenizer and configurations beside the weights; returns notes on what is missing."""
     given = Path(config.data.tokenizer)
+    for name, content in copied_files(config.data.tokenizer).items():
+        if name != CONFIG_FILE:  # the model's own is written
+            (directory / name).parent.mkdir(exist_ok=True)
+            write_durably(directory / name, content)
     folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
     special: dict[str, Any] = special_tokens(folder, eod)
     write_json(directory / CONFIG_FILE, config_json(config.model, dtype, special))
     if not (directory / GENERATION_FILE).exists() and special["eos_token_id"] is not None:
         known = {key: value for key, value in special.items() if value is not None}
         write_json(directory / GENERATION_FILE, {"_from_model_config": True, **known})
-    return notes
-
-
-def _write_tokenizer(directory: Path, given: str) -> list[str]:
-    for name, content in copied_files(given).items():
-        if name != CONFIG_FILE:  # the model's own is written
-            (directory / name).parent.mkdir(exist_ok=True)
-            write_durably(directory / name, content)
     return [] if has_tokenizer(directory) else [f"no tokenizer found in data.tokenizer {given}"]
-
-
-def _narrows(stored: str, dtype: torch.dtype) -> bool:
-    return torch.promote_types(getattr(torch, stored), dtype) != dtype
 
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -281,36 +261,28 @@ Parts = list[tuple[str, int, bool]]
 
 def _modules(inventory: ModelInventory, kind: Family) -> dict[str, Parts]:
     """Published module -> our matrices in it, of modules with an adapter."""
-    adapters, found = inventory.adapters(), dict[str, Parts]()
+    adapters, modules = inventory.adapters(), dict[str, Parts]()
     for name, weight in inventory.weights().items():
         module, _, what = name.rpartition(".")
         if what == "weight" and name.startswith("layers.") and len(weight.shape) == 2:
-            parts = found.setdefault(kind.published(module), [])
+            parts = modules.setdefault(kind.published(module), [])
             parts.append((module, weight.shape[0], f"{module}.lora_a" in adapters))
-    return {module: parts for module, parts in found.items() if any(adapted for *_, adapted in parts)}
+    return {module: parts for module, parts in modules.items() if any(adapted for *_, adapted in parts)}
 
 
 def _joined(checkpoint: Checkpoint, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
     """``A [rank, in]`` and ``B [out, rank]`` of one published module."""
-    firsts, seconds, rows = [], [], []
-    row = 0
-    for module, outputs, adapted in parts:
-        if adapted:
-            firsts.append(checkpoint.read(f"model.{module}.lora_a"))
-            seconds.append(checkpoint.read(f"model.{module}.lora_b"))
-            rows.append(row)
-        row += outputs
-    first = torch.cat(firsts)
-    second = first.new_zeros(row, first.shape[0])
-    column = 0
-    for row, block in zip(rows, seconds):
-        second[row : row + block.shape[0], column : column + block.shape[1]] = block
-        column += block.shape[1]
-    return first, second
+    names = [(f"model.{module}.lora_", outputs, adapted) for module, outputs, adapted in parts]
+    first = torch.cat([checkpoint.read(f"{name}a") for name, _, adapted in names if adapted])
+    blocks = [
+        checkpoint.read(f"{name}b") if adapted else first.new_empty(outputs, 0)
+        for name, outputs, adapted in names
+    ]
+    return first, torch.block_diag(*blocks)
 
 
 def _config(config: Config, kind: Family, ranks: dict[str, int], base: Base | None) -> dict[str, Any]:
-    """``adapter_config.json``."""
+    """The content of ``adapter_config.json``."""
     lora = config.model.lora
     assert lora is not None
     source = None if base is None or base.load is None else base.load.removeprefix(HUGGING_FACE)

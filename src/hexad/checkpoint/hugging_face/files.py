@@ -78,17 +78,6 @@ def _tokenizers(directory: Path) -> list[Path]:
     return [path for pattern in _TOKENIZERS for path in sorted(directory.glob(pattern)) if path.is_file()]
 
 
-def copy_files(files: list[Path], to: Path) -> None:
-    """Copy small files into a directory and flush them to disk.
-
-    Raises:
-        OSError: they cannot be read or written.
-    """
-    to.mkdir(exist_ok=True)
-    for file in files:
-        write_durably(to / file.name, file.read_bytes())
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object as Hugging Face does."""
     write_durably(path, _as_json(content))
@@ -117,7 +106,7 @@ def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
 
 
 def byte_tokenizer_files() -> dict[str, bytes]:
-    """The ``byte`` tokenizer as files."""
+    """The files of the ``byte`` tokenizer, by name."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": BYTE_END,
@@ -136,8 +125,8 @@ def parse_size(text: str, option: str) -> int:
     Raises:
         HexadError: it is none of them, or less than a byte.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMG]I?)B?", text.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMG]I?)B?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
         raise HexadError(f"{option}: found {text!r}, expected a size such as 5GB, 200MB or 4GiB")
     return size

@@ -19,13 +19,12 @@ from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.transformer import DTYPES
 from hexad.parallel.rectangle import Rectangle
 
-from ..directory import sync_directory
-from ..index import Index
-from ..kept_tokenizer import FOLDER
-from ..manifest import STEP_NAME, FileRecord, whole_file
+from ..index import FileRecord, Index
+from ..kept_tokenizer import FOLDER, copied_files, keep_files
+from ..manifest import STEP_NAME
 from ..manifest_writer import write_manifest
 from ..tensor_file import Part, TensorFile, dtype_name
-from .files import appearing, copy_files, has_tokenizer, tokenizer_files
+from .files import appearing, has_tokenizer
 from .weights import HuggingFaceModel, row_slices
 
 _PRECISIONS = {dtype: name for name, dtype in DTYPES.items() if name != "fp8"}
@@ -64,13 +63,16 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
         plain = build_config({"model": settings, "data": {"sequence": settings["max_positions"]}})
         check(plain)
         with HuggingFaceModel(source, plain.model) as model:
-            config, others = with_tokenizer(_with_precision(plain, model), source, partial, to.resolve())
+            sizes: Counter[torch.dtype] = Counter()
+            for name, dtype in model.dtypes.items():
+                sizes[dtype] += math.prod(model.tensors[name].shape)
+            config = with_precision(plain, sizes.most_common(1)[0][0])  # of most of its values
+            config, others = with_tokenizer(config, source, partial, to.resolve())
             index = _written(model, partial)
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
         write_manifest(partial, index, expected, config, progress, origin_of_import(source), others)
-    parameters = sum(math.prod(place.shape) for place in model.tensors.values())
-    return ImportedModel(config, parameters, has_tokenizer(source))
+    return ImportedModel(config, sizes.total(), has_tokenizer(source))
 
 
 def check_target(to: Path) -> None:
@@ -84,7 +86,7 @@ def check_target(to: Path) -> None:
 
 
 def origin_of_import(source: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint that was imported says of where it comes from."""
+    """The origin in the manifest of an imported checkpoint."""
     return {
         "world": 1,
         "layout": {},
@@ -101,14 +103,6 @@ def with_precision(config: Config, dtype: torch.dtype) -> Config:
     return config.model_copy(update={"precision": precision})
 
 
-def _with_precision(config: Config, model: HuggingFaceModel) -> Config:
-    """The configuration with the format of most of a model's values."""
-    sizes: Counter[torch.dtype] = Counter()
-    for name, dtype in model.dtypes.items():
-        sizes[dtype] += math.prod(model.tensors[name].shape)
-    return with_precision(config, sizes.most_common(1)[0][0])
-
-
 def with_tokenizer(
     config: Config, directory: Path, partial: Path, final: Path
 ) -> tuple[Config, dict[str, FileRecord]]:
@@ -123,16 +117,13 @@ def with_tokenizer(
     Returns:
         The configuration, and the records of the copied files by name.
     """
-    # config.json has the ids of the tokens that begin and end a text.
-    copy_files([*tokenizer_files(directory), directory / CONFIG_FILE], partial / FOLDER)
-    sync_directory(partial / FOLDER)
     data = config.data.model_copy(update={"tokenizer": str(final / FOLDER)})
-    records = {f"{FOLDER}/{file.name}": whole_file(file) for file in sorted((partial / FOLDER).iterdir())}
+    records = keep_files(partial, copied_files(str(directory)))
     return config.model_copy(update={"data": data}), records
 
 
 def _written(model: HuggingFaceModel, directory: Path) -> Index:
-    """All weights in one tensor file."""
+    """Write all weights to one tensor file; returns its index."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
     file = TensorFile.alone(
         Part(whole.named(f"model.{name}"), dtype_name(model.dtypes[name])) for name, whole in wholes.items()

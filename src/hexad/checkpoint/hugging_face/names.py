@@ -40,12 +40,12 @@ class PublishedTensor:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of theirs."""
+        """Shape of the published tensor."""
         shape = (self.rows, *self.shape[1:])
         return shape[::-1] if self.transposed else shape
 
     def place(self, rectangle: Rectangle) -> tuple[slice, ...]:
-        """The index of a rectangle of ours in theirs; transposed there, if ours is."""
+        """The index of a rectangle in the published tensor, transposed if that is stored so."""
         first, *rest = rectangle.slices
         place = (slice(first.start + self.row, first.stop + self.row), *rest)
         return place[::-1] if self.transposed else place
@@ -57,7 +57,7 @@ class PublishedTensor:
 
 
 def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[str, PublishedTensor]:
-    """Our global tensor name -> where it stands in a published state dict.
+    """The place of each global tensor, by our name, in a published state dict.
 
     Args:
         model: resolved: its sizes are numbers.
@@ -68,31 +68,20 @@ def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[
     fused: dict[str, list[Weight]] = {}
     for weight in weights.values():
         fused.setdefault(kind.published(weight.name), []).append(weight)
-    found = {}
+    places = {}
     for name, parts in fused.items():
         row, rows = 0, sum(part.shape[0] for part in parts)
         for part in parts:
             turned = kind.transposed and part.name.startswith("layers.") and len(part.shape) == 2
-            found[part.name] = PublishedTensor(name, part.shape, turned, row, rows)
+            places[part.name] = PublishedTensor(name, part.shape, turned, row, rows)
             row += part.shape[0]
-    return {name: found[name] for name in weights}
-
-
-def base_prefix(model: ModelSettings) -> str:
-    """What all names but the head's begin with in published files, unless they were saved without head."""
-    return family(model.family).base
-
-
-def is_buffer(model: ModelSettings, name: str) -> bool:
-    """Whether a tensor of a published file holds no weights: what follows from the settings."""
-    kind = family(model.family)
-    return re.fullmatch(kind.buffers, name.removeprefix(kind.base)) is not None
+    return {name: places[name] for name in weights}
 
 
 def located(
     tensors: Mapping[str, PublishedTensor], present: Collection[str], model: ModelSettings, where: Path
 ) -> dict[str, str]:
-    """Our name -> theirs, with or without the prefix of a model that was saved with its head.
+    """The published name of each tensor, by our name; with or without the prefix of a model with a head.
 
     Args:
         tensors: from :func:`published_tensors`.
@@ -103,17 +92,17 @@ def located(
     Raises:
         HexadError: one is missing, or there is one that the model does not have.
     """
-    base = base_prefix(model)
+    kind = family(model.family)
     names, used = {}, {HEAD} if model.tied_embeddings else set()
     for ours, place in tensors.items():
-        short = place.name.removeprefix(base)
+        short = place.name.removeprefix(kind.base)
         name = place.name if place.name in present else short
         if name not in present:
             raise HexadError(f"{where}: tensor {place.name} (model.{ours}) is missing")
         names[ours] = name
         used.add(name)
-    for name in present:
-        if name not in used and not is_buffer(model, name):
+    for name in present:  # buffers follow from the settings
+        if name not in used and not re.fullmatch(kind.buffers, name.removeprefix(kind.base)):
             raise HexadError(
                 f"{where}: found tensor {name}, which a {model.family} model with the settings of "
                 "config.json does not have"

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +35,7 @@ _WEIGHTS = {name: dtype for dtype, name in SAFETENSORS.items() if dtype.is_float
 
 
 class WeightSource(Protocol):
-    """Where weights come from; each rank reads what it holds."""
+    """A source of weights; each rank reads what it holds."""
 
     def fill(self, chunks: Iterable[Chunk]) -> None:
         """Overwrite the tensors of chunks named ``model.<global name>``.
@@ -91,8 +90,8 @@ class HuggingFaceModel:
             place = self.tensors.get(name)
             shape = chunk.rectangle.shape
             if place is None or place.shape != shape:
-                found = "it is missing" if place is None else f"its shape is {place.shape}"
-                raise HexadError(f"{self.directory}: {name} of shape {shape}: {found}")
+                problem = "it is missing" if place is None else f"its shape is {place.shape}"
+                raise HexadError(f"{self.directory}: {name} of shape {shape}: {problem}")
             dtype = self.dtypes[name]
             if not chunk.accepts(dtype):
                 raise HexadError(
@@ -132,7 +131,7 @@ class HuggingFaceModel:
         return values
 
     def _opened(self) -> dict[str, Any]:
-        """Their name -> the tensor's slices, of all files."""
+        """Open all files; returns the slices of every tensor by its published name."""
         slices: dict[str, Any] = {}
         named = _weight_files(self.directory)
         for file in sorted(set(named.values())) or [SINGLE_FILE]:
@@ -151,17 +150,17 @@ class HuggingFaceModel:
         return slices
 
     def _checked(self, ours: str, place: PublishedTensor) -> torch.dtype:
-        """The format of a tensor, whose shape and format are those of weights."""
+        """Check the shape and format of a tensor; returns the format."""
         name = self._names.get(ours, ours)
-        found, dtype = self._slices[name], _WEIGHTS.get(self._slices[name].get_dtype())
-        if tuple(found.get_shape()) != place.stored_shape:
+        stored, dtype = self._slices[name], _WEIGHTS.get(self._slices[name].get_dtype())
+        if tuple(stored.get_shape()) != place.stored_shape:
             raise HexadError(
-                f"{self.directory}: tensor {name} has shape {tuple(found.get_shape())}, "
+                f"{self.directory}: tensor {name} has shape {tuple(stored.get_shape())}, "
                 f"the model has {place.stored_shape}"
             )
         if dtype is None:
             raise HexadError(
-                f"{self.directory}: tensor {name} is {found.get_dtype()}, which is not supported; "
+                f"{self.directory}: tensor {name} is {stored.get_dtype()}, which is not supported; "
                 f"supported: {', '.join(_WEIGHTS)}"
             )
         return dtype
@@ -169,16 +168,14 @@ class HuggingFaceModel:
     def __enter__(self) -> HuggingFaceModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._slices.clear()
         self._open.close()
 
 
 @contextmanager
 def opened_model(directory: Path, model: ModelSettings) -> Iterator[tuple[HuggingFaceModel, str]]:
-    """A model, and a text that identifies it: all hosts must have the same.
+    """Open a model; yields it and a text that identifies it, which all hosts must have in common.
 
     Raises:
         HexadError: it is missing, damaged, not supported, or of another model.
@@ -198,7 +195,7 @@ def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]
 
 
 def _weight_files(directory: Path) -> dict[str, str]:
-    """Their name -> its file, according to the index; empty where one file has all.
+    """The file of each published tensor, according to the index; empty where one file has all.
 
     Raises:
         HexadError: there are no weights in safetensors files, or the index is not one.
@@ -227,12 +224,12 @@ def _weight_files(directory: Path) -> dict[str, str]:
 def _sampled(path: Path) -> str:
     """A checksum of a file's size and of 64 samples spread over it: enough to distinguish a model from a
     fine-tuned version, on every host, without reading all of it."""
-    found, size = xxhash.xxh3_64(), path.stat().st_size
+    checksum, size = xxhash.xxh3_64(), path.stat().st_size
     with open(path, "rb", buffering=0) as file:
         for place in range(64):
             file.seek(size * place // 64)
-            found.update(file.read(512))
-    return f"{size} {found.hexdigest()}"
+            checksum.update(file.read(512))
+    return f"{size} {checksum.hexdigest()}"
 
 
 def _identity(files: Sequence[tuple[str, str]]) -> str:

@@ -13,9 +13,8 @@ import torch
 
 from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
 from hexad.checkpoint.hugging_face.importing import origin_of_import, with_tokenizer
-from hexad.checkpoint.index import Index
-from hexad.checkpoint.manifest import FileRecord
-from hexad.checkpoint.manifest_writer import ManifestJob, write_manifest
+from hexad.checkpoint.index import FileRecord, Index
+from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.tensor_file import Part, TensorFile, dtype_name
 from hexad.config import Config, HexadError
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
@@ -113,10 +112,7 @@ def write_import(
         if config is not None and folder is not None:
             config, others = with_tokenizer(config, folder, directory, to.resolve())
         index, origin = _written(tensors, directory), origin_of_import(source)
-        if config is not None:
-            write_manifest(directory, index, expected, config, progress, origin, others)
-        else:
-            ManifestJob(directory, index, expected, b"{}\n", {}, dict(progress), origin, others).run()
+        write_manifest(directory, index, expected, config, progress, origin, others)
     return ImportResult(
         config,
         progress["step"],

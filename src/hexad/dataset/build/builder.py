@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -15,7 +15,7 @@ from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,13 @@ from .sources import NotText, Piece, cut, find_files, read, streamed
 _TASK_BYTES = 1 << 20
 """Least text of a task, if there is enough: sending a task costs as much as a small file."""
 _BATCH_CHARACTERS = 1 << 22
+"""Text tokenized at once, which bounds what the tokenizer holds."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BuildSummary:
-    """What was built.
+    """The result of a build.
 
     Attributes:
         prefix: of the files written.
@@ -73,15 +75,22 @@ class BuildSummary:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The documents of one task: ids one after another, which of them are trained (None: all), the length of
-    each document, whether some have what begins and ends documents, whether some are conversations, and what
-    was skipped."""
+    """The documents of one task.
+
+    Attributes:
+        tokens: their ids, one after another.
+        trained: which of them are trained; None: all.
+        lengths: of the documents.
+        framed: for each kind of document among them whether it has what begins and ends documents; a
+            conversation has not.
+        skipped: what was skipped.
+        size: of what was read, in bytes.
+    """
 
     tokens: NDArray[Any]
     trained: NDArray[np.bool_] | None
     lengths: NDArray[np.int64]
-    framed: bool
-    rendered: bool
+    framed: set[bool]
     skipped: Counter[str]
     size: int
 
@@ -92,17 +101,6 @@ class _Frame:
 
     bos: tuple[int, ...]
     eod: int | None
-
-
-@dataclass(frozen=True)
-class _WrittenPiece:
-    """The writer, closed, of the files of a build; what was skipped; whether any document has the ids of a
-    :class:`_Frame`, and whether any is a conversation."""
-
-    writer: IndexedWriter
-    skipped: Counter[str]
-    framed: bool
-    rendered: bool
 
 
 def build(
@@ -153,10 +151,23 @@ def build(
     pieces = cut(files)
     frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
     nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
-    written = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
-    template = reading.template.named if written.rendered and reading.template is not None else None
-    data = _describe(prefix, written, encoder, frame, template)
-    writer, skipped = written.writer, written.skipped
+    writer, framed, skipped = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
+    template = reading.template.named if False in framed and reading.template is not None else None
+    if True not in framed:
+        frame = _Frame((), None)
+    data = IndexedDataset(prefix)
+    # A template writes what begins a conversation, independent of the run's data.bos.
+    sidecar = describe(
+        data,
+        writer.max_token,
+        tokenizer=encoder.name,
+        vocab=encoder.vocab_size,
+        eod=frame.eod if True in framed else encoder.eod,
+        bos=frame.bos if True in framed else None,
+        chat_templates=template,
+    )
+    with suppress(OSError):  # the sidecar only saves time
+        write_sidecar(prefix, sidecar)
     return BuildSummary(
         prefix=str(prefix),
         documents=writer.documents,
@@ -169,8 +180,8 @@ def build(
         dtype=data.dtype.name,
         tokenizer=encoder.name,
         vocab=encoder.vocab_size,
-        eod=frame.eod if written.framed else None,
-        bos=frame.bos if written.framed else (),
+        eod=frame.eod,
+        bos=frame.bos,
     )
 
 
@@ -183,8 +194,9 @@ def _write(
     workers: int | None,
     progress: Callable[[int, int], object] | None,
     nothing: str,
-) -> _WrittenPiece:
-    """Tokenize pieces into the files of ``prefix``, and remove a sidecar of earlier ones.
+) -> tuple[IndexedWriter, set[bool], Counter[str]]:
+    """Tokenize pieces into the files of ``prefix``, and remove a sidecar of earlier ones; returns the writer,
+    closed, and as of :class:`_Encoded` what is framed and what was skipped.
 
     Raises:
         HexadError: ``nothing``, where there is no text; or as for :func:`build`.
@@ -192,17 +204,18 @@ def _write(
     dtype, total = dtype_for(encoder.vocab_size), sum(piece.size for piece in pieces)
     work = partial(_encode, reading=reading, frame=frame, dtype=dtype)
     count = min(workers or _usable_cores(), max(1, total // _TASK_BYTES + 1, len(list(_group(pieces)))))
-    done, skipped, framed, rendered = 0, Counter[str](), False, False
+    done, framed, skipped = 0, set[bool](), Counter[str]()
     with IndexedWriter(prefix, dtype) as writer:
         for encoded in _run(work, _group(streamed(pieces)), encoder, count):
             writer.add_documents(encoded.tokens, encoded.lengths, encoded.trained)
             skipped += encoded.skipped
-            framed, rendered = framed or encoded.framed, rendered or encoded.rendered
+            framed |= encoded.framed
             done += encoded.size
             if progress:
                 progress(done, total)
         if not writer.tokens:
-            raise HexadError(nothing + (f" ({_listed(skipped)})" if skipped else ""))
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
+            raise HexadError(nothing + (f" ({kinds})" if skipped else ""))
         if writer.mask.used and not writer.mask.trained:
             raise HexadError(
                 "none of the tokens would be trained: completions are empty, or the chat template does not "
@@ -210,35 +223,7 @@ def _write(
             )
         with suppress(OSError):  # one that stays is ignored: its fingerprint does not match
             sidecar_path(prefix).unlink(missing_ok=True)
-    return _WrittenPiece(writer, skipped, framed, rendered)
-
-
-def _describe(
-    prefix: str | Path,
-    written: _WrittenPiece,
-    encoder: Tokenizer,
-    frame: _Frame,
-    templates: Mapping[str, str] | None,
-) -> IndexedDataset:
-    """Write the sidecar of new files; returns them, opened."""
-    data = IndexedDataset(prefix)
-    # A template writes what begins a conversation: the run's data.bos has no part in it.
-    facts = describe(
-        data,
-        written.writer.max_token,
-        tokenizer=encoder.name,
-        vocab=encoder.vocab_size,
-        eod=frame.eod if written.framed else encoder.eod,
-        bos=frame.bos if written.framed else None,
-        chat_templates=templates,
-    )
-    with suppress(OSError):  # the sidecar only saves time
-        write_sidecar(prefix, facts)
-    return data
-
-
-def _listed(skipped: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(skipped.items()))
+    return writer, framed, skipped
 
 
 def reading_of(encoder: Tokenizer, key: str | None, chat_template: str | None) -> Reading:
@@ -260,14 +245,20 @@ def reading_of(encoder: Tokenizer, key: str | None, chat_template: str | None) -
 
 
 def _group(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += piece.size if piece.lines is None else len(piece.lines)
-        if size >= _TASK_BYTES:
+    """Pieces in groups of enough text for a task."""
+    return _grouped(pieces, lambda piece: len(piece.lines or ()) or piece.size, _TASK_BYTES)
+
+
+def _grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Items in groups of at least this size, but for the last."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= least:
             yield group
-            group, size = [], 0
+            group, total = [], 0
     if group:
         yield group
 
@@ -285,10 +276,11 @@ def _encode(
     marks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []
     skipped = Counter[str]()
-    kinds: set[bool] = set()  # framed ones and conversations
+    framed: set[bool] = set()
     begin = np.array(frame.bos, dtype=dtype)
     end = np.array([] if frame.eod is None else [frame.eod], dtype=dtype)
-    for batch in _batches(_documents(pieces, reading, skipped)):
+    documents = _documents(pieces, reading, skipped)
+    for batch in _grouped(documents, lambda document: len(document.text), _BATCH_CHARACTERS):
         for document, (ids, trained) in zip(batch, _tokenized(batch, tokenizer)):
             if not len(ids):
                 skipped["empty"] += 1
@@ -297,15 +289,14 @@ def _encode(
             parts += [before, ids.astype(dtype), after]
             marks += [np.full(len(before), document.trained is None), trained, np.full(len(after), True)]
             lengths.append(len(before) + len(ids) + len(after))
-            kinds.add(document.framed)
+            framed.add(document.framed)
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
     mask = np.concatenate(marks) if marks else None
     return _Encoded(
         tokens,
         None if mask is None or mask.all() else mask,
         np.array(lengths, dtype=np.int64),
-        True in kinds,
-        False in kinds,
+        framed,
         skipped,
         sum(p.size for p in pieces),
     )
@@ -324,8 +315,8 @@ def _tokenized(
     batch: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
     """The ids of each document's text, and which of them are trained: those with a trained character."""
-    plain = iter(tokenizer.encode_batch([each.text for each in batch if each.trained is None]))
-    marked = iter(tokenizer.encode_offsets([each.text for each in batch if each.trained is not None]))
+    plain = iter(tokenizer.encode_batch([one.text for one in batch if one.trained is None]))
+    marked = iter(tokenizer.encode_offsets([one.text for one in batch if one.trained is not None]))
     for document in batch:
         if document.trained is None:
             ids = next(plain)
@@ -333,20 +324,6 @@ def _tokenized(
         else:
             places = next(marked)
             yield places.ids, places.within(document.trained)
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in groups of a few megabytes, which bounds what the tokenizer holds at once."""
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -51,16 +52,10 @@ def _sources(root: Path) -> Iterator[Path]:
     for parent, directories, names in os.walk(root):
         directories[:] = [d for d in directories if d not in _SKIPPED and not d.startswith("config-")]
         for path in (Path(parent, name) for name in names if name.endswith(".py")):
-            if 0 < path.stat().st_size <= _LARGEST and _is_text(path):
-                yield path
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    return True
+            if 0 < path.stat().st_size <= _LARGEST:
+                with suppress(OSError, UnicodeDecodeError):
+                    path.read_text(encoding="utf-8")
+                    yield path
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """How records are read.
+    """Settings with which records are read.
 
     Attributes:
         key: that of the text or conversation; None: by the keys that a record has.
@@ -51,7 +51,7 @@ class Reading:
 
     @property
     def columns(self) -> list[str]:
-        """Of a .parquet, of which it must have one."""
+        """Columns that are read of a .parquet file, which must have one of them."""
         return list(_KEYS) if self.key is None else [self.key]
 
     def document(self, record: Record) -> Document:
@@ -131,7 +131,7 @@ def _text(key: str, content: dict[str, Any], place: Place) -> str:
     value = content[key]
     if isinstance(value, str):
         return value
-    if value is None and place.row is not None:  # a missing value of a table
+    if value is None and place.kind == "row":  # a missing value of a table
         return ""
     raise HexadError(f"{place}: '{key}' is {_name(value)}, expected text")
 
@@ -160,13 +160,13 @@ def check_messages(key: str, messages: Any, place: Place | str, template: ChatTe
 
 
 def _message_problem(message: Any, template: ChatTemplate | None) -> str | None:
-    """What is wrong with a message, if anything."""
+    """The problem of a message that no template can render, if there is one."""
     if not isinstance(message, dict):
         return f" is {_name(message)}, expected {{'role': ..., 'content': ...}}"
     role = message.get("role")
     if not isinstance(role, str):
-        found = "no 'role'" if role is None else f"role {role!r}"
-        return f" has {found}, expected 'role' and 'content'; {_keys(message)}"
+        problem = "no 'role'" if role is None else f"role {role!r}"
+        return f" has {problem}, expected 'role' and 'content'; {_keys(message)}"
     roles = ChatTemplate.ROLES
     if role not in roles and not (template is not None and template.mentions(role)):
         return f": role '{role}' is unknown" + (did_you_mean(role, roles) or f"; known: {', '.join(roles)}")

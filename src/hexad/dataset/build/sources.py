@@ -74,12 +74,8 @@ def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> IO[bytes]:
         return bz2.BZ2File(raw)
     if kind == ".xz":
         return lzma.LZMAFile(raw)
-    if kind == ".zst":
-        return _zstandard(raw, path)
-    return raw
-
-
-def _zstandard(raw: BinaryIO, path: Path) -> IO[bytes]:
+    if kind is None:
+        return raw
     try:
         import zstandard
     except ImportError:
@@ -164,28 +160,24 @@ class Piece:
     lines: bytes | None = None
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a record stands: its line is counted only for a message."""
+class Place(NamedTuple):
+    """Where a record stands in a file: the number of its line, table row or array element, or the byte offset
+    of its line, which is counted only for a message."""
 
     path: Path
-    line: int | None = None
-    offset: int | None = None
-    row: int | None = None
-    record: int | None = None
+    kind: Literal["file", "line", "offset", "row", "record"] = "file"
+    number: int = 0
 
     def __str__(self) -> str:
-        if self.record is not None:
-            return f"{self.path}: record {self.record}"
-        if self.row is not None:
-            return f"{self.path}: row {self.row}"
-        if self.offset is not None:
-            return f"{self.path}:{_line_number(self.path, self.offset)}"
-        return str(self.path) if self.line is None else f"{self.path}:{self.line}"
+        if self.kind == "file":
+            return str(self.path)
+        if self.kind in ("row", "record"):
+            return f"{self.path}: {self.kind} {self.number}"
+        return f"{self.path}:{_line_number(*self[::2]) if self.kind == 'offset' else self.number}"
 
 
 class Record(NamedTuple):
-    """What a file holds: the text of a text file, or an object of a .jsonl, .json or .parquet."""
+    """An entry of a file: the text of a text file, or an object of a .jsonl, .json or .parquet."""
 
     content: str | dict[str, Any]
     place: Place
@@ -221,21 +213,19 @@ def find_files(
     left_out = 0
     for given in map(Path, inputs):
         if given.is_dir():
-            found = [(path, path.relative_to(given)) for path in _walk(given)]
+            paths = [(path, path.relative_to(given)) for path in _walk(given)]
         elif given.exists():
-            found = [(given, given)]
+            paths = [(given, given)]
         else:
             raise HexadError(f"{given}: no such file or directory")
-        for path, inside in found:
+        for path, inside in paths:
             if (include and not _matches(inside, include)) or _matches(inside, exclude):
                 left_out += 1
             else:
                 files.append(Found(path, not given.is_dir()))
     if not files:
-        what = (
-            f"all {left_out} files are left out by --include and --exclude" if left_out else "no files found"
-        )
-        raise HexadError(f"{', '.join(map(str, inputs))}: {what}")
+        what = f"all {left_out} files are left out by --include and --exclude"
+        raise HexadError(f"{', '.join(map(str, inputs))}: {what if left_out else 'no files found'}")
     return files, left_out
 
 
@@ -307,18 +297,13 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
                 line, done = line + block.count(b"\n"), position
 
 
-class _reporting:
-    """Turns what the operating system reports about a file into a user's error."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise HexadError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+@contextmanager
+def _reporting(path: Path) -> Iterator[None]:
+    """Turn what the operating system reports about a file into a user's error."""
+    try:
+        yield
+    except OSError as error:
+        raise HexadError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
@@ -357,16 +342,16 @@ def _read_text(piece: Piece) -> str:
         if not piece.named:
             raise NotText("not UTF-8") from None
         line = raw.count(b"\n", 0, error.start) + 1
-        found = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-    raise HexadError(f"{piece.path}:{line}: {found}; convert the file or leave it out")
+        problem = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+    raise HexadError(f"{piece.path}:{line}: {problem}; convert the file or leave it out")
 
 
 def _read_jsonl(piece: Piece) -> Iterator[Record]:
     if piece.lines is not None:
         for number, line in enumerate(piece.lines.split(b"\n"), piece.start):
             if line.strip():
-                place = Place(piece.path, line=number)
-                yield Record(_object(line, place), place)
+                place = Place(piece.path, "line", number)
+                yield Record(_as_object(_json(line, place), place), place)
         return
     with piece.path.open("rb") as stream:
         if piece.start:
@@ -376,8 +361,8 @@ def _read_jsonl(piece: Piece) -> Iterator[Record]:
         while (offset := stream.tell()) < piece.stop:
             line = stream.readline()
             if line.strip():
-                place = Place(piece.path, offset=offset)
-                yield Record(_object(line, place), place)
+                place = Place(piece.path, "offset", offset)
+                yield Record(_as_object(_json(line, place), place), place)
 
 
 def _read_array(piece: Piece) -> Iterator[Record]:
@@ -389,15 +374,15 @@ def _read_array(piece: Piece) -> Iterator[Record]:
             f"{piece.path}: larger than {_LARGEST_ARRAY >> 20} MiB, and a .json file is parsed at once; "
             f"write a record per line, as .jsonl{_as_lines(piece.path)}"
         )
-    found = _json(content, Place(piece.path), "; if it has a record per line, name it .jsonl")
-    if not isinstance(found, list):
+    records = _json(content, Place(piece.path), "; if it has a record per line, name it .jsonl")
+    if not isinstance(records, list):
         raise HexadError(
-            f"{piece.path}: a JSON {type(found).__name__}, expected an array of records; to read it as text, "
-            "name it .txt or give its directory"
+            f"{piece.path}: a JSON {type(records).__name__}, expected an array of records; to read it as "
+            "text, name it .txt or give its directory"
         )
-    for number, each in enumerate(found, 1):
-        place = Place(piece.path, record=number)
-        yield Record(_as_object(each, place), place)
+    for number, record in enumerate(records, 1):
+        place = Place(piece.path, "record", number)
+        yield Record(_as_object(record, place), place)
 
 
 def _as_lines(path: Path) -> str:
@@ -407,15 +392,10 @@ def _as_lines(path: Path) -> str:
     return f": jq -c '.[]' {shlex.quote(str(path))} > {shlex.quote(str(path.with_suffix('.jsonl')))}"
 
 
-def _object(line: bytes, place: Place) -> dict[str, Any]:
-    """The JSON object of a line."""
-    return _as_object(_json(line, place), place)
-
-
-def _as_object(found: Any, place: Place) -> dict[str, Any]:
-    if isinstance(found, dict):
-        return found
-    raise HexadError(f"{place}: a JSON {type(found).__name__}, expected an object")
+def _as_object(value: Any, place: Place) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise HexadError(f"{place}: a JSON {type(value).__name__}, expected an object")
 
 
 def _json(content: bytes, place: Place, hint: str = "") -> Any:
@@ -465,4 +445,4 @@ def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Recor
     for batch in file.iter_batches(row_groups=list(range(piece.start, piece.stop)), columns=chosen):
         for values in batch.to_pylist():
             row += 1
-            yield Record(values, Place(piece.path, row=row))
+            yield Record(values, Place(piece.path, "row", row))

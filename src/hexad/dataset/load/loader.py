@@ -11,8 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Literal
+from typing import Literal, Unpack
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from ..sidecar import open_built
 from ..text.tokenizer import Tokenizer, bos_ids
 from .microbatch import IGNORED, Microbatch
 from .order import Blend
-from .samples import Samples, SampleSource, Source, part_of
+from .samples import OrderSettings, Samples, SampleSource, Source, part_of
 from .whole_samples import Packing, TooLong, WholeSamples, whole_documents
 
 log = logging.getLogger("hexad")
@@ -70,7 +69,7 @@ class DataLoader:
         setting: the setting that ``data`` is from, for messages.
 
     Raises:
-        ConfigError: the data cannot be used (the message says why), or the batch cannot be divided.
+        ConfigError: the data cannot be used (the message names the reason), or the batch cannot be divided.
     """
 
     def __init__(
@@ -114,8 +113,16 @@ class DataLoader:
         try:
             opened = [part_of(open_built(prefix, vocab, eod, bos), part) for _, prefix in blend]
             self._sources = [
-                self._source(each, number, seed, packing, too_long, cache_dir, patience)
-                for number, each in enumerate(opened)
+                self._source(
+                    dataset,
+                    packing,
+                    too_long,
+                    seed=seed,
+                    source=number,
+                    cache_dir=cache_dir,
+                    patience=patience,
+                )
+                for number, dataset in enumerate(opened)
             ]
         except HexadError as error:
             raise ConfigError(setting, str(error)) from None
@@ -126,35 +133,18 @@ class DataLoader:
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
 
     def _source(
-        self,
-        data: IndexedDataset,
-        number: int,
-        seed: int,
-        packing: Packing,
-        too_long: TooLong,
-        cache_dir: str | Path | None,
-        patience: float,
+        self, data: IndexedDataset, packing: Packing, too_long: TooLong, **order: Unpack[OrderSettings]
     ) -> Source:
         """The samples of one dataset of the blend."""
         if not whole_documents(packing, data):
-            return SampleSource(
-                data, sequence=self.sequence, seed=seed, source=number, cache_dir=cache_dir, patience=patience
-            )
-        whole = WholeSamples(
-            data,
-            sequence=self.sequence,
-            too_long=too_long,
-            seed=seed,
-            source=number,
-            cache_dir=cache_dir,
-            patience=patience,
-        )
+            return SampleSource(data, sequence=self.sequence, **order)
+        whole = WholeSamples(data, sequence=self.sequence, too_long=too_long, **order)
         _report(self._setting, whole)
         return whole
 
     @property
     def samples(self) -> int:
-        """Of one epoch. Of a blend, as many as it takes until one of its sources has been read once."""
+        """Samples of one epoch; of a blend, as many as it takes to read one of its sources once."""
         if len(self._sources) == 1:
             return self._sources[0].per_epoch
         period, shares = self._blend.period, self._blend.shares
@@ -166,25 +156,25 @@ class DataLoader:
         return self.global_batch // (self.micro * self.data_size)
 
     def prepare(self, samples_consumed: int) -> None:
-        """Have the indexes that steps from ``samples_consumed`` on begin with: of large data one process
-        writes them. Others are made when they are first needed.
+        """Build or load the indexes needed from this sample on: of large data one process writes them. Others
+        are made when they are first needed.
 
         Raises:
             ConfigError: an index is damaged, cannot be stored, or is not completed in time.
         """
         sources, numbers = self._blend.locate(samples_consumed + np.arange(max(self.global_batch, _AHEAD)))
         for number, source in enumerate(self._sources):
-            found = numbers[sources == number]
-            if len(found):
+            own = numbers[sources == number]
+            if len(own):
                 try:
-                    self._reader.submit(source.prepare, int(found[0])).result()
+                    self._reader.submit(source.prepare, int(own[0])).result()
                 except HexadError as error:
                     raise ConfigError(self._setting, str(error)) from None
 
     def step(self, samples_consumed: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.
 
-        Steps may be asked for in any order; the following one is read ahead.
+        Steps may be requested in any order; the following one is read ahead.
 
         Raises:
             HexadError, OSError: the data can no longer be read (also when reading ahead failed).
@@ -212,44 +202,29 @@ class DataLoader:
         ]
 
     def _microbatches(self, samples: NDArray[np.int64]) -> Iterator[Microbatch]:
-        found = self._samples(samples)
-        for at in range(0, len(samples), self.micro):
-            part = slice(at, at + self.micro)
-            trained = None if found.trained is None else found.trained[part]
-            yield self._microbatch(found.tokens[part], found.begins[part], trained)
-
-    def _samples(self, samples: NDArray[np.int64]) -> Samples:
-        """Samples of the blend; documents begin where they are isolated."""
-        sources, numbers = self._blend.locate(samples)
-        if len(self._sources) == 1:
-            return self._sources[0].read(numbers)
-        shape = (len(samples), self.sequence + 1)
-        tokens, begins = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.bool_)
-        trained = None
-        for number in np.unique(sources):
-            rows, source = np.flatnonzero(sources == number), self._sources[number]
-            found = source.read(numbers[rows])
-            tokens[rows] = found.tokens
-            begins[rows] = found.begins & (self._isolates or source.isolated)
-            if found.trained is not None:
-                trained = np.ones(shape, dtype=np.bool_) if trained is None else trained
-                trained[rows] = found.trained
-        return Samples(tokens, begins, trained)
-
-    def _microbatch(
-        self, tokens: NDArray[np.int64], begins: NDArray[np.bool_], trained: NDArray[np.bool_] | None
-    ) -> Microbatch:
+        tokens, begins, trained = self._samples(samples)
         inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
-        offsets = None
         if trained is not None:
             labels[~trained[:, 1:]] = IGNORED
         if self._offsets:
             labels[begins[:, 1:]] = IGNORED
-            inside = begins[:, :-1].copy()
-            inside[:, 0] = True
-            offsets = (*map(int, np.flatnonzero(inside)), inputs.size)
-        whole = Microbatch(torch.from_numpy(inputs), torch.from_numpy(labels), offsets)
-        return whole if self._context_rank is None else whole.part(self._slicing, self._context_rank)
+            begins[:, 0] = True
+        for at in range(0, len(samples), self.micro):
+            rows, offsets = slice(at, at + self.micro), None
+            if self._offsets:
+                offsets = (*map(int, np.flatnonzero(begins[rows, :-1])), inputs[rows].size)
+            whole = Microbatch(torch.from_numpy(inputs[rows]), torch.from_numpy(labels[rows]), offsets)
+            yield whole if self._context_rank is None else whole.part(self._slicing, self._context_rank)
+
+    def _samples(self, samples: NDArray[np.int64]) -> Samples:
+        """Samples of the blend; documents begin where they are isolated."""
+        sources, numbers = self._blend.locate(samples)
+        parts = []
+        for number in np.unique(sources):
+            rows, source = np.flatnonzero(sources == number), self._sources[number]
+            part = source.read(numbers[rows])
+            parts.append((rows, part._replace(begins=part.begins & (self._isolates or source.isolated))))
+        return Samples.gather(parts)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -258,9 +233,7 @@ class DataLoader:
     def __enter__(self) -> DataLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

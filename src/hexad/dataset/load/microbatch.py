@@ -1,4 +1,4 @@
-"""What the loader passes to the engine."""
+"""Microbatches, which the loader passes to the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Microbatch:
 
     @property
     def sequences(self) -> int:
-        """Of the whole microbatch."""
+        """Number of sequences of the whole microbatch."""
         return self.tokens.shape[0] if self.slice is None else self.slice.sequences
 
     @property
@@ -65,16 +65,16 @@ class Microbatch:
         return sum((end - begin) ** 2 for begin, end in pairwise(self.documents))
 
     def part(self, slicing: Slicing, rank: int) -> Microbatch:
-        """What a context rank holds of this whole microbatch; all of it where there is one rank."""
+        """The part of this whole microbatch that a context rank holds; all of it where there is one rank."""
         if slicing.ranks == 1:
             return self
         divided = slicing.divided(self.sequences, self.length, self.documents)
         numbers = numbers_of(divided, rank)
-        tokens, labels = (each.flatten()[numbers][None] for each in (self.tokens, self.labels))
+        tokens, labels = (tensor.flatten()[numbers][None] for tensor in (self.tokens, self.labels))
         return replace(self, tokens=tokens, labels=labels, slice=divided, numbers=numbers)
 
     def without_targets_from(self, sequence: int) -> Microbatch:
-        """The same without targets in the sequences from a number on."""
+        """Drop the targets of all sequences from this one on."""
         numbers = torch.arange(self.tokens.numel()) if self.numbers is None else self.numbers
         late = (numbers >= sequence * self.length).view(self.labels.shape)
         return replace(self, labels=self.labels.masked_fill(late, IGNORED))

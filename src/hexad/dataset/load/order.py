@@ -12,9 +12,9 @@ arbitrary finite domains", CT-RSA 2002); the round function is the finaliser of 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from math import gcd, isqrt, lcm
@@ -91,7 +91,7 @@ class Blend:
         self.period = sum(self.shares)
         # Counts of every source at the beginning of each block found so far.
         self._counts: list[list[int]] = [[0] * len(self.shares)]
-        self._blocks: OrderedDict[int, tuple[NDArray[np.int32], NDArray[np.int64]]] = OrderedDict()
+        self._block = lru_cache(maxsize=2)(self._computed)
 
     def locate(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Where samples come from.
@@ -120,15 +120,10 @@ class Blend:
             number += rounds * np.array(self.shares)[source]
         return source, number
 
-    def _block(self, block: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        while block not in self._blocks:
-            # New blocks must be computed in order.
-            number = min(block, len(self._counts) - 1)
-            self._blocks[number] = self._walk(number)
-            while len(self._blocks) > 2:
-                self._blocks.popitem(last=False)
-        self._blocks.move_to_end(block)
-        return self._blocks[block]
+    def _computed(self, block: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        while len(self._counts) <= block:  # new blocks must be computed in order
+            self._walk(len(self._counts) - 1)
+        return self._walk(block)
 
     def _walk(self, block: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """One block: of the sources whose next sample is due to be released, the earliest deadline first."""

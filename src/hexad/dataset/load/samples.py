@@ -9,21 +9,20 @@ dropped: every token but the last ``T - samples * sequence`` of the stream (1 to
 in each epoch) is an input exactly once.
 
 Both orders are computed where they are needed (see :mod:`.order`). All that is stored is where each document
-of the shuffled order begins in the stream (:class:`Stream`).
+of the shuffled order begins in the stream.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,125 +37,6 @@ _CHUNK = 1 << 20
 _THREADS = 8
 _FORMAT = "hexad-stream-2"
 """Change it when the orders drawn from a seed change."""
-
-
-class Stream:
-    """The indexes of one dataset's epochs.
-
-    Args:
-        data: the dataset.
-        key: of the order of documents, see :func:`document_order`.
-        places: directories to store indexes in, the first that can be written.
-        in_memory: number of documents up to which no file is created.
-        patience: seconds to wait for another process that writes the file.
-    """
-
-    def __init__(
-        self,
-        data: IndexedDataset,
-        key: tuple[int, int],
-        places: Sequence[Path],
-        in_memory: int,
-        patience: float,
-    ) -> None:
-        self.data, self.key, self.places = data, key, places
-        self.in_memory, self.patience = in_memory, patience
-
-    def index(self, epoch: int) -> NDArray[np.int64]:
-        """Where each document of an epoch's order begins, int64 ``[documents + 1]``, ending with the total.
-
-        Raises:
-            HexadError: the dataset is damaged, or its index cannot be stored or is not completed in time.
-        """
-        if self.data.documents > self.in_memory:
-            return self._stored(epoch)
-        self.data.verify()
-        index = np.zeros(self.data.documents + 1, dtype=np.int64)
-        for start in range(0, self.data.documents, _CHUNK):
-            lengths = self._lengths(start, epoch)
-            index[start + 1 : start + 1 + len(lengths)] = index[start] + np.cumsum(lengths)
-        return index
-
-    def _lengths(self, start: int, epoch: int) -> NDArray[np.int64]:
-        """Tokens of the documents at some places of an epoch's order."""
-        documents = self.data.documents
-        places = np.arange(start, min(start + _CHUNK, documents))
-        return self.data.tokens_in(document_order(places, documents, self.key, epoch))
-
-    def _stored(self, epoch: int) -> NDArray[np.int64]:
-        """The index from a file, which is created if it is missing."""
-        words = (_FORMAT, self.data.identity(), *self.key, epoch)
-        what = f"{self.data.prefix}: the index of {self.data.documents} documents"
-        write = partial(self._write, epoch=epoch)
-        return stored(words, self.places, self._mapped, write, self.patience, what)
-
-    def _mapped(self, path: Path) -> NDArray[np.int64] | None:
-        """The file's content if it is complete."""
-        try:
-            index: NDArray[Any] = np.load(path, mmap_mode="r")
-        except (OSError, ValueError, EOFError):
-            return None
-        complete = index.shape == (self.data.documents + 1,) and index.dtype == np.int64
-        return np.asarray(index) if complete and index[-1] == len(self.data.tokens) else None
-
-    def _write(self, path: Path, epoch: int) -> None:
-        self.data.verify()
-        documents = self.data.documents
-        threads = min(_THREADS, os.cpu_count() or 1)
-        starts = range(0, documents, _CHUNK)
-        with appearing_whole(path) as stream, ThreadPoolExecutor(threads) as pool:
-            header = {"descr": "<i8", "fortran_order": False, "shape": (documents + 1,)}
-            np.lib.format.write_array_header_1_0(stream, header)
-            total = np.zeros(1, dtype="<i8")
-            stream.write(total.tobytes())
-            groups = (starts[first : first + 2 * threads] for first in range(0, len(starts), 2 * threads))
-            lengths = (pool.map(lambda start: self._lengths(start, epoch), group) for group in groups)
-            for each in chain.from_iterable(lengths):
-                ends = total + np.cumsum(each)
-                stream.write(ends.astype("<i8", copy=False).tobytes())
-                total = ends[-1:]
-
-
-def index_places(data: IndexedDataset, cache_dir: str | Path | None) -> list[Path]:
-    """Directories for a dataset's indexes: beside it, else ``cache_dir`` (``data.cache_dir``)."""
-    return [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
-
-
-def stored(
-    words: tuple[object, ...],
-    places: Sequence[Path],
-    read: Callable[[Path], NDArray[np.int64] | None],
-    write: Callable[[Path], None],
-    patience: float,
-    what: str,
-) -> NDArray[np.int64]:
-    """An index from a file, which one process per file system creates if it is missing.
-
-    Args:
-        words: all it depends on; the file's name is their hash.
-        places: directories to store it in, the first that can be written.
-        read: the content of a path if it is complete.
-        write: creates a path.
-        patience: seconds to wait for another process.
-        what: it is, for messages.
-
-    Raises:
-        HexadError: it cannot be stored, or is not completed in time.
-    """
-    name = blake2b(repr(words).encode(), digest_size=16).hexdigest() + ".npy"
-    for place in places:
-        if (index := read(place / name)) is not None:
-            return index
-    problems = []
-    for path in (place / name for place in places):
-        try:
-            return written_once(path, partial(read, path), partial(write, path), patience)
-        except OSError as error:
-            problems.append(f"{path.parent} ({error.strerror or error})")
-    raise HexadError(
-        f"{what} cannot be stored in {' or '.join(problems)}; make one of them writable (8 bytes per "
-        "document and epoch)"
-    )
 
 
 def document_order(
@@ -184,7 +64,7 @@ class DocumentPart(IndexedDataset):
         self.prefix, self.dtype = data.prefix, data.dtype
         self._first, last = (round(fraction * data.documents) for fraction in (begin, end))
         self._documents = last - self._first
-        self._origin, stop = (int(each) for each in data.starts(np.array([self._first, last])))
+        self._origin, stop = data.starts(np.array([self._first, last])).tolist()
         if stop <= self._origin:
             raise HexadError(
                 f"{data.prefix}: data.split takes {self._documents} of its {data.documents} documents, which "
@@ -228,27 +108,78 @@ class Samples(NamedTuple):
     begins: NDArray[np.bool_]
     trained: NDArray[np.bool_] | None
 
+    @classmethod
+    def gather(cls, parts: Sequence[tuple[NDArray[np.int64], Samples]]) -> Samples:
+        """Samples from several places, each part with the numbers of its rows."""
+        if len(parts) == 1:
+            return parts[0][1]
+        order = np.argsort(np.concatenate([rows for rows, _ in parts]))
+        tokens, begins = (np.concatenate([part[of] for _, part in parts])[order] for of in (0, 1))
+        if all(part.trained is None for _, part in parts):
+            return cls(tokens, begins, None)
+        trained = [np.ones_like(part.begins) if part.trained is None else part.trained for _, part in parts]
+        return cls(tokens, begins, np.concatenate(trained)[order])
+
+
+class OrderSettings(TypedDict, total=False):
+    """Arguments that every :class:`Source` has: of its orders, and of its index.
+
+    Attributes:
+        seed: of all orders.
+        source: number of the dataset in a blend; another number, another order.
+        cache_dir: where to keep indexes that are too large for memory if the data's own directory
+            (``PREFIX.cache``) cannot be written.
+        in_memory: number of documents up to which no file is created.
+        patience: seconds to wait for another process that writes such an index.
+    """
+
+    seed: Required[int]
+    source: int
+    cache_dir: str | Path | None
+    in_memory: int
+    patience: float
+
 
 class Source(ABC):
     """Random access to the samples of a dataset, over any number of epochs.
 
     Args:
-        key: (seed, number of the dataset in a blend), of all orders.
+        data: the dataset.
+        sequence: inputs per sample, in tokens.
         per_epoch: samples in an epoch.
+        size: entries of an epoch's index.
+        words: what an index depends on, beside the data, the key of its order and the epoch.
+        seed, source, cache_dir, in_memory, patience: see :class:`OrderSettings`.
 
     Attributes:
-        isolated: whether the documents of a sample never see each other, whatever ``data.documents`` is.
+        isolated: whether the documents of a sample are isolated, independent of ``data.documents``.
     """
 
     isolated = False
-    sequence: int
 
-    def __init__(self, key: tuple[int, int], per_epoch: int) -> None:
-        self._key, self.per_epoch = key, per_epoch
-        self._indexes: OrderedDict[int, NDArray[np.int64]] = OrderedDict()
+    def __init__(
+        self,
+        data: IndexedDataset,
+        sequence: int,
+        per_epoch: int,
+        size: int,
+        words: tuple[object, ...],
+        *,
+        seed: int,
+        source: int = 0,
+        cache_dir: str | Path | None = None,
+        in_memory: int = SMALL,
+        patience: float = 600.0,
+    ) -> None:
+        self.data, self.sequence, self.per_epoch = data, sequence, per_epoch
+        self._size, self._words, self._key = size, words, (seed, source)
+        self._in_memory, self._patience = in_memory, patience
+        self._places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
+        # Two: a step may span the end of an epoch, and the next step is read ahead.
+        self._index = lru_cache(maxsize=2)(self._loaded)
 
     def prepare(self, sample: int) -> None:
-        """Have the index that a sample needs.
+        """Build or load the index that a sample needs.
 
         Raises:
             HexadError: the dataset is damaged, or its index cannot be stored or is not completed in time.
@@ -256,42 +187,55 @@ class Source(ABC):
         self._index(sample // self.per_epoch)
 
     def read(self, samples: NDArray[np.int64]) -> Samples:
-        """Some samples.
-
-        Args:
-            samples: int64 ``[n]``, counted from 0 over all epochs.
-        """
+        """The samples with these numbers, int64 ``[n]``, counted from 0 over all epochs."""
         epochs, numbers = np.divmod(samples, self.per_epoch)
-        if len(samples) and (epochs == epochs[0]).all():
-            return self._cut(int(epochs[0]), numbers)
-        shape = (len(samples), self.sequence + 1)
-        tokens, begins = np.empty(shape, dtype=np.int64), np.empty(shape, dtype=np.bool_)
-        trained = None
-        for epoch in np.unique(epochs):
-            rows = np.flatnonzero(epochs == epoch)
-            found = self._cut(int(epoch), numbers[rows])
-            tokens[rows], begins[rows] = found.tokens, found.begins
-            if found.trained is not None:
-                trained = np.empty(shape, dtype=np.bool_) if trained is None else trained
-                trained[rows] = found.trained
-        return Samples(tokens, begins, trained)
+        rows = {int(epoch): np.flatnonzero(epochs == epoch) for epoch in np.unique(epochs)}
+        return Samples.gather([(own, self._cut(epoch, numbers[own])) for epoch, own in rows.items()])
 
     @abstractmethod
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
         """Samples of one epoch."""
 
     @abstractmethod
-    def _make_index(self, epoch: int) -> NDArray[np.int64]:
-        """What an epoch's samples are found by."""
+    def _computed(self, epoch: int) -> NDArray[np.int64]:
+        """The index by which an epoch's samples are found."""
 
-    def _index(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._indexes:
-            self._indexes[epoch] = self._make_index(epoch)
-            # Two: a step may span the end of an epoch, and the next step is read ahead.
-            while len(self._indexes) > 2:
-                self._indexes.popitem(last=False)
-        self._indexes.move_to_end(epoch)
-        return self._indexes[epoch]
+    @abstractmethod
+    def _write(self, path: Path, epoch: int) -> None:
+        """Write an index to a file by a rename, in NumPy's format."""
+
+    def _loaded(self, epoch: int) -> NDArray[np.int64]:
+        return self._computed(epoch) if self.data.documents <= self._in_memory else self._stored(epoch)
+
+    def _stored(self, epoch: int) -> NDArray[np.int64]:
+        """The index from a file, which one process per file system creates if it is missing; its name is a
+        hash of all that it depends on."""
+        kind, *others = self._words
+        words = (kind, self.data.identity(), *self._key, *others, epoch)
+        name = blake2b(repr(words).encode(), digest_size=16).hexdigest() + ".npy"
+        paths = [place / name for place in self._places]
+        for path in paths:
+            if (index := self._mapped(path)) is not None:
+                return index
+        problems = []
+        for path in paths:
+            read, write = partial(self._mapped, path), partial(self._write, path, epoch)
+            try:
+                return written_once(path, read, write, self._patience)
+            except OSError as error:
+                problems.append(f"{path.parent} ({error.strerror or error})")
+        raise HexadError(
+            f"{self.data.prefix}: the index of {self.data.documents} documents cannot be stored in "
+            f"{' or '.join(problems)}; make one of them writable (8 bytes per document and epoch)"
+        )
+
+    def _mapped(self, path: Path) -> NDArray[np.int64] | None:
+        """The content of an index file if it is complete."""
+        try:
+            index = np.load(path, mmap_mode="r")
+        except (OSError, ValueError, EOFError):
+            return None
+        return np.asarray(index) if index.shape == (self._size,) and index.dtype == np.int64 else None
 
 
 class SampleSource(Source):
@@ -300,40 +244,20 @@ class SampleSource(Source):
     Args:
         data: the dataset.
         sequence: inputs per sample, in tokens.
-        seed: of both orders.
-        source: number of this dataset in a blend; another number, another order.
-        cache_dir: where to keep indexes that are too large for memory if the data's own directory
-            (``PREFIX.cache``) cannot be written.
-        in_memory: number of documents up to which no file is created.
-        patience: seconds to wait for another process that writes such an index.
-
-    Attributes:
-        per_epoch: samples in an epoch.
+        order: see :class:`OrderSettings`.
 
     Raises:
         HexadError: the dataset is too small for one sample.
     """
 
-    def __init__(
-        self,
-        data: IndexedDataset,
-        *,
-        sequence: int,
-        seed: int,
-        source: int = 0,
-        cache_dir: str | Path | None = None,
-        in_memory: int = SMALL,
-        patience: float = 600.0,
-    ) -> None:
-        self.data, self.sequence = data, sequence
-        super().__init__((seed, source), (len(data.tokens) - 1) // sequence)
+    def __init__(self, data: IndexedDataset, *, sequence: int, **order: Unpack[OrderSettings]) -> None:
+        per_epoch = (len(data.tokens) - 1) // sequence
+        super().__init__(data, sequence, per_epoch, data.documents + 1, (_FORMAT,), **order)
         if self.per_epoch < 1:
             raise HexadError(
                 f"{data.prefix}: holds {len(data.tokens)} tokens, expected at least data.sequence + 1 = "
                 f"{sequence + 1}; give more data or a smaller data.sequence"
             )
-        places = index_places(data, cache_dir)
-        self._stream = Stream(data, self._key, places, in_memory, patience)
 
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
         """Samples of one epoch, all gathered at once."""
@@ -363,9 +287,35 @@ class SampleSource(Source):
         trained = None if self.data.mask is None else self.data.mask.at(positions).reshape(-1, width)
         return Samples(tokens.reshape(-1, width), begins.reshape(-1, width), trained)
 
-    def _make_index(self, epoch: int) -> NDArray[np.int64]:
-        """Where each document of an epoch's order begins in its stream, int64 ``[documents + 1]``."""
-        return self._stream.index(epoch)
+    def _computed(self, epoch: int) -> NDArray[np.int64]:
+        """Where each document of an epoch's order begins in its stream, and the total; int64
+        ``[documents + 1]``."""
+        return np.concatenate(list(self._ends(epoch)))
+
+    def _write(self, path: Path, epoch: int) -> None:
+        with appearing_whole(path) as stream:
+            header = {"descr": "<i8", "fortran_order": False, "shape": (self._size,)}
+            np.lib.format.write_array_header_1_0(stream, header)
+            for ends in self._ends(epoch):
+                stream.write(ends.astype("<i8", copy=False).tobytes())
+
+    def _ends(self, epoch: int) -> Iterator[NDArray[np.int64]]:
+        """Where documents of an epoch's order end in its stream, many at a time; first 0."""
+        self.data.verify()
+        documents, threads = self.data.documents, min(_THREADS, os.cpu_count() or 1)
+
+        def lengths(start: int) -> NDArray[np.int64]:
+            places = np.arange(start, min(start + _CHUNK, documents))
+            return self.data.tokens_in(document_order(places, documents, self._key, epoch))
+
+        ends = np.zeros(1, dtype=np.int64)
+        yield ends
+        starts = range(0, documents, _CHUNK)
+        with ThreadPoolExecutor(threads) as pool:
+            groups = (starts[first : first + 2 * threads] for first in range(0, len(starts), 2 * threads))
+            for counts in chain.from_iterable(pool.map(lengths, group) for group in groups):
+                ends = ends[-1] + np.cumsum(counts)
+                yield ends
 
 
 def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

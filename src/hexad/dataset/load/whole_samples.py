@@ -15,9 +15,9 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from hexad.config.errors import HexadError
 
 from ..files import write_whole
-from ..indexed import SMALL, IndexedDataset
+from ..indexed import IndexedDataset
 from .order import permute
-from .samples import Samples, SampleSource, Source, document_order, index_places, ranges, stored
+from .samples import OrderSettings, Samples, SampleSource, Source, document_order, ranges
 
 
 class Placement(NamedTuple):
@@ -70,22 +70,25 @@ def placements(histogram: NDArray[np.int64], capacity: int) -> Iterator[Placemen
                 del sizes[at]
             leave(best - length, count)
         # What fits nowhere fills new samples, one after another.
-        each = capacity // length
-        for samples, documents in ((waiting // each, each), (min(1, waiting % each), waiting % each)):
+        per_sample = capacity // length
+        for samples, documents in (
+            (waiting // per_sample, per_sample),
+            (min(1, waiting % per_sample), waiting % per_sample),
+        ):
             for number in range(documents if samples else 0):
                 yield Placement(length, samples, capacity - number * length, number == 0)
             leave(capacity - documents * length, samples)
 
 
 def count_samples(histogram: NDArray[np.int64], capacity: int) -> int:
-    """How many samples the documents fill."""
+    """The number of samples that the documents fill."""
     return sum(placement.samples for placement in placements(histogram, capacity) if placement.fresh)
 
 
 def assigned(histogram: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The sample of each document, int64 ``[documents of any length]``, from the longest document to the
     shortest."""
-    found = np.empty(int(histogram[1:].sum()), dtype=np.int64)
+    sample_of = np.empty(int(histogram[1:].sum()), dtype=np.int64)
     open_: dict[int, list[NDArray[np.int64]]] = defaultdict(list)  # room left -> samples
     samples = place = 0
     for length, count, room, fresh in placements(histogram, capacity):
@@ -94,11 +97,11 @@ def assigned(histogram: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
             samples += count
         else:
             taken = _take(open_[room], count)
-        found[place : place + count] = taken
+        sample_of[place : place + count] = taken
         place += count
         if room > length:
             open_[room - length].append(taken)
-    return found
+    return sample_of
 
 
 def _take(chunks: list[NDArray[np.int64]], count: int) -> NDArray[np.int64]:
@@ -161,7 +164,7 @@ class WholeSamples(Source):
             has no target.
         too_long: what to do with documents longer than that: ``refuse`` the data, ``truncate`` them to their
             first ``sequence`` tokens, or ``skip`` them.
-        seed, source, cache_dir, in_memory, patience: as for :class:`~.samples.SampleSource`.
+        order: see :class:`~.samples.OrderSettings`.
 
     Raises:
         HexadError: documents are too long, or nothing is left.
@@ -175,13 +178,9 @@ class WholeSamples(Source):
         *,
         sequence: int,
         too_long: TooLong = "refuse",
-        seed: int,
-        source: int = 0,
-        cache_dir: str | Path | None = None,
-        in_memory: int = SMALL,
-        patience: float = 600.0,
+        **order: Unpack[OrderSettings],
     ) -> None:
-        self.data, self.sequence, self.too_long = data, sequence, too_long
+        self.too_long = too_long
         self._histogram, self.facts = packing_facts(data, sequence, too_long)
         if too_long == "refuse" and self.facts.too_long:
             raise HexadError(
@@ -191,9 +190,8 @@ class WholeSamples(Source):
             )
         if not self.facts.samples:
             raise HexadError(f"{data.prefix}: no document is left (data.too_long: {too_long})")
-        super().__init__((seed, source), self.facts.samples)
-        places = index_places(data, cache_dir)
-        self._places, self._in_memory, self._patience = places, in_memory, patience
+        size, words = self.facts.samples + 1 + self.facts.documents, (_FORMAT, sequence, too_long)
+        super().__init__(data, sequence, self.facts.samples, size, words, **order)
 
     @cached_property
     def _slots(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -203,21 +201,12 @@ class WholeSamples(Source):
         ends = np.cumsum(np.bincount(samples, minlength=self.per_epoch))
         return np.argsort(samples, kind="stable"), np.concatenate([[0], ends])
 
-    def _make_index(self, epoch: int) -> NDArray[np.int64]:
-        """``per_epoch + 1`` places where samples begin, then the documents of all samples in order."""
-        if self.data.documents <= self._in_memory:
-            return self._computed(epoch)
-        size = self.per_epoch + 1 + self.facts.documents
-        words = (_FORMAT, self.data.identity(), *self._key, self.sequence, self.too_long, epoch)
-        what = f"{self.data.prefix}: the index of {self.data.documents} documents"
-        read, write = partial(_mapped, size=size), partial(self._write, epoch=epoch)
-        return stored(words, self._places, read, write, self._patience, what)
-
     def _computed(self, epoch: int) -> NDArray[np.int64]:
+        """``per_epoch + 1`` places where samples begin, then the documents of all samples in order."""
         documents = self.data.documents
         self.data.verify()
         order = document_order(np.arange(documents), documents, self._key, epoch)
-        lengths = self._lengths(order)
+        lengths = _positions(self.data, order, self.sequence, self.too_long)
         used = np.flatnonzero(lengths)
         # The longest first; among equals the order of the epoch.
         order = order[used][np.argsort(-lengths[used], kind="stable")]
@@ -228,10 +217,6 @@ class WholeSamples(Source):
         index = self._computed(epoch)
         write_whole(path, lambda stream: np.save(stream, index))
 
-    def _lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions that documents take; 0: none."""
-        return _positions(self.data, documents, self.sequence, self.too_long)
-
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
         """Samples of one epoch, all gathered at once."""
         width = self.sequence + 1
@@ -239,7 +224,7 @@ class WholeSamples(Source):
         order = permute(numbers, self.per_epoch, *self._key, epoch, "samples")
         counts = index[order + 1] - index[order]
         documents = index[self.per_epoch + 1 + ranges(index[order], counts)]
-        lengths = self._lengths(documents)
+        lengths = _positions(self.data, documents, self.sequence, self.too_long)
         # Where each document begins in its sample: the lengths before it, less those of earlier samples.
         ends = np.cumsum(lengths)
         firsts = np.cumsum(counts) - counts
@@ -282,13 +267,13 @@ def _positions(
     """The positions of a sample that documents take; 0: none. A document that is cut before its first trained
     token takes none: a batch of such documents would have nothing to learn."""
     lengths = data.tokens_in(documents)
-    found = np.where(lengths > sequence, 0 if too_long == "skip" else sequence, lengths)
+    positions = np.where(lengths > sequence, 0 if too_long == "skip" else sequence, lengths)
     if too_long == "truncate" and data.mask is not None:
         for number in np.flatnonzero(lengths > sequence):
             first = int(data.starts(documents[number : number + 1])[0])
             if not data.mask.at(np.arange(first + 1, first + sequence)).any():
-                found[number] = 0
-    return found
+                positions[number] = 0
+    return positions
 
 
 def packing_facts(
@@ -313,12 +298,3 @@ def packing_facts(
         longest=longest,
         sequence=sequence,
     )
-
-
-def _mapped(path: Path, size: int) -> NDArray[np.int64] | None:
-    """A stored index if it is complete."""
-    try:
-        index = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError):
-        return None
-    return np.asarray(index) if index.shape == (size,) and index.dtype == np.int64 else None

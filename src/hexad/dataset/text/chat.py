@@ -48,7 +48,7 @@ class ChatTemplate:
         return {_DEFAULT: self.source} | ({} if self.tool_source is None else {_TOOLS: self.tool_source})
 
     ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-    """Those in use; a template may name others."""
+    """Usual roles; a template may name others."""
 
     def mentions(self, role: str) -> bool:
         """Whether the template names a role."""
@@ -72,7 +72,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
     ) -> str:
-        """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` gives it.
+        """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` renders it.
 
         Args:
             messages: the conversation.
@@ -119,7 +119,7 @@ class ChatTemplate:
         return self.source if tools is None or self.tool_source is None else self.tool_source
 
     def _length(self, answer: str) -> int:
-        """Of an answer up to the token that ends it: the line break after it belongs to the template."""
+        """Length of an answer with the token that ends it; the line break after it is the template's."""
         end = answer.rstrip()
         return len(end) if end.endswith(self.ends) else len(answer)
 
@@ -142,7 +142,7 @@ class ChatTemplate:
             with template.environment.recording(parts, blocks):
                 for part in template.generate(**variables):
                     parts += [part]  # one at a time: blocks are placed after those before
-        except Exception as error:  # whatever a template does
+        except Exception as error:  # a template may raise anything
             problem = " ".join(str(error).split()) or type(error).__name__
             raise HexadError(
                 f"the chat template of {self.name} refuses the conversation: {problem}"
@@ -152,16 +152,16 @@ class ChatTemplate:
 
 def _plain(message: Message) -> dict[str, Any]:
     """A message as templates expect it: no null values, reasoning under its usual names."""
-    found = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    values = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((values[key] for key in _REASONING if key in values), None)
     if reasoning is None:
-        return found
-    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
+        return values
+    return {"thinking": reasoning, **values, "reasoning_content": reasoning}
 
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
-    """The template in the environment that ``transformers`` gives it (``utils/chat_template_utils.py`` of
+    """The template compiled in the environment of ``transformers`` (``utils/chat_template_utils.py`` of
     5.23): globals, filters and handling of blocks are part of the format."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -236,8 +236,8 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> tuple[str, dict[
     given = settings.get("chat_template")
     if isinstance(given, str):
         given = [{"name": _DEFAULT, "template": given}]
-    entries = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
-    named = {str(each.get("name")): str(each.get("template")) for each in entries}
+    entries = [entry for entry in given if isinstance(entry, dict)] if isinstance(given, list) else []
+    named = {str(entry.get("name")): str(entry.get("template")) for entry in entries}
     return str(directory / "tokenizer_config.json"), named
 
 
@@ -257,8 +257,8 @@ def _added(settings: Mapping[str, Any], directory: Path | None) -> list[str]:
         try:
             entries = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
         except (OSError, ValueError, AttributeError):
-            entries = []  # whoever loads it reports that
-    return [each["content"] for each in entries if isinstance(each, dict) and each.get("special")]
+            entries = []  # loading the tokenizer reports that
+    return [entry["content"] for entry in entries if isinstance(entry, dict) and entry.get("special")]
 
 
 def _read(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,12 +29,12 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
         return np.array([1] * 256 + [0], dtype=np.int64)
     if isinstance(tokenizer, TiktokenTokenizer):
         ranks = tokenizer.backend.token_byte_values()
-        found = {tokenizer.backend.encode_single_token(value): len(value) for value in ranks}
-        return _table(tokenizer.vocab_size, found.items())
+        lengths_of = {tokenizer.backend.encode_single_token(value): len(value) for value in ranks}
+        return _table(tokenizer.vocab_size, lengths_of.items())
     if isinstance(tokenizer, SentencePieceTokenizer):
         backend = tokenizer.backend
         pieces = ((number, backend.id_to_piece(number)) for number in range(tokenizer.vocab_size))
-        lengths = ((number, _pieces_bytes(piece, backend.is_byte(number))) for number, piece in pieces)
+        lengths = ((number, _piece_bytes(piece, backend.is_byte(number))) for number, piece in pieces)
         special = set(tokenizer.specials.values()) | {backend.unk_id()}
         return _table(tokenizer.vocab_size, ((n, size) for n, size in lengths if n not in special))
     assert isinstance(tokenizer, HuggingFaceTokenizer)
@@ -44,17 +45,18 @@ def _hugging_face(tokenizer: HuggingFaceTokenizer) -> NDArray[np.int64] | None:
     backend = tokenizer.backend
     kinds = set(_kinds(json.loads(backend.to_str()).get("decoder")))
     added = backend.get_added_tokens_decoder()
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for token, number in backend.get_vocab(with_added_tokens=True).items():
         if number in added:
-            found[number] = 0 if added[number].special else len(added[number].content.encode())
+            lengths[number] = 0 if added[number].special else len(added[number].content.encode())
         elif "ByteLevel" in kinds:  # every character of a token stands for one byte
-            found[number] = len(token)
+            lengths[number] = len(token)
         elif kinds & {"Metaspace", "Replace", "ByteFallback"}:
-            found[number] = _pieces_bytes(token, _is_byte(token))
+            # <0xE4> is one byte that no piece covers.
+            lengths[number] = _piece_bytes(token, re.fullmatch("<0x..>", token) is not None)
         else:
             return None
-    return _table(tokenizer.vocab_size, found.items())
+    return _table(tokenizer.vocab_size, lengths.items())
 
 
 def _kinds(decoder: Any) -> Iterable[str]:
@@ -65,12 +67,7 @@ def _kinds(decoder: Any) -> Iterable[str]:
             yield from _kinds(part)
 
 
-def _is_byte(token: str) -> bool:
-    """Whether a token is one byte that no piece covers: ``<0xE4>``."""
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
-
-
-def _pieces_bytes(piece: str, byte: bool) -> int:
+def _piece_bytes(piece: str, byte: bool) -> int:
     return 1 if byte else len(piece.replace(_SPACE, " ").encode())
 
 

@@ -6,10 +6,12 @@ import base64
 import binascii
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +36,10 @@ class Offsets(NamedTuple):
 
     def within(self, spans: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
         """Which tokens have a character in one of some (start, stop) ranges, bool ``[length]``."""
-        found = np.zeros(len(self.ids), dtype=np.bool_)
+        inside = np.zeros(len(self.ids), dtype=np.bool_)
         for start, stop in spans:
-            found |= (self.end > start) & (self.begin < stop)
-        return found
+            inside |= (self.end > start) & (self.begin < stop)
+        return inside
 
 
 END_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>")
@@ -49,61 +51,53 @@ _ACCEPTED = (
 )
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Interface of every tokenizer.
 
     Attributes:
         name: argument with which :func:`load_tokenizer` loads it.
-        kind: of its files, in words.
+        kind: description of its files.
         vocab_size: ids are below this.
         eod: id of the end-of-document token, or None. ``encode`` never adds it, nor any other special token.
         bos: ids that it puts before each text, most often of one beginning-of-text token, or none.
         specials: the ids of special tokens by their text.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    kind: str
+    vocab_size: int
+    eod: int | None
+    bos: tuple[int, ...] = ()
+    specials: dict[str, int]
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def eod(self) -> int | None: ...
-
-    @property
-    def bos(self) -> tuple[int, ...]: ...
-
-    @property
-    def specials(self) -> dict[str, int]: ...
-
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``; text equal to the end-of-document token is handled as the file defines."""
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, int32 ``[length]``."""
-        ...
+        return [np.array(self.encode(text), dtype=np.int32) for text in texts]
 
     def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
         """The ids of each text, and the characters each of them stands for."""
-        ...
+        return [self._offsets(text) for text in texts]
 
+    @abstractmethod
+    def _offsets(self, text: str) -> Offsets:
+        """The ids of a text, and the characters each of them stands for."""
+
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids`` without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """The 256 byte values of UTF-8, and 256 for the end of a document."""
 
     name = "byte"
     kind = "bytes of UTF-8"
     vocab_size = 257
     eod = 256
-    bos: tuple[int, ...] = ()
     specials: dict[str, int] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -112,24 +106,22 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32) for text in texts]
 
-    def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
-        found = []
-        for text, ids in zip(texts, self.encode_batch(texts)):
-            begin = _characters(text)[:-1]
-            found.append(Offsets(ids, begin, begin + np.int32(1)))
-        return found
+    def _offsets(self, text: str) -> Offsets:
+        begin = _characters(text)[:-1]
+        (ids,) = self.encode_batch([text])
+        return Offsets(ids, begin, begin + np.int32(1))
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 256).decode(errors="replace")
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json``, through the ``tokenizers`` package.
 
     Args:
         file: the ``tokenizer.json``; ``tokenizer_config.json`` and ``special_tokens_map.json`` beside it name
             the end-of-document token (``eos_token``), else :data:`END_NAMES` are tried. Its post-processor
-            alone says what stands before each text, as in ``transformers`` 5.
+            alone defines what stands before each text, as in ``transformers`` 5.
         name: as the user gave it.
 
     Raises:
@@ -166,21 +158,20 @@ class HuggingFaceTokenizer:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        found = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
-        found = []
-        for encoding in self.backend.encode_batch(list(texts), add_special_tokens=False):
-            places = np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)
-            found.append(Offsets(np.array(encoding.ids, dtype=np.int32), places[:, 0], places[:, 1]))
-        return found
+        return list(map(_of_encoding, self.backend.encode_batch(list(texts), add_special_tokens=False)))
+
+    def _offsets(self, text: str) -> Offsets:
+        return _of_encoding(self.backend.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=True))
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model``; end of document is its end-of-sentence piece, if it has one.
 
     Its beginning-of-sentence piece stands before each text if ``tokenizer_config.json`` beside it has
@@ -210,18 +201,12 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.array(ids, dtype=np.int32) for ids in self.backend.encode(list(texts))]
 
-    def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
-        found = []
-        for text in texts:
-            pieces = self.backend.encode(text, return_type="proto").pieces  # with offsets in bytes
-            ids, begin, end = (
-                np.array([[piece.id, piece.begin, piece.end] for piece in pieces], dtype=np.int32)
-                .reshape(-1, 3)
-                .T
-            )
-            character = _characters(text)
-            found.append(Offsets(ids, character[begin], character[np.maximum(end, 1) - 1] + (end > begin)))
-        return found
+    def _offsets(self, text: str) -> Offsets:
+        pieces = self.backend.encode(text, return_type="proto").pieces  # with offsets in bytes
+        table = np.array([[piece.id, piece.begin, piece.end] for piece in pieces], dtype=np.int32)
+        ids, begin, end = table.reshape(-1, 3).T
+        character = _characters(text)
+        return Offsets(ids, character[begin], character[np.maximum(end, 1) - 1] + (end > begin))
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids]))
@@ -242,7 +227,7 @@ _LLAMA3_NAMED = {
 _LLAMA3_SPECIALS = 256
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """A tiktoken rank file (lines of base64 token and rank) with Llama 3's split pattern.
 
     Llama 3's 256 special tokens follow the ranks: ``<|begin_of_text|>``, ``<|end_of_text|>`` (the end of a
@@ -250,18 +235,14 @@ class TiktokenTokenizer:
     """
 
     kind = "tiktoken"
-    bos: tuple[int, ...] = ()
 
     def __init__(self, file: Path, name: str) -> None:
         tiktoken = _extra("tiktoken", f"{file} is a tiktoken rank file")
         ranks = _read_ranks(file)
         first = max(ranks.values()) + 1
-        reserved = iter(range(_LLAMA3_SPECIALS))
-        specials = {
-            _LLAMA3_NAMED[i] if i in _LLAMA3_NAMED else f"<|reserved_special_token_{next(reserved)}|>": first
-            + i
-            for i in range(_LLAMA3_SPECIALS)
-        }
+        reserved = (f"<|reserved_special_token_{number}|>" for number in count())
+        names = (_LLAMA3_NAMED.get(number) or next(reserved) for number in range(_LLAMA3_SPECIALS))
+        specials = dict(zip(names, count(first)))
         self.backend: Any = tiktoken.Encoding(
             file.stem, pat_str=_LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
         )
@@ -274,21 +255,20 @@ class TiktokenTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self.backend.encode_ordinary(text))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(self.encode(text), dtype=np.int32) for text in texts]
-
-    def encode_offsets(self, texts: Sequence[str]) -> list[Offsets]:
-        found = []
-        for text in texts:
-            ids = self.encode(text)
-            bounds = np.cumsum([0, *map(len, self.backend.decode_tokens_bytes(ids))])  # in bytes
-            character = _characters(text)
-            begin, end = character[bounds[:-1]], character[bounds[1:] - 1] + np.int32(1)
-            found.append(Offsets(np.array(ids, dtype=np.int32), begin, end))
-        return found
+    def _offsets(self, text: str) -> Offsets:
+        ids, character = self.encode(text), _characters(text)
+        bounds = np.cumsum([0, *map(len, self.backend.decode_tokens_bytes(ids))])  # in bytes
+        begin, end = character[bounds[:-1]], character[bounds[1:] - 1] + np.int32(1)
+        return Offsets(np.array(ids, dtype=np.int32), begin, end)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self.backend.decode([int(i) for i in ids if i < self._first_special]))
+
+
+def _of_encoding(encoding: Any) -> Offsets:
+    """Ids and offsets of an encoding of the ``tokenizers`` package."""
+    places = np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2)
+    return Offsets(np.array(encoding.ids, dtype=np.int32), places[:, 0], places[:, 1])
 
 
 def _characters(text: str) -> Ids:
@@ -299,7 +279,7 @@ def _characters(text: str) -> Ids:
 
 
 def bos_ids(tokenizer: Tokenizer, setting: str) -> list[int]:
-    """What ``data.bos`` puts before each document and prompt: ``auto``, what the tokenizer says."""
+    """The ids before each document and prompt by ``data.bos``; ``auto``: the tokenizer's."""
     return list(tokenizer.bos) if setting == "auto" else []
 
 
@@ -338,8 +318,8 @@ def vocabulary_file(spec: str) -> Path | None:
     if not path.is_dir():
         raise HexadError(f"tokenizer '{spec}': no such file or directory; {_ACCEPTED}")
     for pattern in ("tokenizer.json", "tokenizer.model", "*.tiktoken"):
-        if found := sorted(file for file in directory.glob(pattern) if file.is_file()):
-            return found[0]
+        if files := sorted(file for file in directory.glob(pattern) if file.is_file()):
+            return files[0]
     raise HexadError(
         f"tokenizer '{directory}': the directory has no tokenizer.json, tokenizer.model or .tiktoken file; "
         "save it with transformers' AutoTokenizer(...).save_pretrained"
@@ -347,21 +327,21 @@ def vocabulary_file(spec: str) -> Path | None:
 
 
 def tokenizer_settings(directory: Path) -> dict[str, Any]:
-    """What ``tokenizer_config.json``, else ``special_tokens_map.json``, in a tokenizer's directory says.
+    """The settings in ``tokenizer_config.json``, else ``special_tokens_map.json``, beside a tokenizer.
 
     Raises:
         HexadError: one of them is not JSON.
     """
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             content = json.loads((directory / file).read_text(encoding="utf-8"))
-            found |= {key: value for key, value in content.items() if value is not None}
+            settings |= {key: value for key, value in content.items() if value is not None}
         except FileNotFoundError:
             continue
         except (OSError, ValueError, AttributeError) as error:
             raise HexadError(f"{directory / file}: not readable as JSON: {_one_line(error)}") from None
-    return found
+    return settings
 
 
 def _named(directory: Path, key: str) -> Any:
@@ -403,7 +383,7 @@ BYTE_END = "<|endoftext|>"
 
 
 def byte_backend() -> Any:
-    """The 256 values of a byte, then :data:`BYTE_END`."""
+    """The ``byte`` tokenizer in the ``tokenizers`` package: the 256 values, then :data:`BYTE_END`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

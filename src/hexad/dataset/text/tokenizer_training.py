@@ -20,7 +20,7 @@ _SMALLEST = 257
 
 
 class _Listing(ChatTemplate):
-    """In place of a chat template: the messages' texts, which is what a tokenizer learns from."""
+    """A chat template that renders the messages' texts only, from which a tokenizer learns."""
 
     def conversation(
         self, messages: Sequence[Any], tools: list[Any] | None = None
@@ -144,7 +144,7 @@ def train_bpe(
 
 
 class _CountedText:
-    """Texts on their way to the library, which would make an exception of its own of an error."""
+    """Counts the texts that the library reads, and keeps an error, which it would replace by its own."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts

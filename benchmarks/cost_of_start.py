@@ -37,10 +37,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from facts import facts
 
-from hexad.checkpoint.directory import CheckpointDirectory
+from hexad.checkpoint.directory import CheckpointDirectory, write_manifest
 from hexad.checkpoint.index import FileRecord, Index, Need
 from hexad.checkpoint.manifest import manifest_checksum, read_manifest
-from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.tensor_file import Part, TensorFile, block_count
 from hexad.comm.agreement import _lowest
 from hexad.model.configuration import load_config

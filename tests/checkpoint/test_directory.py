@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint
+from hexad.checkpoint.directory import CheckpointDirectory, find_checkpoint, write_manifest
 from hexad.checkpoint.manifest import read_manifest
-from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 

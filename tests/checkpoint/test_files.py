@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hexad.checkpoint import tensor_file
+from hexad.checkpoint.directory import write_manifest
 from hexad.checkpoint.manifest import read_manifest, verify_files
-from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.checkpoint.tensor_file import Chunk, TensorFileWriter, to_write
 from hexad.config import HexadError

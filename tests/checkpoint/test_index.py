@@ -261,7 +261,7 @@ def test_a_gap_and_an_overlap_are_found(seed: int) -> None:
 
 
 def test_a_manifest_is_written_without_torch() -> None:
-    code = "import sys, hexad.checkpoint.manifest_writer; sys.exit('torch' in sys.modules)"
+    code = "import sys, hexad.checkpoint.directory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=dict(os.environ), check=False).returncode == 0
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
+from hexad.checkpoint.directory import write_manifest
 from hexad.checkpoint.manifest import _END, _PREFIX, MANIFEST_FILE, DamagedCheckpoint, _guarded
-from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.reader import Checkpoint
 from hexad.cli.main import run as command
 from hexad.model.configuration import load_config

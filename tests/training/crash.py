@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hexad.checkpoint import checkpointer, manifest_writer
+from hexad.checkpoint import checkpointer, directory
 from hexad.checkpoint.tensor_file import TensorFileWriter
 from hexad.cli.main import run
 from hexad.training import loop
@@ -59,8 +59,8 @@ def _within() -> None:
 
 
 def _write(part: str) -> None:
-    write = manifest_writer.write_durably
-    manifest_writer.write_durably = _when(write, lambda path, *_: STEP in path and part in path)
+    write = directory.write_durably
+    directory.write_durably = _when(write, lambda path, *_: STEP in path and part in path)
 
 
 def _os(name: str, wanted: Callable[..., bool], after: bool = False) -> None:

@@ -21,11 +21,10 @@ from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
 
-from .directory import CheckpointDirectory, check_same_model, find_checkpoint
+from .directory import CheckpointDirectory, check_same_model, find_checkpoint, write_manifest
 from .index import Index
 from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
 from .manifest import Manifest, check_size
-from .manifest_writer import write_manifest
 from .reader import chosen, load
 from .tensor_file import Chunk, Part, TensorFile, to_write, write_shard
 

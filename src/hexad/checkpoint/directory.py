@@ -9,14 +9,18 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config, HexadError
+import xxhash
+
+from hexad.config import Config, HexadError, dump_config
 from hexad.model.pretrained import FREE, TRAINED
 
-from .manifest import MANIFEST_FILE, STEP_NAME, check_size, manifest_checksum, read_manifest
+from .index import FileRecord, Index
+from .manifest import MANIFEST_FILE, STEP_NAME, Manifest, check_size, manifest_checksum, read_manifest
 
 
 class CheckpointDirectory:
@@ -91,6 +95,39 @@ class CheckpointDirectory:
         os.rename(checkpoint, aside)
         self._name_latest()
         return aside
+
+
+def write_manifest(
+    directory: Path,
+    index: Index,
+    expected: Mapping[str, tuple[int, ...]],
+    config: Config | None,
+    progress: Mapping[str, Any],
+    origin: Mapping[str, Any],
+    others: Mapping[str, FileRecord] | None = None,
+) -> None:
+    """Write ``config.yaml`` and ``manifest.json`` beside the tensor files of a checkpoint.
+
+    Args:
+        directory: of the checkpoint.
+        index: its tensor files and what is in them.
+        expected: name and shape of every tensor that they must cover.
+        config: resolved; None for the state of a plain module.
+        progress, origin: see :class:`~hexad.checkpoint.manifest.Manifest`.
+        others: further files that exist already, by name.
+
+    Raises:
+        OSError: they cannot be written.
+        ValueError: the files do not cover every tensor exactly once.
+    """
+    text = b"{}\n" if config is None else dump_config(config).encode()
+    tree = {} if config is None else config.model_dump(mode="json", by_alias=True)
+    write_durably(directory / "config.yaml", text)
+    record = FileRecord(((len(text), xxhash.xxh3_128_hexdigest(text)),))
+    complete = Index.empty({"config.yaml": record, **(others or {})}).merge(index)
+    manifest = Manifest(dict(progress), tree, complete, dict(origin))
+    manifest.check_coverage(expected)
+    write_durably(directory / MANIFEST_FILE, manifest.encode())
 
 
 def wait_until_visible(checkpoint: Path, checksum: bytes | None, seconds: float) -> None:

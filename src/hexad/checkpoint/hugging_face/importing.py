@@ -19,10 +19,10 @@ from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.transformer import DTYPES
 from hexad.parallel.rectangle import Rectangle
 
+from ..directory import write_manifest
 from ..index import FileRecord, Index
 from ..kept_tokenizer import FOLDER, copied_files, keep_files
 from ..manifest import STEP_NAME
-from ..manifest_writer import write_manifest
 from ..tensor_file import Part, TensorFile, dtype_name
 from .files import appearing, has_tokenizer
 from .weights import HuggingFaceModel, row_slices

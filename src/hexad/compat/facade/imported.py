@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from hexad.checkpoint.directory import write_manifest
 from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
 from hexad.checkpoint.hugging_face.importing import origin_of_import, with_tokenizer
 from hexad.checkpoint.index import FileRecord, Index
-from hexad.checkpoint.manifest_writer import write_manifest
 from hexad.checkpoint.tensor_file import Part, TensorFile, dtype_name
 from hexad.config import Config, HexadError
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config

@@ -21,10 +21,10 @@ from facts import facts
 
 def measured(tokens: int, context: int) -> dict[str, float]:
     """Of the rank that needs the most, in bytes."""
-    from tests.memory.measure import config_of, measure
+    from tests.memory.measure import measure, measured_config
     from tests.pool import Pool
 
-    config = config_of(
+    config = measured_config(
         model={"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 2, "ffn_hidden": 96, "vocab": 128},
         data={"sequence": tokens},
         batch={"micro": 1, "global": 1},

@@ -54,10 +54,10 @@ def predicted(preset: str, parallel: dict[str, Any], lora: dict[str, Any] | None
 
 def measured(lora: dict[str, Any] | None) -> dict[str, float]:
     """The same of a small model on two ranks here, with the peak and the bytes that were measured."""
-    from tests.memory.measure import config_of, measure
+    from tests.memory.measure import measure, measured_config
     from tests.pool import Pool
 
-    config = config_of(model={"lora": lora}, parallel={"data": 2, "zero": 0, "bucket_mb": 25})
+    config = measured_config(model={"lora": lora}, parallel={"data": 2, "zero": 0, "bucket_mb": 25})
     pool = Pool()
     try:
         found = pool.run(2, measure, config, 2)[0]

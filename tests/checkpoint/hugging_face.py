@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (family, what its config class is given)."""
 
 
-def config_of(name: str) -> Any:
+def published_config(name: str) -> Any:
     """The model's configuration."""
     kind, settings = MODELS[name]
     return transformers.AutoConfig.for_model(
@@ -59,7 +59,7 @@ def config_of(name: str) -> Any:
 def save(name: str, directory: Path, dtype: torch.dtype = torch.float32, shard: str = "60KB") -> Path:
     """A random model (biases and norms too) as transformers saves it, in several shards."""
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config_of(name))
+    model = transformers.AutoModelForCausalLM.from_config(published_config(name))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

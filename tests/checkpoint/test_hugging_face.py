@@ -22,6 +22,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
+from ..small import random_tokens
 from ..training.command import call, write_run
 from . import hugging_face as theirs
 
@@ -61,8 +62,9 @@ def logits(path: Path, tokens: torch.Tensor, dtype: str = "fp64") -> torch.Tenso
     return values.view(*tokens.shape, -1)[..., : model.vocab]
 
 
-def batch(vocab: int = theirs.VOCAB) -> torch.Tensor:
-    return torch.randint(0, vocab, (3, 17), generator=torch.Generator().manual_seed(3))
+def sequences(vocab: int = theirs.VOCAB) -> torch.Tensor:
+    """Three sequences of 17 random tokens."""
+    return random_tokens(vocab, 3, 16, seed=3)
 
 
 def plain(directory: Path) -> dict[str, Any]:
@@ -107,9 +109,9 @@ def test_an_imported_model_computes_the_same(name: str, tmp_path: Path) -> None:
     convert("import", source, tmp_path / "ours")
     model = theirs.load(source)
     with theirs.exact_norms(), torch.no_grad():
-        wanted = model(batch()).logits
+        wanted = model(sequences()).logits
     assert wanted.dtype == torch.float64
-    ours = logits(tmp_path / "ours", batch())
+    ours = logits(tmp_path / "ours", sequences())
     assert float((ours - wanted).abs().max() / wanted.abs().max()) < 1e-10
 
 
@@ -161,8 +163,8 @@ def test_an_exported_run_computes_the_same_in_transformers(family: str, tmp_path
     model = theirs.load(tmp_path / "out")
     assert model.config.model_type == family
     with theirs.exact_norms(), torch.no_grad():
-        wanted = model(batch(257)[:, :16]).logits
-    ours = logits(run.directory, batch(257)[:, :16])
+        wanted = model(sequences(257)[:, :16]).logits
+    ours = logits(run.directory, sequences(257)[:, :16])
     assert float((ours - wanted).abs().max() / wanted.abs().max()) < 1e-10
     # And back again.
     convert("import", tmp_path / "out", tmp_path / "back")
@@ -305,8 +307,8 @@ def test_switches_choose_the_architecture(
     assert document["family"] == family
     assert document["notes"][0].startswith(f"written as {family}")
     with theirs.exact_norms(), torch.no_grad():
-        wanted = theirs.load(tmp_path / "out")(batch(257)[:, :16]).logits
-    values = logits(run.directory, batch(257)[:, :16])
+        wanted = theirs.load(tmp_path / "out")(sequences(257)[:, :16]).logits
+    values = logits(run.directory, sequences(257)[:, :16])
     assert float((values - wanted).abs().max() / wanted.abs().max()) < 1e-10
 
 

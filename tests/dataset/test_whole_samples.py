@@ -215,7 +215,7 @@ def test_documents_that_are_too_long(tmp_path: Path, caplog: pytest.LogCaptureFi
         WholeSamples(write(tmp_path / "e", [40]), sequence=30, seed=0, too_long="skip")
 
 
-def config_of(prefix: Path, *overrides: str):
+def config_on(prefix: Path, *overrides: str):
     tree = {"model": {"vocab": 60_000}, "data": {"train": str(prefix), "sequence": 30}}
     return load_config({**tree, "batch": {"micro": 2, "global": 4}}, overrides)
 
@@ -224,15 +224,15 @@ def test_settings_reach_the_loader(tmp_path: Path) -> None:
     write(tmp_path / "d", LENGTHS)
     tokenizer = load_tokenizer("byte")
     for overrides, whole in (((), True), (("data.packing=cut",), False)):
-        resolved = resolve(config_of(tmp_path / "d", *overrides), Layout(world=1)).config
+        resolved = resolve(config_on(tmp_path / "d", *overrides), Layout(world=1)).config
         assert resolved.data.documents == ("isolate" if whole else "join")
         with loader_from_config(resolved, 0, 1, tokenizer) as loader:
             (first, *_) = loader.step(0)
         assert (first.documents is not None) == whole
     write(tmp_path / "long", [50, 3])
     with pytest.raises(ConfigError, match=r"data\.train: .*1 of 2 documents are longer"):
-        loader_from_config(config_of(tmp_path / "long"), 0, 1, tokenizer)
-    loader_from_config(config_of(tmp_path / "long", "data.too_long=truncate"), 0, 1, tokenizer).close()
+        loader_from_config(config_on(tmp_path / "long"), 0, 1, tokenizer)
+    loader_from_config(config_on(tmp_path / "long", "data.too_long=truncate"), 0, 1, tokenizer).close()
 
 
 def test_a_mask_is_never_applied_to_other_data_nor_left_out(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_mask_is_never_applied_to_other_data_nor_left_out(tmp_path: Path) -> N
 
     def refused(message: str) -> None:
         with pytest.raises(ConfigError, match=rf"data\.train: .*d\.mask: {message}"):
-            loader_from_config(config_of(prefix), 0, 1, load_tokenizer("byte"))
+            loader_from_config(config_on(prefix), 0, 1, load_tokenizer("byte"))
 
     mask_path(prefix).unlink()
     refused("missing: .* was built with a loss mask")

@@ -16,7 +16,6 @@ from hexad.config import Config
 from hexad.generation import generator
 from hexad.generation.generator import Sampling, generate_all
 from hexad.generation.scoring import Likelihood, log_likelihoods
-from hexad.model.configuration import build_config
 from hexad.model.transformer import Transformer, build_stages, factored_mesh, make_shard
 from hexad.parallel.sharding import declared_parameters, initialise
 from hexad.planning.checks import planned_layout
@@ -24,6 +23,7 @@ from hexad.planning.resolve import resolve
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
+from ..small import config_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 1},
@@ -60,18 +60,16 @@ def computed(names: Sequence[str], layout: Degrees) -> dict[str, Result]:
 
 
 def settings(name: str, layout: Degrees) -> Config:
-    """Of a small model in a layout."""
-    sizes = {"layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24, "vocab": 50, "init_std": 0.5}
+    """The configuration of a small model in a layout."""
     degrees = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline}
     method = {"context_method": layout.method, "context_ulysses": layout.ulysses}
-    tree = {
-        "model": {**sizes, **MODELS[name]},
-        "parallel": {**degrees, **method, "sequence": False},
-        "data": {"sequence": 12},
-        "batch": {"micro": 1, "global": 1},
-        "precision": {"dtype": "fp64"},
-    }
-    return build_config(tree)
+    return config_of(
+        model={"heads": 4, "vocab": 50, "init_std": 0.5, **MODELS[name]},
+        parallel={**degrees, **method, "sequence": False},
+        data={"sequence": 12},
+        batch={"micro": 1, "global": 1},
+        precision={"dtype": "fp64"},
+    )
 
 
 def _computed(config: Config, mesh: Mesh) -> Result:

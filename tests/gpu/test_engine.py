@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad import Engine, Layout, Mesh, load_config
 from hexad.model import attention_kernels
 from hexad.parallel.context import kernels
 from hexad.parallel.context.attention import Merged
@@ -18,6 +18,7 @@ from hexad.parallel.tensor import fp8
 from hexad.topology.cluster import has_fp8
 
 from ..parallel.test_context import TILES
+from ..small import microbatch_of, random_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,10 +51,9 @@ def _losses(
     engine = Engine(config, Mesh.create(Layout(world=1), torch.device(device)))
     losses = []
     for step in range(4):
-        tokens = torch.randint(300, (2, 65), generator=torch.Generator().manual_seed(step))
         bounds = (0, 20 + step, 64, 128) if step % 2 else None
-        batch = Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), bounds)
-        losses.append(engine.train_step([batch, batch]).loss)
+        microbatch = microbatch_of(random_tokens(300, 2, 64, seed=step), bounds)
+        losses.append(engine.train_step([microbatch, microbatch]).loss)
         if step == 1:  # both kinds of batches have been seen
             after_first()
     return losses

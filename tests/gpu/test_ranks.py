@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad import Engine, Layout, Mesh, load_config
 
 from ..pool import TIMEOUT, Pool
+from ..small import microbatches
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,9 +70,7 @@ def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[
     engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), device))
     found = []
     for step in range(4):
-        tokens = torch.randint(300, (8, 65), generator=torch.Generator().manual_seed(step))
-        rows = tokens[engine.mesh.data.rank :: engine.mesh.data.size]
-        batch = [Microbatch(row[None, :-1].contiguous(), row[None, 1:].contiguous()) for row in rows]
+        batch = microbatches(config, engine.mesh.data.rank, engine.mesh.data.size, seed=step)
         found.append(engine.train_step(batch).loss)
     return found
 

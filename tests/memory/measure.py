@@ -9,12 +9,12 @@ import torch
 
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.model.configuration import build_config
 from hexad.parallel.context.slice import Slicing
 from hexad.planning import resolve
 from hexad.planning.memory import MemoryPlan, predict
 from hexad.topology.layout import Layout
 
+from ..small import Tree, config_of
 from .live import Live
 
 
@@ -33,20 +33,20 @@ class Found:
     plan: MemoryPlan
 
 
-def config_of(**groups: dict[str, Any]) -> Config:
-    """A run large enough for activations and states to matter; ``groups`` override."""
-    model = {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn_hidden": 352, "vocab": 1000}
-    tree: dict[str, dict[str, Any]] = {
-        "run": {"steps": 10, "device": "cpu"},
-        "model": model,
-        "data": {"sequence": 128},
-        "batch": {"micro": 2, "global": 8},
-        "precision": {"dtype": "fp32"},
-        "parallel": {"bucket_mb": 0.5},
-    }
-    for name, settings in groups.items():
-        tree[name] = {**tree.get(name, {}), **settings}
-    return build_config(tree)
+DEFAULTS: Tree = {
+    "run": {"steps": 10, "device": "cpu"},
+    "model": {"layers": 4, "hidden": 128, "heads": 8, "kv_heads": 4, "ffn_hidden": 352, "vocab": 1000},
+    "data": {"sequence": 128},
+    "batch": {"micro": 2, "global": 8},
+    "precision": {"dtype": "fp32"},
+    "parallel": {"bucket_mb": 0.5},
+}
+"""A run large enough for activations and states to matter."""
+
+
+def measured_config(**groups: dict[str, Any]) -> Config:
+    """The configuration of that run with the settings of ``groups``."""
+    return config_of(DEFAULTS, **groups)
 
 
 def _pooled(engine: Any) -> int:

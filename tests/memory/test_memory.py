@@ -27,7 +27,7 @@ from ..layers import shard_of, whole_model
 from ..pool import Pool
 from .layouts import LAYOUTS, Groups
 from .live import Live
-from .measure import config_of, measure
+from .measure import measure, measured_config
 
 CPU = torch.device("cpu")
 GPT2 = {"family": "gpt2", "kv_heads": 8}
@@ -40,7 +40,7 @@ def _layer(recompute: str, sequence: bool, dtype: torch.dtype, **model_settings:
     """Bytes that one llama layer adds on this rank, its output counted and its input not."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     axis = Mesh.create(Layout(world=world, tensor=world), CPU).tensor
-    model = config_of(model=model_settings).model
+    model = measured_config(model=model_settings).model
     kind: Any = recompute
     whole = whole_model(model, shard_of(axis, sequence, dtype), Recompute(kind))
     initialise(declared_parameters(whole), 1)
@@ -62,7 +62,7 @@ def _layer(recompute: str, sequence: bool, dtype: torch.dtype, **model_settings:
 
 def closed_form(recompute: str, world: int, sequence: bool, byte: int) -> int:
     """Of docs/memory.md."""
-    model = config_of().model
+    model = measured_config().model
     tokens, wide = 256, max(byte, 4)
     rows = tokens // world if sequence else tokens
     q, k = model.heads * int(model.head_dim) // world, int(model.kv_heads) * int(model.head_dim) // world
@@ -101,7 +101,7 @@ def test_repeated_keys_and_values_are_counted(
 
     monkeypatch.setattr(AttentionKernel, "dense", repeated)
     found = _layer(recompute, False, torch.float32, **settings)
-    attention = ModelInventory(config_of(model=settings).model).attention
+    attention = ModelInventory(measured_config(model=settings).model).attention
     run = Execution(2, 128)
     there, here = (attention.kept(replace(run, cpu=cpu), recompute == "selective") for cpu in (False, True))
     assert found - plain == there - here > 0
@@ -127,7 +127,7 @@ def test_repeated_keys_and_values_are_counted(
 )
 def test_the_plan_has_the_parameters_of_the_modules(model: Any, parallel: Any) -> None:
     """:func:`plan_buckets` makes the buckets of both."""
-    config = config_of(model=model, parallel=parallel, batch={"micro": 1, "global": 48})
+    config = measured_config(model=model, parallel=parallel, batch={"micro": 1, "global": 48})
     world = 1
     for axis in ("tensor", "pipeline", "data"):
         world *= parallel.get(axis, 1)
@@ -190,7 +190,7 @@ FEW = [
 
 def _check(world: int, groups: Groups, pool: Pool) -> None:
     """The plan against the ranks; the host's memory is a CPU's only one."""
-    for rank, found in enumerate(pool.run(world, measure, config_of(**groups), world)):
+    for rank, found in enumerate(pool.run(world, measure, measured_config(**groups), world)):
         plan = found.plan
         assert plan.state + plan.host == pytest.approx(found.state, rel=0.01), f"state of rank {rank}"
         error = (plan.total + plan.host) / found.peak - 1
@@ -213,7 +213,7 @@ def test_the_peak_is_predicted(world: int, groups: Groups, pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_rank_with_most_scores_is_predicted(ranks: int, pool: Pool) -> None:
     """Of dropped attention in a ring: the last rank has both blocks of zigzag in one run."""
-    config = config_of(
+    config = measured_config(
         model={"attention_dropout": 0.1},
         parallel={"context": ranks},
         data={"sequence": 512},
@@ -236,7 +236,7 @@ def test_the_peak_is_predicted_in_many_layouts(layout: str, pool: Pool) -> None:
 def test_state_is_so_many_bytes_per_parameter(zero: int, shards: int, pool: Pool) -> None:
     """With bf16 gradients; in stage 3, whose 16-bit copies exist while they are gathered only, with fp32."""
     expected = {0: 16.0, 1: 4 + 12 / shards, 2: 2 + 14 / shards, 3: 16 / shards}[zero]
-    config = config_of(
+    config = measured_config(
         model={"hidden": 256, "ffn_hidden": 704, "layers": 2},
         data={"sequence": 16},
         batch={"micro": 1, "global": shards},

@@ -11,12 +11,14 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.scheduler import NopKernelSchedulerNode
 
-from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad import load_config
 from hexad.config import ConfigError
 from hexad.engine import language
 from hexad.model import dropout, ops, residual
 from hexad.parallel import pointwise
 from hexad.parallel.tensor import fp8, loss
+
+from ..small import config_of, engine_of, microbatches
 
 needs_compiler = pytest.mark.skipif(
     pointwise.missing_compiler(torch.device("cpu")) is not None, reason="no C++ compiler is installed"
@@ -25,23 +27,18 @@ needs_compiler = pytest.mark.skipif(
 
 def _losses(compiled: str, family: str, dtype: str = "fp32", dropout: float = 0.0) -> list[float]:
     model = {"family": family, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "vocab": 100}
-    config = load_config(
-        {
-            "run": {"compile": compiled},
-            "model": {**model, "dropout": dropout},
-            "data": {"sequence": 32},
-            "batch": {"micro": 2, "global": 4},
-            "precision": {"dtype": dtype},
-            "lr_schedule": {"warmup": 1},
-        }
+    config = config_of(
+        {},
+        run={"compile": compiled},
+        model={**model, "dropout": dropout},
+        data={"sequence": 32},
+        batch={"micro": 2, "global": 4},
+        precision={"dtype": dtype},
+        lr_schedule={"warmup": 1},
     )
-    engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")))
-    losses = []
-    for step in range(3):
-        tokens = torch.randint(100, (2, 33), generator=torch.Generator().manual_seed(step))
-        batch = Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        losses.append(engine.train_step([batch, batch]).loss)
-    return losses
+    engine = engine_of(config)
+    batches = (microbatches(config, seed=step, samples=2) * 2 for step in range(3))
+    return [engine.train_step(batch).loss for batch in batches]
 
 
 @needs_compiler

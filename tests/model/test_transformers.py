@@ -13,16 +13,12 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
 from hexad.checkpoint.hugging_face.names import published_tensors
 from hexad.config import Config
-from hexad.dataset.load.microbatch import Microbatch
-from hexad.engine.engine import Engine
-from hexad.model.configuration import build_config
 from hexad.parallel.context.spans import Spans
 from hexad.parallel.sharding import declared_parameters
-from hexad.topology.layout import Layout
-from hexad.topology.mesh import Mesh
 
 from ..checkpoint.hugging_face import rms_norms
 from ..layers import load_global, shard_of, whole_model
+from ..small import Tree, config_of, engine_of, microbatch_of, random_tokens
 
 TOLERANCE = 1e-10
 VOCAB, LENGTH, LAYERS, HIDDEN, HEADS = 103, 23, 3, 48, 6
@@ -58,17 +54,18 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(norm, "forward", forward)
 
 
+DEFAULTS: Tree = {
+    "run": {"steps": 10},
+    "data": {"sequence": LENGTH},
+    "batch": {"micro": 2, "global": 4},
+    "precision": {"dtype": "fp64"},
+    "optimizer": {"lr": 0.01, "clip": 0.7, "weight_decay": 0.1},
+    "lr_schedule": {"kind": "constant", "warmup": 1},
+}
+
+
 def settings(name: str) -> Config:
-    tree = {
-        "run": {"steps": 10},
-        "model": CASES[name],
-        "data": {"sequence": LENGTH},
-        "batch": {"micro": 2, "global": 4},
-        "precision": {"dtype": "fp64"},
-        "optimizer": {"lr": 0.01, "clip": 0.7, "weight_decay": 0.1},
-        "lr_schedule": {"kind": "constant", "warmup": 1},
-    }
-    return build_config(tree)
+    return config_of(DEFAULTS, model=CASES[name])
 
 
 def oracle(name: str) -> transformers.PreTrainedModel:
@@ -118,8 +115,9 @@ def translated(name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torc
     return {ours: place.read(tensors) for ours, place in published_tensors(settings(name).model).items()}
 
 
-def batch(step: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (4, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+def tokens_of(step: int = 0) -> torch.Tensor:
+    """A global batch of a step: four samples."""
+    return random_tokens(VOCAB, 4, LENGTH, seed=step)
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -139,7 +137,7 @@ def test_logits_and_gradients(name: str) -> None:
     theirs = oracle(name)
     ours = whole_model(settings(name).model, shard_of())
     load_global(ours, translated(name, theirs.state_dict()))
-    tokens, labels = batch()[:, :-1], batch()[:, 1:]
+    tokens, labels = tokens_of()[:, :-1], tokens_of()[:, 1:]
     wanted = theirs(tokens).logits
     found = ours.head(ours(tokens))[:, :VOCAB].view_as(wanted)
     assert relative(found, wanted) < TOLERANCE
@@ -164,7 +162,7 @@ def test_logits_and_gradients(name: str) -> None:
 def test_three_engine_steps_equal_a_plain_training_loop(name: str) -> None:
     theirs = oracle(name)
     config = settings(name)
-    engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")))
+    engine = engine_of(config)
     load_global(engine.stages[0], translated(name, theirs.state_dict()))
     decayed = [p for p in theirs.parameters() if p.ndim == 2]
     others = [p for p in theirs.parameters() if p.ndim == 1]
@@ -174,7 +172,8 @@ def test_three_engine_steps_equal_a_plain_training_loop(name: str) -> None:
         betas=(0.9, 0.95),
     )
     for step in range(3):
-        tokens, labels = batch(step)[:, :-1], batch(step)[:, 1:]
+        samples = tokens_of(step)
+        tokens, labels = samples[:, :-1], samples[:, 1:]
         loss = torch.nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -183,12 +182,7 @@ def test_three_engine_steps_equal_a_plain_training_loop(name: str) -> None:
             if parameter.grad is not None:
                 parameter.grad.mul_((0.7 / norm).clamp(max=1.0))
         optimizer.step()
-        result = engine.train_step(
-            [
-                Microbatch(tokens[rows].contiguous(), labels[rows].contiguous())
-                for rows in (slice(0, 2), slice(2, 4))
-            ]
-        )
+        result = engine.train_step([microbatch_of(rows) for rows in samples.split(2)])
         wanted_loss = float(loss.detach())
         assert abs(result.loss - wanted_loss) / wanted_loss < TOLERANCE
         assert abs(result.grad_norm - float(norm)) / float(norm) < TOLERANCE
@@ -205,7 +199,7 @@ def test_packed_documents_equal_separate_sequences() -> None:
     for name in ("llama", "gpt2"):
         model = whole_model(settings(name).model, shard_of())
         load_global(model, translated(name, oracle(name).state_dict()))
-        tokens, labels = batch()[:2, :-1].contiguous(), batch()[:2, 1:].contiguous()
+        tokens, labels = tokens_of()[:2, :-1].contiguous(), tokens_of()[:2, 1:].contiguous()
         bounds = (0, 5, 6, LENGTH, LENGTH + 11, 2 * LENGTH)
         with torch.no_grad():
             packed = model.loss_sum(tokens, labels, Spans(tokens.numel(), 2, bounds))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hexad import Engine, Layout, Mesh
-from hexad.model.configuration import build_config
 from hexad.optim.torch_optimizer import ELEMENTWISE
 
 from ..layers import CPU
+from ..small import config_of
 
 STEPS = 4
 
@@ -37,9 +36,8 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     return result
 
 
-def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
-    groups: dict[str, Any] = {"precision": {"dtype": "fp64"}, "optimizer": {"clip": 0.0}}
-    config = build_config({**groups, "parallel": {"bucket_mb": 1e-4}})
+def engine_with(model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
+    config = config_of(precision={"dtype": "fp64"}, optimizer={"clip": 0.0}, parallel={"bucket_mb": 1e-4})
     return Engine(model, Mesh.create(Layout(world=1), CPU), config, optimizer=optimizer)
 
 
@@ -52,7 +50,7 @@ def test_values_are_those_of_parameters_one_by_one(name: str, hooked: bool) -> N
     calls = []
     if hooked:
         optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    engine = engine_of(model, optimizer)
+    engine = engine_with(model, optimizer)
     assert len(engine.trained) > 3
     for step in range(STEPS):
         reference.zero_grad()

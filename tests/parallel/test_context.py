@@ -32,6 +32,7 @@ from hexad.parallel.context.slice import Slice, divide, divides_heads, largest_g
 from hexad.topology.mesh import Axis
 
 from ..pool import Pool
+from ..small import config_of, engine_of
 
 
 def _bounds(generator: random.Random, sequences: int, length: int) -> tuple[int, ...] | None:
@@ -395,36 +396,27 @@ def test_how_many_ranks_can_share_heads() -> None:
 
 def _calls(method: str, recompute: str) -> tuple[int, int]:
     """How often this rank's kernel computes a tile, forward and backward, in a step of two layers."""
-    from hexad.engine.engine import Engine
-    from hexad.model.configuration import build_config
-    from hexad.topology.layout import Layout
-    from hexad.topology.mesh import Mesh
-
-    config = build_config(
-        {
-            "run": {"steps": 2},
-            "model": {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn_hidden": 32, "vocab": 32},
-            "data": {"sequence": 16},
-            "batch": {"micro": 1, "global": 1},
-            "parallel": {"context": 2, "context_method": method, "context_balance": "none"},
-            "precision": {"dtype": "fp32"},
-            "memory": {"recompute": recompute},
-        }
+    config = config_of(
+        run={"steps": 2},
+        data={"sequence": 16},
+        batch={"micro": 1, "global": 1},
+        parallel={"context": 2, "context_method": method, "context_balance": "none"},
+        precision={"dtype": "fp32"},
+        memory={"recompute": recompute},
     )
-    mesh = Mesh.create(Layout.from_settings(config.parallel, 2), torch.device("cpu"))
-    engine, found = Engine(config, mesh), [0, 0]
+    engine, calls = engine_of(config), [0, 0]
     tokens = torch.arange(16)[None]
     with pytest.MonkeyPatch.context() as patch:
         for number, name in enumerate(("forward", "backward")):
             original = getattr(CpuFlash, name)
 
             def counted(self: Any, *rest: Any, number: int = number, original: Any = original) -> Any:
-                found[number] += 1
+                calls[number] += 1
                 return original(self, *rest)
 
             patch.setattr(CpuFlash, name, counted)
         engine.train_step([Microbatch(tokens, tokens)])
-    return found[0], found[1]
+    return calls[0], calls[1]
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])

@@ -11,7 +11,6 @@ import torch
 from hexad.comm import sent_bytes
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.model.configuration import build_config
 from hexad.parallel.context.balance import received
 from hexad.parallel.context.rounds import rounds
 from hexad.parallel.context.slice import Slicing
@@ -21,32 +20,33 @@ from hexad.planning.memory import execution, rank_stages
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
+from ..small import Tree, config_of, engine_of
 
 _SEQUENCE, _MICRO, _STEPS, _LAYERS, _WIDTH = 48, 2, 2, 2, 8
 _PACKED = (0, 5, 6, 31, 48, 70, 96)
 
 
+DEFAULTS: Tree = {
+    "run": {"steps": 10},
+    "model": {"layers": _LAYERS, "hidden": 32, "heads": 4, "head_dim": _WIDTH, "ffn_hidden": 64, "vocab": 64},
+    "data": {"sequence": _SEQUENCE, "documents": "isolate"},
+}
+
+
 def _config(dtype: str = "fp32", kv_heads: int = 2, recompute: str = "none", **parallel: Any) -> Config:
-    model = {"layers": _LAYERS, "hidden": 32, "heads": 4, "kv_heads": kv_heads, "ffn_hidden": 64, "vocab": 64}
-    return build_config(
-        {
-            "run": {"steps": 10},
-            "model": {**model, "head_dim": _WIDTH},
-            "data": {"sequence": _SEQUENCE, "documents": "isolate"},
-            "batch": {"micro": _MICRO, "global": 2 * _MICRO * parallel.get("data", 1)},
-            "parallel": parallel,
-            "precision": {"dtype": dtype},
-            "memory": {"recompute": recompute},
-        }
+    return config_of(
+        DEFAULTS,
+        model={"kv_heads": kv_heads},
+        batch={"micro": _MICRO, "global": 2 * _MICRO * parallel.get("data", 1)},
+        parallel=parallel,
+        precision={"dtype": dtype},
+        memory={"recompute": recompute},
     )
 
 
-def _measure(config: Config, world: int, documents: tuple[int, ...] | None) -> dict[str, int]:
-    from hexad.engine.engine import Engine
-    from hexad.topology.mesh import Mesh
-
-    mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
-    engine = Engine(config, mesh)
+def _measure(config: Config, documents: tuple[int, ...] | None) -> dict[str, int]:
+    engine = engine_of(config)
+    mesh = engine.mesh
     tokens = torch.arange(_MICRO * _SEQUENCE).view(_MICRO, _SEQUENCE) % 64
     before = mesh.sent_bytes()
     for _ in range(_STEPS):
@@ -56,7 +56,7 @@ def _measure(config: Config, world: int, documents: tuple[int, ...] | None) -> d
 
 def _sent(config: Config, world: int, documents: tuple[int, ...] | None, pool: Pool) -> list[int]:
     """Bytes of each rank over the context axis, of one layer, microbatch and step."""
-    found = [found["context"] for found in pool.run(world, _measure, config, world, documents)]
+    found = [found["context"] for found in pool.run(world, _measure, config, documents)]
     assert all(sent % (_STEPS * 2 * _LAYERS) == 0 for sent in found)
     return [sent // (_STEPS * 2 * _LAYERS) for sent in found]
 
@@ -160,5 +160,5 @@ def _over_context(stage: Any, run: Execution, recompute: Any) -> int:
 def test_gradients_count_as_of_the_data_axis(pool: Pool) -> None:
     """Also where there is one data rank: what the context axis sends is attention's."""
     config = _config(context=2, context_balance="none")  # each rank has one of the two sequences
-    for found in pool.run(2, _measure, config, 2, None):
+    for found in pool.run(2, _measure, config, None):
         assert found["data"] > 0 and found["context"] == 0

@@ -13,11 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hexad.config import Config, ConfigError
-from hexad.dataset.load.microbatch import Microbatch
-from hexad.engine.engine import Engine
 from hexad.engine.language import training_shard
 from hexad.launching.launch import check_device
-from hexad.model.configuration import build_config
 from hexad.parallel.tensor import fp8
 from hexad.parallel.tensor.embedding import VocabParallelHead
 from hexad.parallel.tensor.embedding_inventory import HeadSpec
@@ -29,6 +26,7 @@ from hexad.topology.mesh import Mesh
 
 from ..layers import Sums, load_global, shard_of
 from ..pool import Pool
+from ..small import Tree, config_of, engine_of, microbatches
 
 CPU = torch.device("cpu")
 E4M3, E5M2, BF16 = 2.0**-4, 2.0**-3, 2.0**-8  # relative error of one rounding: half the last place
@@ -210,47 +208,37 @@ def test_the_head_is_not_multiplied_in_eight_bits() -> None:
 # Engines
 
 # As small as two tensor ranks allow: CPUs emulate 8-bit products, much slower than those of 32 bits.
-_MODEL = {
-    "layers": 2,
-    "hidden": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn_hidden": 32,
-    "vocab": 101,
-    "init_std": 0.1,
+DEFAULTS: Tree = {
+    "model": {
+        "layers": 2,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_hidden": 32,
+        "vocab": 101,
+        "init_std": 0.1,
+    },
+    "data": {"sequence": 8},
+    "batch": {"micro": 2, "global": 8},
+    "parallel": {"bucket_mb": 0.02},
+    "precision": {"dtype": "fp8"},
+    "optimizer": {"lr": 0.001},
+    "lr_schedule": {"kind": "constant", "warmup": 0},
 }
-_MICRO, _SEQUENCE, _SAMPLES = 2, 8, 8
-
-
-def config_of(dtype: str = "fp8", **groups: dict[str, Any]) -> Config:
-    tree: dict[str, dict[str, Any]] = {
-        "model": dict(_MODEL),
-        "data": {"sequence": _SEQUENCE},
-        "batch": {"micro": _MICRO, "global": _SAMPLES},
-        "parallel": {"bucket_mb": 0.02},
-        "precision": {"dtype": dtype},
-        "optimizer": {"lr": 0.001},
-        "lr_schedule": {"kind": "constant", "warmup": 0},
-    }
-    for name, group in groups.items():
-        tree.setdefault(name, {}).update(group)
-    return build_config(tree)
+_IN_BF16 = {"dtype": "bf16"}
 
 
 def losses_of(config: Config, steps: int = 4) -> list[float]:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), CPU))
-    tokens = torch.randint(101, (_SAMPLES, _SEQUENCE + 1), generator=torch.Generator().manual_seed(3))
-    rows = tokens[engine.mesh.data.rank * _MICRO :].split(_MICRO)[:: engine.mesh.data.size]
-    batch = [Microbatch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+    engine = engine_of(config)
+    batch = microbatches(config, engine.mesh.data.rank, engine.mesh.data.size, seed=3)
     return [engine.train_step(batch).loss for _ in range(steps)]
 
 
 def test_training_stays_near_bf16(pool: Pool) -> None:
     """On a batch seen eight times the loss falls to less than half, and differences add up."""
     optimizer = {"lr": 0.006}
-    (narrow,) = pool.run(1, losses_of, config_of(optimizer=optimizer), 8)
-    (wide,) = pool.run(1, losses_of, config_of("bf16", optimizer=optimizer), 8)
+    (narrow,) = pool.run(1, losses_of, config_of(DEFAULTS, optimizer=optimizer), 8)
+    (wide,) = pool.run(1, losses_of, config_of(DEFAULTS, precision=_IN_BF16, optimizer=optimizer), 8)
     assert narrow[-1] < narrow[0] / 2
     assert narrow == pytest.approx(wide, rel=0.05)
     assert narrow[:3] == pytest.approx(wide[:3], rel=0.01)
@@ -260,7 +248,7 @@ def test_training_stays_near_bf16(pool: Pool) -> None:
 @pytest.fixture(scope="module")
 def alone(pool: Pool) -> list[float]:
     """The losses of one process."""
-    return pool.run(1, losses_of, config_of())[0]
+    return pool.run(1, losses_of, config_of(DEFAULTS))[0]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +270,7 @@ def test_layouts_stay_near_one_process(
 ) -> None:
     parallel = groups.get("parallel", {})
     world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
-    found = pool.run(world, losses_of, config_of(**groups))[0]
+    found = pool.run(world, losses_of, config_of(DEFAULTS, **groups))[0]
     assert found == pytest.approx(alone, rel=tolerance, abs=0)
 
 
@@ -320,7 +308,7 @@ def _rounded(config: Config, keep: bool) -> tuple[list[float], int]:
 )
 def test_a_weight_is_rounded_once_per_step(groups: dict[str, Any], rounded: int, pool: Pool) -> None:
     """And again after it has changed: the losses are those of rounding it for every product."""
-    config = config_of(**groups)
+    config = config_of(DEFAULTS, **groups)
     world = config.parallel.pipeline * (2 if "data" in groups.get("parallel", {}) else 1)
     matrices = 4 * config.model.layers // config.parallel.pipeline
     for (found, times), (wanted, _) in zip(
@@ -331,16 +319,16 @@ def test_a_weight_is_rounded_once_per_step(groups: dict[str, Any], rounded: int,
 
 
 def test_gpt2_with_its_biases(pool: Pool) -> None:
-    model = {"family": "gpt2", "kv_heads": 4, "max_positions": _SEQUENCE}
-    (narrow,) = pool.run(1, losses_of, config_of(model=model))
-    (wide,) = pool.run(1, losses_of, config_of("bf16", model=model))
+    model = {"family": "gpt2", "kv_heads": 4, "max_positions": 8}
+    (narrow,) = pool.run(1, losses_of, config_of(DEFAULTS, model=model))
+    (wide,) = pool.run(1, losses_of, config_of(DEFAULTS, precision=_IN_BF16, model=model))
     assert narrow == pytest.approx(wide, rel=0.03) and narrow != wide
 
 
 def test_only_fp8_runs_place_layers_so() -> None:
     for dtype in ("fp64", "fp32", "bf16", "fp16", "fp8"):
         mesh = Mesh.create(Layout(world=1), CPU)
-        assert training_shard(config_of(dtype), mesh).fp8 == (dtype == "fp8")
+        assert training_shard(config_of(DEFAULTS, precision={"dtype": dtype}), mesh).fp8 == (dtype == "fp8")
 
 
 # Refusals
@@ -380,17 +368,17 @@ def test_sizes_that_the_units_do_not_take(groups: dict[str, Any], tensor: int, t
     parallel = {"parallel": {"tensor": tensor, "sequence": False}}
     layout = Layout(world=tensor, tensor=tensor)
     with pytest.raises(ConfigError) as error:
-        check_config(config_of(**groups, **parallel), layout)
+        check_config(config_of(DEFAULTS, **groups, **parallel), layout)
     assert text in str(error.value)
-    check_config(config_of("bf16", **groups, **parallel), layout)
+    check_config(config_of(DEFAULTS, precision=_IN_BF16, **groups, **parallel), layout)
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as error:
-        check_device(config_of(), CPU)
+        check_device(config_of(DEFAULTS), CPU)
     wanted = "precision.dtype: found fp8, but this device (cpu) has no fp8 matrix units; use bf16"
     assert str(error.value) == wanted
-    check_device(config_of("bf16"), CPU)
+    check_device(config_of(DEFAULTS, precision=_IN_BF16), CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     for capability, good in (
         ((8, 0), False),
@@ -401,10 +389,10 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         if good:
-            check_device(config_of(), torch.device("cuda", 0))
+            check_device(config_of(DEFAULTS), torch.device("cuda", 0))
             continue
         with pytest.raises(ConfigError, match=r"this device \(NVIDIA A100-SXM4-80GB\) has no fp8"):
-            check_device(config_of(), torch.device("cuda", 0))
+            check_device(config_of(DEFAULTS), torch.device("cuda", 0))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ConfigError, match="has no fp8 matrix units"):
-        check_device(config_of(), torch.device("cuda", 0))
+        check_device(config_of(DEFAULTS), torch.device("cuda", 0))

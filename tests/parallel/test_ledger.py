@@ -18,10 +18,21 @@ from hexad.planning.memory import execution, per_pipeline_rank, rank_buckets, ra
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
+from ..small import Tree, config_of, engine_of
 
 _SEQUENCE, _MICRO, _GLOBAL = 16, 2, 8
 _ALIGNMENT = 32  # elements that every parameter's share is rounded up to in a flat buffer
 _STEPS = 2
+
+
+# Sizes whose shards are multiples of the alignment, so that no rounding hides in the formula.
+DEFAULTS: Tree = {
+    "run": {"steps": 10},
+    "model": {"layers": 4, "hidden": 64, "heads": 4, "ffn_hidden": 128, "vocab": 256},
+    "data": {"sequence": _SEQUENCE},
+    "batch": {"micro": _MICRO, "global": _GLOBAL},
+    "parallel": {"bucket_mb": 0.01},
+}
 
 
 def _config(
@@ -34,26 +45,17 @@ def _config(
     kv_heads: int = 4,
     **pipeline: Any,
 ) -> Config:
-    # Sizes whose shares are multiples of the alignment, so that no rounding hides in the formula.
-    model = {"family": family, "layers": 4, "hidden": 64, "heads": 4, "kv_heads": kv_heads, "ffn_hidden": 128}
-    return build_config(
-        {
-            "run": {"steps": 10},
-            "model": {**model, "vocab": 256, "tied_embeddings": tied},
-            "data": {"sequence": _SEQUENCE},
-            "batch": {"micro": _MICRO, "global": _GLOBAL},
-            "parallel": {"data": data, "tensor": tensor, "sequence": sequence, "bucket_mb": 0.01, **pipeline},
-            "precision": {"dtype": dtype},
-        }
+    return config_of(
+        DEFAULTS,
+        model={"family": family, "kv_heads": kv_heads, "tied_embeddings": tied},
+        parallel={"data": data, "tensor": tensor, "sequence": sequence, **pipeline},
+        precision={"dtype": dtype},
     )
 
 
-def _measure(config: Config, world: int) -> dict[str, int]:
-    from hexad.engine.engine import Engine
-    from hexad.topology.mesh import Mesh
-
-    mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
-    engine = Engine(config, mesh)
+def _measure(config: Config) -> dict[str, int]:
+    engine = engine_of(config)
+    mesh = engine.mesh
     tokens = torch.arange(_MICRO * _SEQUENCE).view(_MICRO, _SEQUENCE)
     batch = [Microbatch(tokens, tokens)] * (_GLOBAL // _MICRO // mesh.data.size)
     before = mesh.sent_bytes()
@@ -119,7 +121,7 @@ def test_the_inventory_states_what_layers_send(
     partial = [(ranks[axis], 4 * bucket.size) for bucket in buckets for axis in bucket.traits.partial]
     once = sum(sent_bytes("all_reduce", *each) for each in (*partial, (tensor, 4)))  # the last is the norm's
     once += sent_bytes("broadcast", tensor, 4)
-    for found in pool.run(tensor, _measure, config, tensor):
+    for found in pool.run(tensor, _measure, config):
         assert found["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)
 
 
@@ -172,7 +174,7 @@ def test_step_bytes(pool: Pool, family: str, dtype: str, data: int, tensor: int,
         "expert": 0,
     }
     wanted = {axis: _STEPS * count for axis, count in wanted.items()}
-    for rank, found in enumerate(pool.run(data * tensor, _measure, config, data * tensor)):
+    for rank, found in enumerate(pool.run(data * tensor, _measure, config)):
         assert found == wanted, f"rank {rank}"
 
 
@@ -218,7 +220,7 @@ def test_pipeline_bytes(
     scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4))  # the loss; the norm
     scalars += (pipeline - 1) * 4 // pipeline
     weight = 256 // tensor * hidden * 4
-    for rank, found in enumerate(pool.run(tensor * pipeline, _measure, config, tensor * pipeline)):
+    for rank, found in enumerate(pool.run(tensor * pipeline, _measure, config)):
         stage = rank // tensor
         wanted = microbatches * boundaries[stage] * message + scalars
         if tied and not v_shaped and stage in (0, pipeline - 1):
@@ -247,7 +249,7 @@ def test_no_gradients_are_sent_to_frozen_stages(pool: Pool, schedule: str, train
     scalars = (
         sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4)) + (pipeline - 1) * 4 // pipeline
     )
-    for rank, found in enumerate(pool.run(pipeline, _measure, build_config(tree), pipeline)):
+    for rank, found in enumerate(pool.run(pipeline, _measure, build_config(tree))):
         sent = 0
         for stage, owner in enumerate(placement):
             forward, backward = stage + 1 < stages, stage > trained_from
@@ -260,12 +262,9 @@ _RANK = 8
 _LORA = {"lora": {"rank": _RANK}}  # of every linear layer
 
 
-def _state(config: Config, world: int) -> dict[str, int]:
+def _state(config: Config) -> dict[str, int]:
     """Bytes that a rank keeps, by kind; memory that two kinds share counts as the first."""
-    from hexad.engine.engine import Engine
-    from hexad.topology.mesh import Mesh
-
-    engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu")))
+    engine = engine_of(config)
     kinds: dict[str, list[torch.Tensor | None]] = {
         "parameters": [bucket.whole for bucket in engine.buckets],
         "gradients": [part for bucket in engine.trained for part in (bucket.gradients, bucket.gradient)],
@@ -317,7 +316,7 @@ def test_lora_sends_and_keeps_what_its_adapters_need(
             "optimizer": 8 * trained // shards,
         }
         plan = per_pipeline_rank(resolve(config, Layout.from_settings(config.parallel, world)))[0].as_tree()
-        for found in (*pool.run(world, _state, config, world), {kind: plan[kind] for kind in wanted}):
+        for found in (*pool.run(world, _state, config), {kind: plan[kind] for kind in wanted}):
             assert found == wanted
         scalars = _data_bytes(0, data) + (2 * (data - 1) * 4 // data if zero else 0)  # and the norm's shards
         over = {"data": scalars + (data - 1) * (4 + (width if zero else 4)) * trained // data, "tensor": 0}
@@ -327,5 +326,5 @@ def test_lora_sends_and_keeps_what_its_adapters_need(
                 activation = _MICRO * _SEQUENCE * hidden * width
                 # In sequence parallel the scatter of that gradient and the gather before the embedding's.
                 over["tensor"] -= microbatches * 2 * (tensor - 1) * activation // tensor
-        for found in pool.run(world, _measure, config, world):
+        for found in pool.run(world, _measure, config):
             assert {axis: found[axis] for axis in over} == {a: _STEPS * n for a, n in over.items()}

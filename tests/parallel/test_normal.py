@@ -13,17 +13,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexad.config import Config
-from hexad.engine.engine import Engine
-from hexad.model.configuration import build_config
 from hexad.model.inventory import ModelInventory
 from hexad.parallel import normal
 from hexad.parallel.data import buckets
 from hexad.parallel.normal import fill_normal
 from hexad.parallel.rectangle import Rectangle
-from hexad.topology.layout import Layout
-from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
+from ..small import config_of, engine_of
 
 
 def drawn(
@@ -138,14 +135,14 @@ def test_only_operations_that_every_processor_rounds_alike() -> None:
     assert {each for each in found.called if each[0] not in moves | exact[each[1]]} == set()
 
 
-def config_of(zero: int, data: int, tensor: int) -> Config:
-    return build_config(
-        {
-            "model": {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn_hidden": 40, "vocab": 31},
-            "batch": {"global": 4},
-            "precision": {"dtype": "bf16"},
-            "parallel": {"zero": zero, "data": data, "tensor": tensor, "bucket_mb": 0.005},
-        }
+def config_in(zero: int, data: int, tensor: int) -> Config:
+    """A model in a layout."""
+    return config_of(
+        {},
+        model={"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn_hidden": 40, "vocab": 31},
+        batch={"global": 4},
+        precision={"dtype": "bf16"},
+        parallel={"zero": zero, "data": data, "tensor": tensor, "bucket_mb": 0.005},
     )
 
 
@@ -161,13 +158,10 @@ def values_and_draws(config: Config) -> tuple[dict[Any, torch.Tensor], int]:
 
     buckets.fill_initial = counting  # type: ignore[assignment]
     try:
-        world = config.parallel.tensor * int(config.parallel.data)
-        engine = Engine(
-            config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
-        )
+        engine = engine_of(config)
     finally:
         buckets.fill_initial = fill
-    if world > 1:
+    if torch.distributed.is_initialized():
         torch.distributed.barrier()  # a rank that leaves closes connections that others are still making
     pieces = [piece for bucket in engine.buckets for piece in bucket.pieces(bucket.master)]
     return {rectangle: values.clone() for rectangle, values in pieces}, count
@@ -177,13 +171,13 @@ def values_and_draws(config: Config) -> tuple[dict[Any, torch.Tensor], int]:
 def test_every_layout_begins_alike_and_draws_what_it_keeps(
     pool: Pool, zero: int, data: int, tensor: int
 ) -> None:
-    alone, total = values_and_draws(config_of(0, 1, 1))
+    alone, total = values_and_draws(config_in(0, 1, 1))
     whole = {rectangle.name: values for rectangle, values in alone.items()}
-    ranks = pool.run(data * tensor, values_and_draws, config_of(zero, data, tensor))
+    ranks = pool.run(data * tensor, values_and_draws, config_in(zero, data, tensor))
     for pieces, _ in ranks:
         for rectangle, values in pieces.items():
             assert torch.equal(values, whole[rectangle.name][rectangle.slices])
-    model = ModelInventory(config_of(0, 1, 1).model)
+    model = ModelInventory(config_in(0, 1, 1).model)
     assert total == sum(each.numel() for name, each in whole.items() if model.weights()[name].std)
     assert sum(draws for _, draws in ranks) == total * (data if zero < 3 else 1)
 

@@ -6,33 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hexad.config import AgreedError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
-from hexad.model.configuration import build_config
 from hexad.optim import optimizer
 from hexad.parallel.data import replicas
-from hexad.topology.layout import Layout
-from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
+from ..small import Tree, config_of, engine_of
 
-TREE: dict[str, Any] = {
+DEFAULTS: Tree = {
     "model": {"layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn_hidden": 24, "vocab": 40},
     "data": {"sequence": 8},
     "batch": {"micro": 1, "global": 12},
     "precision": {"dtype": "bf16"},
+    "parallel": {"bucket_mb": 0.001},
     "optimizer": {"clip": 1e-3},
 }
-
-
-def engine_of(parallel: dict[str, Any], **model: Any) -> Engine:
-    tree = {**TREE, "model": {**TREE["model"], **model}, "parallel": {"bucket_mb": 0.001, **parallel}}
-    config = build_config(tree)
-    layout = Layout.from_settings(config.parallel, dist.get_world_size() if dist.is_initialized() else 1)
-    return Engine(config, Mesh.create(layout, torch.device("cpu")))
 
 
 def step(engine: Engine) -> float:
@@ -44,7 +35,7 @@ def step(engine: Engine) -> float:
 
 def altered(parallel: dict[str, Any], model: dict[str, Any], rank: int, name: str) -> tuple[str, str]:
     """What the comparison reports before and after one bit of a weight changes on one rank."""
-    engine = engine_of(parallel, **model)
+    engine = engine_of(config_of(DEFAULTS, parallel=parallel, model=model))
     step(engine)
     found = []
     for bad in (False, True):
@@ -101,7 +92,7 @@ def test_one_rank_has_no_replicas() -> None:
 
 def clipped_apart() -> tuple[list[float], str]:
     """Two steps whose norms come out different on the second data rank, as sums in another order would."""
-    engine = engine_of({"data": 2, "tensor": 2})
+    engine = engine_of(config_of(DEFAULTS, parallel={"data": 2, "tensor": 2}))
     reduce = optimizer.all_reduce
 
     def disturbed(tensor: torch.Tensor, axis: Any, *rest: Any) -> torch.Tensor:

@@ -12,52 +12,39 @@ from torch import nn
 
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
-from hexad.model.configuration import build_config
 from hexad.parallel.data.bucket_plan import Held, plan_buckets
 from hexad.parallel.inventory import Parameter, Weight
 from hexad.parallel.sharding import declared_parameters
-from hexad.topology.layout import Layout
 
 from ..pool import Pool
+from ..small import Tree, config_of, engine_of, microbatches
 from ..weights import WholeTensors
 
-_MICRO, _SEQUENCE = 2, 8
-_MODEL = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 64, "vocab": 200}
+DEFAULTS: Tree = {
+    "model": {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 64, "vocab": 200},
+    "parallel": {"bucket_mb": 0.01},
+    "optimizer": {"lr": 0.01, "clip": 0.0},
+    "lr_schedule": {"kind": "constant", "warmup": 0},
+}
 
 
-def config_of(microbatches: int = 2, dtype: str = "fp32", **parallel: Any) -> Config:
-    data = parallel.get("data", 2)
-    return build_config(
-        {
-            "model": _MODEL,
-            "data": {"sequence": _SEQUENCE},
-            "batch": {"micro": _MICRO, "global": _MICRO * data * microbatches},
-            "parallel": {"data": data, "bucket_mb": 0.01, **parallel},
-            "precision": {
-                "dtype": dtype,
-                **(dict.fromkeys(("reduce", "accumulate"), "bf16") if dtype == "bf16" else {}),
-            },
-            "optimizer": {"lr": 0.01, "clip": 0.0},
-            "lr_schedule": {"kind": "constant", "warmup": 0},
-        }
+def data_config(count: int = 2, dtype: str = "fp32", data: int = 2, **parallel: Any) -> Config:
+    """A model on data ranks with ``count`` microbatches each."""
+    return config_of(
+        DEFAULTS,
+        data={"sequence": 8},
+        batch={"micro": 2, "global": 2 * data * count},
+        parallel={"data": data, **parallel},
+        precision={
+            "dtype": dtype,
+            **(dict.fromkeys(("reduce", "accumulate"), "bf16") if dtype == "bf16" else {}),
+        },
     )
-
-
-def engine_of(config: Config) -> Any:
-    from hexad.engine.engine import Engine
-    from hexad.topology.mesh import Mesh
-
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu")))
 
 
 def batch_of(config: Config, rank: int, step: int = 0) -> list[Microbatch]:
     """This data rank's microbatches of random tokens."""
-    generator = torch.Generator().manual_seed(step)
-    size, data = config.batch.global_, int(config.parallel.data)
-    tokens = torch.randint(int(config.model.vocab), (size, _SEQUENCE + 1), generator=generator)
-    rows = tokens[rank * _MICRO :].split(_MICRO)[::data]
-    return [Microbatch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+    return microbatches(config, rank, int(config.parallel.data), seed=step)
 
 
 def measured(config: Config) -> tuple[int, list[tuple[str, int]], dict[str, int]]:
@@ -95,7 +82,7 @@ def test_bytes_sent(zero: int, microbatches: int, data: int, replicas: int, pool
     if zero == 0:
         replicas = 1
     dtype = "bf16" if (zero + data) % 2 else "fp32"
-    config = config_of(microbatches, dtype, data=data, zero=zero, replicas=replicas)
+    config = data_config(microbatches, dtype, data=data, zero=zero, replicas=replicas)
     width = gradient = 4 if dtype == "fp32" else 2
     shards = data // replicas if zero else 1
     same = data // shards  # what a share is summed over: replicas, and in stage 0 all data ranks
@@ -121,7 +108,7 @@ def test_bytes_kept(zero: int, data: int, replicas: int, pool: Pool) -> None:
     """bf16 with bf16 gradients: 16, 4 + 12/N, 2 + 14/N and 14/N bytes per parameter, with 8/N of moments."""
     if zero == 0:
         replicas = 1
-    config = config_of(1, "bf16", data=data, zero=zero, replicas=replicas)
+    config = data_config(1, "bf16", data=data, zero=zero, replicas=replicas)
     shards = data // replicas if zero else 1
     for _, sizes, kept in pool.run(data, measured, config):
         total = sum(size for _, size in sizes)
@@ -190,7 +177,7 @@ def our_losses(config: Config) -> list[float]:
 @pytest.mark.parametrize(("zero", "kind"), [(0, "ddp"), (3, "fsdp2")])
 @pytest.mark.parametrize("data", [2, 3])
 def test_losses_are_pytorchs(zero: int, kind: str, data: int, pool: Pool) -> None:
-    config = config_of(2, data=data, zero=zero)
+    config = data_config(2, data=data, zero=zero)
     (ours, *_), (theirs, *_) = (
         pool.run(data, our_losses, config),
         pool.run(data, torch_losses, config, kind),
@@ -238,7 +225,7 @@ def after_an_interruption(config: Config, in_evaluation: bool) -> tuple[list[flo
 @pytest.mark.parametrize("in_evaluation", [False, True])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_interrupted_step_leaves_nothing_behind(zero: int, in_evaluation: bool, pool: Pool) -> None:
-    for found, wanted in pool.run(2, after_an_interruption, config_of(2, zero=zero), in_evaluation):
+    for found, wanted in pool.run(2, after_an_interruption, data_config(2, zero=zero), in_evaluation):
         assert found == wanted
 
 
@@ -271,7 +258,7 @@ def layers_present(config: Config) -> tuple[int, int]:
 
 
 def test_two_layers_are_whole_at_a_time_in_stage_3(pool: Pool) -> None:
-    assert pool.run(2, layers_present, config_of(2, zero=3)) == [(2, 2)] * 2
+    assert pool.run(2, layers_present, data_config(2, zero=3)) == [(2, 2)] * 2
 
 
 def waited_for(config: Config) -> tuple[int, list[int]]:
@@ -291,7 +278,7 @@ def waited_for(config: Config) -> tuple[int, list[int]]:
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_a_step_begins_before_all_parameters_are_gathered(zero: int, pool: Pool) -> None:
-    for buckets, left in pool.run(2, waited_for, config_of(1, zero=zero)):
+    for buckets, left in pool.run(2, waited_for, data_config(1, zero=zero)):
         assert buckets > left[0] > left[1] > left[2] > 0  # the head's is still to come
 
 

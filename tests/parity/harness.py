@@ -13,10 +13,10 @@ import torch
 
 from hexad.config import Config
 from hexad.dataset.load.microbatch import IGNORED, Microbatch
-from hexad.model.configuration import build_config
 from hexad.topology.layout import Layout
 
 from .. import pool as worker_pool
+from ..small import Tree, config_of
 
 STEPS = 2
 """The second is the first that computes with updated weights."""
@@ -44,7 +44,7 @@ class Variant:
     masked: float = 0.0
     micro: int = 1
     experts: bool = False
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    overrides: Tree = field(default_factory=dict)
 
 
 # Sizes are odd on purpose: heads wider than hidden / heads, a vocabulary that leaves ranks with padding only.
@@ -194,9 +194,7 @@ class Case:
             "optimizer": {"lr": 0.02, "clip": 0.5},
             "lr_schedule": {"warmup": 2},
         }
-        for group, values in self.variant.overrides.items():
-            tree[group] = {**tree.get(group, {}), **values}
-        return build_config(tree)
+        return config_of(tree, **self.variant.overrides)
 
 
 # Dropout makes a difference between layouts easy to see: a mask that moved changes everything.

@@ -29,6 +29,7 @@ from hexad.topology.mesh import Axis
 
 from ..layers import CPU, shard_of
 from ..pool import Pool
+from ..small import random_tokens
 
 _MICRO, _SEQUENCE, _VOCAB, _HIDDEN = 2, 6, 31, 12
 
@@ -72,9 +73,9 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :_VOCAB], labels.flatten(), reduction="sum")
 
 
-def batch(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(8)
-    tokens = torch.randint(_VOCAB, (microbatches * _MICRO, _SEQUENCE + 1), generator=generator)
+def samples_of(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels."""
+    tokens = random_tokens(_VOCAB, microbatches * _MICRO, _SEQUENCE, seed=8)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -94,7 +95,7 @@ def both(name: str, virtual: int, microbatches: int) -> tuple[dict[str, Any], ..
     world, rank = dist.get_world_size(), dist.get_rank()
     schedule = build_schedule(name, world, microbatches, virtual)
     stages = stages_on(rank, schedule.stages, schedule)
-    tokens, labels = batch(microbatches)
+    tokens, labels = samples_of(microbatches)
 
     run = pipeline(name, {n: Alone(s) for n, s in stages.items()}, schedule.stages, microbatches, loss_of)
     losses = run(tokens, labels)
@@ -215,7 +216,7 @@ def held_at_once(name: str, virtual: int, microbatches: int) -> tuple[int, int, 
     executor = executor_of(schedule, stages, axis, marking, sums)
     for _ in range(2):
         sums.begin(microbatches)
-        executor.run(microbatches_of(*batch(microbatches)), 1.0)
+        executor.run(microbatches_of(*samples_of(microbatches)), 1.0)
         sums.finish()
     gc.collect()
     return executor.peak_activations, most, len(graphs) + sums.held()
@@ -241,4 +242,4 @@ def test_another_number_of_microbatches_is_refused() -> None:
     schedule = build_schedule("1f1b", 1, 3)
     executor = executor_of(schedule, stages_on(0, 1, schedule), Axis("pipeline"))
     with pytest.raises(ValueError, match="2 microbatches, scheduled are 3"):
-        executor.run(microbatches_of(*batch(2)), 1.0)
+        executor.run(microbatches_of(*samples_of(2)), 1.0)

@@ -11,9 +11,11 @@ import yaml
 
 from hexad.cli.main import run
 from hexad.config import Config, ConfigError
-from hexad.model.configuration import build_config, load_config
+from hexad.model.configuration import load_config
 from hexad.planning import resolve
 from hexad.topology.layout import Layout
+
+from ..small import config_of
 
 # The head of the byte tokenizer's 257 tokens costs as much as several of these layers.
 MODEL = {"layers": 8, "hidden": 16, "heads": 2, "kv_heads": 2, "ffn_hidden": 8}
@@ -24,10 +26,6 @@ TREE: dict[str, dict[str, Any]] = {
     "parallel": {"pipeline": 2},
 }
 TWO = Layout(world=2, pipeline=2)
-
-
-def config_of(**groups: dict[str, Any]) -> Config:
-    return build_config({**TREE, **{name: {**TREE.get(name, {}), **group} for name, group in groups.items()}})
 
 
 def autos(tree: Any, path: str = "") -> list[str]:
@@ -42,6 +40,7 @@ def autos(tree: Any, path: str = "") -> list[str]:
 def test_nothing_is_left_to_resolve(family: str, schedule: str) -> None:
     virtual = 2 if schedule == "interleaved" else 1
     config = config_of(
+        TREE,
         model={"family": family},
         parallel={"pipeline": 2, "schedule": schedule, "virtual_stages": virtual},
     )
@@ -97,10 +96,10 @@ def test_layers_that_recompute_are_counted_with_the_real_vocabulary(tmp_path: Pa
 def test_the_tokenizer_is_read_only_where_it_must_be(tmp_path: Path) -> None:
     missing = {"tokenizer": str(tmp_path / "none"), "sequence": 16}
     with pytest.raises(ConfigError, match=r"data\.tokenizer"):
-        resolve(config_of(data=missing), TWO)
-    assert resolve(config_of(data=missing, model={"vocab": 300}), TWO).config.model.vocab == 300
+        resolve(config_of(TREE, data=missing), TWO)
+    assert resolve(config_of(TREE, data=missing, model={"vocab": 300}), TWO).config.model.vocab == 300
     with pytest.raises(ConfigError, match=r"model\.vocab: found 300, less than the tokenizer's 301"):
-        resolve(config_of(model={"vocab": 300}), TWO, vocab=301)
+        resolve(config_of(TREE, model={"vocab": 300}), TWO, vocab=301)
 
 
 def test_a_configuration_without_files_is_completed_first() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hexad.config import AgreedError, HexadError
-from hexad.engine.engine import Engine
 from hexad.launching.environment import Environment
 from hexad.launching.launch import Run
 from hexad.model.configuration import load_config
@@ -17,6 +16,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
+from ..small import config_of, engine_of
 from ..weights import WholeTensors
 
 NONE: Any = None  # no configuration is needed here
@@ -72,15 +72,9 @@ def test_loaded_weights_survive_a_step_in_bf16() -> None:
     """The master weights are what counts."""
     from hexad import Microbatch
 
-    config = load_config(
-        {
-            "model": {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "vocab": 40},
-            "data": {"sequence": 8},
-            "batch": {"micro": 1, "global": 1},
-            "optimizer": {"lr": 1e-8},
-        }
+    engine = engine_of(
+        config_of(model={"layers": 1}, batch={"micro": 1, "global": 1}, optimizer={"lr": 1e-8})
     )
-    engine = Engine(config, Mesh.create(Layout(world=1), torch.device("cpu")))
     tensors = {
         piece.name: torch.full(piece.shape, 0.3)
         for bucket in engine.buckets

@@ -15,41 +15,32 @@ from hexad import ConfigError, Engine, HexadError, Layout, Mesh
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model import attention
-from hexad.model.configuration import build_config
 from hexad.parallel.context.exchange import heads_for_tokens
 from hexad.parallel.context.rounds import Round, rounds
 from hexad.parallel.context.slice import Slicing
-from hexad.planning import resolve
 from hexad.topology.mesh import Axis
 
 from ..pool import Pool
+from ..small import Tree, config_of, engine_of, microbatch_of, random_tokens
 
 _LENGTH, _DOCUMENTS = 24, (0, 1, 9, 24, 30, 48)
 
 
+DEFAULTS: Tree = {
+    "run": {"steps": 10},
+    "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 48, "vocab": 64},
+    "data": {"sequence": _LENGTH, "documents": "isolate"},
+    "batch": {"micro": 2, "global": 2},
+    "lr_schedule": {"warmup": 1},
+}
+
+
 def _config(dtype: str = "fp64", **parallel: Any) -> Config:
-    return build_config(
-        {
-            "run": {"steps": 10},
-            "model": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 48, "vocab": 64},
-            "data": {"sequence": _LENGTH, "documents": "isolate"},
-            "batch": {"micro": 2, "global": 2},
-            "parallel": parallel,
-            "precision": {"dtype": dtype},
-            "lr_schedule": {"warmup": 1},
-        }
-    )
-
-
-def _engine(config: Config) -> Engine:
-    world = config.parallel.context
-    mesh = Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu"))
-    return Engine(resolve(config, mesh.layout), mesh)
+    return config_of(DEFAULTS, precision={"dtype": dtype}, parallel=parallel)
 
 
 def _whole() -> Microbatch:
-    ids = torch.randint(0, 64, (2, _LENGTH + 1), generator=torch.Generator().manual_seed(1))
-    return Microbatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), _DOCUMENTS)
+    return microbatch_of(random_tokens(64, 2, _LENGTH, seed=1), _DOCUMENTS)
 
 
 def _slicing(engine: Engine) -> Slicing:
@@ -57,7 +48,7 @@ def _slicing(engine: Engine) -> Slicing:
 
 
 def _losses(config: Config, given: str = "whole") -> list[float]:
-    engine, whole = _engine(config), _whole()
+    engine, whole = engine_of(config), _whole()
     part = whole.part(_slicing(engine), engine.mesh.context.rank)
     found = [engine.train_step([whole if given == "whole" else part]).loss for _ in range(3)]
     assert engine.samples == 6
@@ -82,7 +73,7 @@ def _short(part: Microbatch) -> Microbatch:
 
 def _refusals(config: Config) -> list[str]:
     """What a step says of parts that are not this rank's; of an id that one rank alone has, all say it."""
-    engine, whole, found = _engine(config), _whole(), []
+    engine, whole, found = engine_of(config), _whole(), []
     slicing, other = _slicing(engine), 1 - engine.mesh.context.rank
     tokens = whole.tokens.clone()
     tokens[0, 0] = 64
@@ -136,7 +127,7 @@ def _steps(config: Config, mistake: bool = False) -> list[float]:
     """Losses and gradient norms of a model whose attention is not nearly uniform; with the mistake, keys of
     other ranks are skipped, or heads of keys exchanged."""
     model = config.model.model_copy(update={"init_std": 0.15})
-    engine = _engine(config.model_copy(update={"model": model}))
+    engine = engine_of(config.model_copy(update={"model": model}))
 
     def skipping(*arguments: Any) -> tuple[Round, ...]:
         own, *others = rounds(*arguments)

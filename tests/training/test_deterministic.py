@@ -13,10 +13,8 @@ from hexad.config import ConfigError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
 from hexad.launching.launch import deterministic
-from hexad.model.configuration import build_config
-from hexad.topology.layout import Layout
-from hexad.topology.mesh import Mesh
 
+from ..small import config_of, engine_of
 from .conftest import MakeRun
 
 CPU = torch.device("cpu")
@@ -38,10 +36,7 @@ class Operators(TorchDispatchMode):
 
 def stepped(family: str, dropout: float, wanted: bool) -> tuple[set[str], list[torch.Tensor]]:
     """(operators of a step, the weights after two)."""
-    model = {"family": family, "layers": 2, "hidden": 16, "heads": 4, "ffn_hidden": 24, "vocab": 40}
-    model |= {"max_positions": 8, "dropout": dropout}
-    tree = {"model": model, "batch": {"micro": 2, "global": 4}, "data": {"sequence": 8}}
-    engine = Engine(build_config(tree), Mesh.create(Layout(world=1), CPU))
+    engine = engine_of(config_of(model={"family": family, "heads": 4, "dropout": dropout}))
     tokens = torch.randint(0, 9, (2, 2, 8), generator=torch.Generator().manual_seed(1))  # many of them equal
     batch = [Microbatch(token, token.roll(-1), (0, 3, 8, 16)) for token in tokens]
     with deterministic(wanted, CPU):

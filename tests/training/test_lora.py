@@ -36,6 +36,7 @@ from hexad.training.saves import Saves
 from ..checkpoint import hugging_face as theirs
 from ..checkpoint.test_hugging_face import convert, logits, refused
 from ..pool import Pool
+from ..small import microbatch_of
 from .command import RunFile, call, write_run
 
 STEPS, LR = 3, 0.01
@@ -70,7 +71,7 @@ def adapted(source: Path, targets: Any, precision: dict[str, Any] | None = None,
 
 def random_batch(generator: torch.Generator) -> Microbatch:
     tokens = torch.randint(0, theirs.VOCAB, (3, 17), generator=generator)
-    return Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return microbatch_of(tokens)
 
 
 def adapters_of(engine: Engine) -> dict[str, torch.Tensor]:

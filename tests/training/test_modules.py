@@ -12,30 +12,30 @@ from torch import nn
 from hexad import Engine, Layout, Mesh
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.comm import all_reduce, all_to_all
-from hexad.config import HexadError
-from hexad.model.configuration import build_config
+from hexad.config import Config, HexadError
 from hexad.parallel.inventory import Parameter, Weight
 from hexad.parallel.sharding import Shard, ShardedModule
 from hexad.topology.mesh import Axis
 
 from ..layers import CPU
 from ..pool import Pool
+from ..small import Tree, config_of, merged
 
 WIDTH, ROWS, STEPS = 6, 12, 3
 
 
-def config_of(zero: int, **groups: dict[str, Any]) -> Any:
-    return build_config(
-        {
-            "precision": {"dtype": "fp64"},
-            "parallel": {"zero": zero, "bucket_mb": 1e-4},
-            "optimizer": {"lr": 0.02, "clip": 0.5},
-            **groups,
-        }
-    )
+DEFAULTS: Tree = {
+    "precision": {"dtype": "fp64"},
+    "parallel": {"bucket_mb": 1e-4},
+    "optimizer": {"lr": 0.02, "clip": 0.5},
+}
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def module_config(zero: int, **groups: dict[str, Any]) -> Config:
+    return config_of(DEFAULTS, **merged({"parallel": {"zero": zero}}, groups))
+
+
+def samples_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return tuple(torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2))
 
@@ -80,7 +80,7 @@ def by_torch() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
     losses, norms = [], []
     for step in range(STEPS):
-        x, y = batch(step)
+        x, y = samples_of(step)
         loss = (model(x) - y).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -108,10 +108,10 @@ def by_engine(
     def loss_of(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor], *_: Any) -> torch.Tensor:
         return (model(part[0]) - part[1]).square().sum() / (ROWS * WIDTH)
 
-    engine = Engine(model, mesh, config_of(zero), compute=loss_of)
+    engine = Engine(model, mesh, module_config(zero), compute=loss_of)
     losses, norms = [], []
     for step in range(STEPS):
-        x, y = (part.chunk(world)[mesh.rank].chunk(microbatches) for part in batch(step))
+        x, y = (part.chunk(world)[mesh.rank].chunk(microbatches) for part in samples_of(step))
         parts = list(zip(x, y))
         engine.begin(len(parts))
         if own_loop:
@@ -160,10 +160,10 @@ def skipping_loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor, int]
 def skipping_engine(zero: int, microbatches: int) -> list[float]:
     world = torch.distributed.get_world_size()
     mesh = Mesh.create(Layout(world=world, data=world), CPU)
-    engine = Engine(Plain().double(), mesh, config_of(zero), compute=skipping_loss)
+    engine = Engine(Plain().double(), mesh, module_config(zero), compute=skipping_loss)
     norms = []
     for step in range(STEPS):
-        parts = list(zip(*(each.chunk(world * microbatches) for each in batch(step)), range(ROWS)))
+        parts = list(zip(*(each.chunk(world * microbatches) for each in samples_of(step)), range(ROWS)))
         engine.begin(microbatches)
         engine.accumulate(parts[mesh.rank * microbatches : (mesh.rank + 1) * microbatches])
         engine.reduce()
@@ -181,7 +181,7 @@ def test_data_ranks_may_leave_out_different_parameters(zero: int, pool: Pool) ->
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        for part in zip(*(each.chunk(6) for each in batch(step)), range(6)):
+        for part in zip(*(each.chunk(6) for each in samples_of(step)), range(6)):
             skipping_loss(model, part).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
@@ -195,10 +195,10 @@ def test_the_loss_scale_of_fp16_is_no_part_of_the_norm(own_loop: bool) -> None:
     for dtype in ("fp32", "fp16"):
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        config = config_of(0, precision={"dtype": dtype})
+        config = module_config(0, precision={"dtype": dtype})
         mesh = Mesh.create(Layout(world=1), CPU)
         engine = Engine(model, mesh, config, compute=lambda model, x, *_: model(x).float().square().mean())
-        x = batch(0)[0].to(torch.float16 if dtype == "fp16" else torch.float32)
+        x = samples_of(0)[0].to(torch.float16 if dtype == "fp16" else torch.float32)
         engine.begin(1)
         if own_loop:
             (model(x).float().square().mean() * engine.scaler.scale).backward()
@@ -210,7 +210,7 @@ def test_the_loss_scale_of_fp16_is_no_part_of_the_norm(own_loop: bool) -> None:
 
 
 def test_complete_steps_are_those_of_a_language_model() -> None:
-    engine = Engine(Plain().double(), Mesh.create(Layout(world=1), CPU), config_of(0))
+    engine = Engine(Plain().double(), Mesh.create(Layout(world=1), CPU), module_config(0))
     with pytest.raises(HexadError, match="begin, accumulate, reduce and update"):
         engine.train_step([])
 
@@ -289,7 +289,7 @@ def toy(expert: int, zero: int, directory: str, load: bool) -> tuple[list[float]
         return (model(part[0], part[2]) - part[1]).square().sum() / (ROWS * WIDTH)
 
     Path(directory).mkdir(exist_ok=True)
-    config = config_of(zero, run={"dir": directory, "seed": 3})
+    config = module_config(zero, run={"dir": directory, "seed": 3})
     engine = Engine(model, mesh, config, compute=loss_of)
     grids = {bucket.traits.grid for bucket in engine.buckets}
     assert grids == {"dense", "expert"}
@@ -300,7 +300,7 @@ def toy(expert: int, zero: int, directory: str, load: bool) -> tuple[list[float]
         )
     losses, norms = [], []
     while engine.step < 4:
-        x, y = batch(engine.step)
+        x, y = samples_of(engine.step)
         experts = torch.randint(EXPERTS, (ROWS,), generator=torch.Generator().manual_seed(engine.step))
         part = tuple(each.chunk(world)[mesh.rank] for each in (x, y, experts))
         engine.begin(1)

@@ -21,7 +21,7 @@ from hexad.topology.mesh import Axis
 
 from ..layers import CPU
 from ..pool import Pool
-from .test_modules import EXPERTS, ROWS, WIDTH, Experts, batch, config_of
+from .test_modules import EXPERTS, ROWS, WIDTH, Experts, module_config, samples_of
 
 FLOAT = torch.float64
 
@@ -88,7 +88,7 @@ def by_torch(kind: str, steps: int) -> tuple[list[float], dict[str, torch.Tensor
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = loss_of(stages[1], batch(step), stages[0](batch(step)[0]))
+        loss = loss_of(stages[1], samples_of(step), stages[0](samples_of(step)[0]))
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -100,14 +100,16 @@ def by_engine(kind: str, zero: int, directory: str, schedule: str) -> tuple[list
     mesh = mesh_of(pipeline=2)
     stage = stage_modules(kind)[mesh.pipeline.rank]
     groups = {"optimizer": {"lr": 0.02, "clip": 0}, "run": {"dir": directory}}
-    config = config_of(zero, **groups, parallel={"zero": zero, "bucket_mb": 1e-4, "schedule": schedule})
+    config = module_config(zero, **groups, parallel={"zero": zero, "bucket_mb": 1e-4, "schedule": schedule})
     engine = Engine(stage, mesh, config, compute=loss_of, boundary=boundary)
     checkpointer = Checkpointer(config, mesh)
 
     def steps(first: int) -> list[float]:
         losses = []
         for step in range(first, first + 2):
-            parts = [each.chunk(2) for each in (x.chunk(mesh.data.size)[mesh.data.rank] for x in batch(step))]
+            parts = [
+                each.chunk(2) for each in (x.chunk(mesh.data.size)[mesh.data.rank] for x in samples_of(step))
+            ]
             engine.begin(2)
             total = engine.accumulate([tuple(part) for part in zip(*parts)])
             engine.reduce()
@@ -169,7 +171,7 @@ def begun(zero: int, directory: str) -> tuple[bool, list[torch.Tensor]]:
     mesh = mesh_of(tensor=2)
     torch.manual_seed(mesh.rank)
     module = Convolved().double()
-    config = config_of(zero, run={"dir": directory})
+    config = module_config(zero, run={"dir": directory})
     engine = Engine(module, mesh, config, compute=lambda module, x, *_: module(x))
     engine.gatherer.settle()
     torch.manual_seed(0)
@@ -179,7 +181,7 @@ def begun(zero: int, directory: str) -> tuple[bool, list[torch.Tensor]]:
         if zero < 3 or name != "convolution.weight":  # which is sharded
             same &= torch.equal(values, expected[name])
     engine.begin(1)
-    engine.accumulate([batch(0)[0].chunk(mesh.data.size)[mesh.data.rank]])
+    engine.accumulate([samples_of(0)[0].chunk(mesh.data.size)[mesh.data.rank]])
     engine.reduce()
     engine.update(0.1)
     checkpointer = Checkpointer(config, mesh)
@@ -280,12 +282,12 @@ def made(form: str) -> nn.Module:
 
 def norm_of(form: str) -> tuple[float, float]:
     """Of the gradient, by torch and by the engine."""
-    x, model = batch(0)[0], made(form)
+    x, model = samples_of(0)[0], made(form)
     model(x).backward()
     expected = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
     mesh = mesh_of()
     model = made(form)
-    engine = Engine(model, mesh, config_of(3))
+    engine = Engine(model, mesh, module_config(3))
     engine.begin(2)
     # The forward passes of both before either's backward: weights come to lie in other buffers than before.
     for loss in [model(each) for each in x.chunk(mesh.data.size)[mesh.data.rank].chunk(2)]:
@@ -309,7 +311,7 @@ def mean(module: nn.Module, x: torch.Tensor, *_: Any) -> torch.Tensor:
 
 def test_settings_that_do_not_fit_are_refused() -> None:
     def build(module: nn.Module = linear(), **parallel: Any) -> None:  # noqa: B008
-        Engine(module, mesh_of(), config_of(0, parallel=parallel))
+        Engine(module, mesh_of(), module_config(0, parallel=parallel))
 
     with pytest.raises(HexadError, match=r"parallel\.replicas: found 2, .* data degree 1; use 1"):
         build(zero=1, replicas=2)
@@ -317,7 +319,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         build(zero=0, replicas=2)
     cases = (("memory", "recompute", "full", "none"), ("precision", "dtype", "fp8", "bf16"))
     for group, name, value, fix in cases:
-        config = config_of(0, **{group: {name: value}})
+        config = module_config(0, **{group: {name: value}})
         with pytest.raises(HexadError, match=rf"{group}\.{name}: found {value}, .*; use {fix}"):
             Engine(linear(), mesh_of(), config)
     with pytest.raises(HexadError, match=r"config: found None; pass Engine\(stages, mesh, config\)"):
@@ -326,7 +328,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         with pytest.raises(HexadError, match="stages: found no parameter that requires a gradient"):
             build(module)
     with pytest.raises(HexadError, match="stages: found numbers"):
-        Engine({1: linear()}, mesh_of(), config_of(0))
+        Engine({1: linear()}, mesh_of(), module_config(0))
     experts = Experts(Shard({}, dtype=FLOAT), Axis("expert"))
     with pytest.raises(HexadError, match=r"experts\.weight: found requires_grad False, but it is declared"):
         build(experts.requires_grad_(False))
@@ -336,8 +338,8 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_passes_that_begin_was_not_called_for_are_refused(zero: int) -> None:
-    module, x = linear(), batch(0)[0]
-    engine = Engine(module, mesh_of(), config_of(zero), compute=mean)
+    module, x = linear(), samples_of(0)[0]
+    engine = Engine(module, mesh_of(), module_config(zero), compute=mean)
     with pytest.raises(HexadError, match="accumulate: found 1 microbatches, but 0 are left"):
         engine.accumulate([x])
     with pytest.raises(HexadError, match="gradients: found more backward passes"):
@@ -365,7 +367,7 @@ def message(case: str) -> str:
     if case == "frozen" and rank:
         module.requires_grad_(False)
     try:
-        Engine({rank: module} if case == "numbers" else module, mesh, config_of(0))
+        Engine({rank: module} if case == "numbers" else module, mesh, module_config(0))
     except HexadError as error:
         return str(error)
     return ""
@@ -412,12 +414,12 @@ def routed(zero: int) -> float:
     def make(_: Any, stage: int) -> torch.Tensor:
         return torch.empty(rows, WIDTH, dtype=FLOAT)
 
-    engine = Engine(stage, mesh, config_of(zero), compute=loss_of, boundary=make)
+    engine = Engine(stage, mesh, module_config(zero), compute=loss_of, boundary=make)
     # As a mesh does: torch names such a group after how many the process has made before.
     group = dist.new_group([*range(dist.get_world_size())], use_local_synchronization=True)
     dist.all_reduce(torch.ones(1), group=group)
     engine.begin(1)
-    engine.accumulate([tuple(each.chunk(mesh.data.size)[mesh.data.rank] for each in batch(0))])
+    engine.accumulate([tuple(each.chunk(mesh.data.size)[mesh.data.rank] for each in samples_of(0))])
     engine.reduce()
     return engine.update(0.1)
 

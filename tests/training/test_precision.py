@@ -12,53 +12,45 @@ from hexad.config import Config, ConfigError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
 from hexad.engine.language import Task
-from hexad.model.configuration import build_config
 from hexad.optim.schedule import LossScaler
 from hexad.parallel.contributions import Contribution, WeightGradient
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.loss import head_loss_sum
 from hexad.planning import check_config
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
+from ..small import Tree, config_of, engine_of, microbatches
 from .conftest import MakeRun
 
-_MICRO, _SEQUENCE, _VOCAB, _SAMPLES = 2, 12, 101, 12
-_MODEL = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 56, "vocab": _VOCAB}
-
-
-def config_of(precision: dict[str, Any], **parallel: Any) -> Config:
-    return build_config(
-        {
-            "model": {**_MODEL, "init_std": 0.1},
-            "data": {"sequence": _SEQUENCE},
-            "batch": {"micro": _MICRO, "global": _SAMPLES},
-            "parallel": {"bucket_mb": 0.02, **parallel},
-            "precision": precision,
-            "optimizer": {"lr": 0.01},
-            "lr_schedule": {"kind": "constant", "warmup": 0},
-        }
-    )
-
-
-def engine_of(config: Config) -> Engine:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), torch.device("cpu")))
+DEFAULTS: Tree = {
+    "model": {
+        "layers": 4,
+        "hidden": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_hidden": 56,
+        "vocab": 101,
+        "init_std": 0.1,
+    },
+    "data": {"sequence": 12},
+    "batch": {"micro": 2, "global": 12},
+    "parallel": {"bucket_mb": 0.02},
+    "optimizer": {"lr": 0.01},
+    "lr_schedule": {"kind": "constant", "warmup": 0},
+}
 
 
 def batch_of(engine: Engine) -> list[Microbatch]:
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(_VOCAB, (_SAMPLES, _SEQUENCE + 1), generator=generator)
-    rows = tokens[engine.mesh.data.rank * _MICRO :].split(_MICRO)[:: engine.mesh.data.size]
-    return [Microbatch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+    data = engine.mesh.data
+    return microbatches(engine.config, data.rank, data.size, seed=3)
 
 
 # Loss scaling
 
 
 def scales(overflows: list[bool], **settings: Any) -> list[float]:
-    scaler = LossScaler(config_of({"dtype": "fp16", **settings}).precision)
+    scaler = LossScaler(config_of(DEFAULTS, precision={"dtype": "fp16", **settings}).precision)
     found = []
     for overflow in overflows:
         scaler.update(overflow)
@@ -85,7 +77,7 @@ def test_the_window_begins_anew_after_an_overflow() -> None:
 
 
 def test_defaults_and_the_smallest_scale() -> None:
-    scaler = LossScaler(config_of({"dtype": "fp16"}).precision)
+    scaler = LossScaler(config_of(DEFAULTS, precision={"dtype": "fp16"}).precision)
     assert scaler.scale == 2**16
     for _ in range(17):
         scaler.update(True)
@@ -97,8 +89,8 @@ def test_defaults_and_the_smallest_scale() -> None:
 
 def test_what_an_earlier_overflow_has_exhausted_is_forgotten() -> None:
     settings = {"loss_scale_initial": 1.0, "loss_scale_window": 1, "loss_scale_hysteresis": 2}
-    one = LossScaler(config_of({"dtype": "fp16", **settings}).precision)
-    other = LossScaler(config_of({"dtype": "fp16", **settings}).precision)
+    one = LossScaler(config_of(DEFAULTS, precision={"dtype": "fp16", **settings}).precision)
+    other = LossScaler(config_of(DEFAULTS, precision={"dtype": "fp16", **settings}).precision)
     for overflow, exhausted in ((True, False), (True, True), (False, False), (True, False)):
         other.restore(one.state())  # a run that is resumed before every step judges likewise
         for scaler in (one, other):
@@ -107,7 +99,7 @@ def test_what_an_earlier_overflow_has_exhausted_is_forgotten() -> None:
 
 
 def test_a_scaler_goes_on_from_its_state() -> None:
-    settings = config_of({"dtype": "fp16", "loss_scale_window": 3}).precision
+    settings = config_of(DEFAULTS, precision={"dtype": "fp16", "loss_scale_window": 3}).precision
     one, other = LossScaler(settings), LossScaler(settings)
     for overflow in (True, False, False):
         one.update(overflow)
@@ -121,7 +113,7 @@ def test_a_scaler_goes_on_from_its_state() -> None:
 
 def test_other_precisions_are_not_scaled() -> None:
     for dtype in ("bf16", "fp32", "fp64"):
-        scaler = LossScaler(config_of({"dtype": dtype}).precision)
+        scaler = LossScaler(config_of(DEFAULTS, precision={"dtype": dtype}).precision)
         scaler.update(True)
         assert scaler.scale == 1.0 and scaler.exhausted and scaler.state() == {}
 
@@ -177,7 +169,11 @@ def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(
     parallel: dict[str, Any], vector: bool, pool: Pool
 ) -> None:
     value = float("nan") if vector else float("inf")
-    config = config_of({"dtype": "fp16", "loss_scale_initial": 256.0, "loss_scale_hysteresis": 1}, **parallel)
+    config = config_of(
+        DEFAULTS,
+        precision={"dtype": "fp16", "loss_scale_initial": 256.0, "loss_scale_hysteresis": 1},
+        parallel=parallel,
+    )
     world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     for skipped, unchanged, scales, updates, largest in pool.run(world, poisoned, config, vector, value):
         assert skipped == [False, True, False]
@@ -217,7 +213,7 @@ def traces_of(config: Config) -> tuple[list[float], list[float]]:
     ],
 )
 def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: float, pool: Pool) -> None:
-    ((alone, norms),) = pool.run(1, traces_of, config_of(precision))
+    ((alone, norms),) = pool.run(1, traces_of, config_of(DEFAULTS, precision=precision))
     assert alone[-1] < alone[0] - 0.05
     for parallel in (
         {"data": 2},
@@ -228,25 +224,28 @@ def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: flo
         {"data": 2, "pipeline": 2, "zero": 3, "schedule": "zb_h1"},
     ):
         world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
-        ((found, found_norms), *_) = pool.run(world, traces_of, config_of(precision, **parallel))
+        config = config_of(DEFAULTS, precision=precision, parallel=parallel)
+        ((found, found_norms), *_) = pool.run(world, traces_of, config)
         assert found == pytest.approx(alone, rel=tolerance), parallel
         assert found_norms == pytest.approx(norms, rel=16 * tolerance), parallel
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_sixteen_bits_stay_near_fp32(dtype: str, pool: Pool) -> None:
-    (wide,) = pool.run(1, losses_of, config_of({"dtype": "fp32"}))
-    (narrow,) = pool.run(1, losses_of, config_of({"dtype": dtype}))
+    (wide,) = pool.run(1, losses_of, config_of(DEFAULTS, precision={"dtype": "fp32"}))
+    (narrow,) = pool.run(1, losses_of, config_of(DEFAULTS, precision={"dtype": dtype}))
     assert narrow == pytest.approx(wide, rel=2 * 2**-8 if dtype == "bf16" else 2**-10)
     assert narrow != wide
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_offloaded_state_gives_the_same_losses(zero: int, pool: Pool) -> None:
-    config = config_of({"dtype": "bf16" if zero % 2 else "fp32"}, data=2, zero=zero)
-    offloaded = config.model_copy(
-        update={"memory": config.memory.model_copy(update={"offload": "optimizer"})}
-    )
+    groups = {
+        "precision": {"dtype": "bf16" if zero % 2 else "fp32"},
+        "parallel": {"data": 2, "zero": zero},
+    }
+    config = config_of(DEFAULTS, **groups)
+    offloaded = config_of(DEFAULTS, **groups, memory={"offload": "optimizer"})
     assert pool.run(2, losses_of, offloaded) == pool.run(2, losses_of, config)
 
 
@@ -267,10 +266,11 @@ def test_gradients_sent_in_bf16_are_accumulated_in_fp32(pool: Pool) -> None:
     """One rounding, whatever the number of microbatches, where nothing else is asked for."""
     errors = {}
     for name, settings in (("sent", {}), ("accumulated", {"accumulate": "bf16"})):
-        wide, narrow = (
-            pool.run(2, gradients_of, config_of({"dtype": "bf16", **more}, data=2))[0]
+        configs = (
+            config_of(DEFAULTS, precision={"dtype": "bf16", **more}, parallel={"data": 2})
             for more in ({}, {"reduce": "bf16", **settings})
         )
+        wide, narrow = (pool.run(2, gradients_of, config)[0] for config in configs)
         errors[name] = float((narrow - wide).norm() / wide.norm())
     assert errors["sent"] < 2**-8
     assert errors["accumulated"] > 3 * errors["sent"]
@@ -291,7 +291,7 @@ class _Wide:
 
 def test_small_probabilities_over_millions_of_targets_do_not_underflow_in_fp16() -> None:
     vocab, hidden, targets = 128_256, 8, 4_194_304
-    config = config_of({"dtype": "fp16"})
+    config = config_of(DEFAULTS, precision={"dtype": "fp16"})
     engine = engine_of(config)
     assert engine.language is not None
     x = torch.randn(24, hidden, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).half()
@@ -369,7 +369,7 @@ def test_a_scale_that_cannot_be_lowered_stops_the_run(make_run: MakeRun) -> None
     ],
 )
 def test_what_does_not_fit_is_refused(precision: dict[str, Any], parallel: dict[str, Any], text: str) -> None:
-    config = config_of(precision, **parallel)
+    config = config_of(DEFAULTS, precision=precision, parallel=parallel)
     with pytest.raises(ConfigError) as error:
         check_config(config, Layout.from_settings(config.parallel, parallel.get("data", 1)))
     assert text in str(error.value)

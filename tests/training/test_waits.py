@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hexad import Engine, Layout, Mesh, Microbatch, load_config
+from hexad import Engine, Microbatch
 from hexad.engine.language import LanguageModel
+
+from ..small import config_of, engine_of, microbatch_of, random_tokens
 
 
 class _Calls(TorchDispatchMode):
@@ -27,22 +29,22 @@ class _Calls(TorchDispatchMode):
 
 
 def _engine(**groups: Any) -> Engine:
-    tree = {
-        "model": {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 90, "dropout": 0.1},
-        "data": {"sequence": 16, "documents": "isolate"},
-        "batch": {"micro": 2, "global": 6},
-        "lr_schedule": {"warmup": 1},
-        "faults": {"spike": 100.0, "spike_window": 1},
+    config = config_of(
+        {},
+        model={"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab": 90, "dropout": 0.1},
+        data={"sequence": 16, "documents": "isolate"},
+        batch={"micro": 2, "global": 6},
+        lr_schedule={"warmup": 1},
+        faults={"spike": 100.0, "spike_window": 1},
         **groups,
-    }
-    return Engine(load_config(tree), Mesh.create(Layout(world=1), torch.device("cpu")))
+    )
+    return engine_of(config)
 
 
 def _step(engine: Engine) -> tuple[Counter[str], int]:
     """Operators of a step, and how often a list is read from a tensor; microbatches are checked on the host,
     before they are moved to the device."""
-    tokens = torch.randint(90, (2, 17), generator=torch.Generator().manual_seed(3))
-    batch = Microbatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), (0, 5, 16, 32))
+    microbatch = microbatch_of(random_tokens(90, 2, 16, seed=3), (0, 5, 16, 32))
     read = torch.Tensor.tolist
     lists = 0
 
@@ -57,7 +59,7 @@ def _step(engine: Engine) -> tuple[Counter[str], int]:
         mock.patch.object(torch.Tensor, "tolist", tolist),
         _Calls() as calls,
     ):
-        engine.train_step([batch] * 3)
+        engine.train_step([microbatch] * 3)
     return calls.counts, lists
 
 

@@ -86,7 +86,7 @@ class Wrapped(nn.Module):
         return self.inner(tokens)
 
 
-def batch(step: int) -> Tensor:
+def samples_of(step: int) -> Tensor:
     """The samples of all ranks: a row for each, with one token more than the inputs."""
     return torch.randint(0, 13, (RANKS, 6), generator=torch.Generator().manual_seed(step))
 
@@ -126,7 +126,7 @@ def saved(name: str) -> Path:
     return Path(_written().name) / name
 
 
-def config_of(case: dict[str, Any]) -> dict[str, Any]:
+def deepspeed_config(case: dict[str, Any]) -> dict[str, Any]:
     """The settings of DeepSpeed for a case."""
     kind, stage = case["dtype"], {"stage": case["stage"]}
     if case["stage"] == 3:
@@ -166,7 +166,9 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
 def _initialize(case: dict[str, Any], module: nn.Module) -> Any:
     import deepspeed
 
-    return deepspeed.initialize(model=module, model_parameters=groups_of(module), config=config_of(case))[0]
+    return deepspeed.initialize(
+        model=module, model_parameters=groups_of(module), config=deepspeed_config(case)
+    )[0]
 
 
 def _expected(engine: Any, stage: int) -> dict[str, dict[str, Tensor]]:
@@ -216,7 +218,7 @@ def _train(directory: Path, name: str, case: dict[str, Any], rank: int) -> None:
             engine.save_checkpoint(str(directory / name), client_state=CLIENT_STATE)
         if step == STEPS + 1 and name == "zero1_bf16":  # to be mixed in
             engine.save_checkpoint(str(directory / f"{name}-later"))
-        tokens = batch(step)[rank : rank + 1]
+        tokens = samples_of(step)[rank : rank + 1]
         out = engine(tokens[:, :-1])
         loss = loss_of(out if kind is None else out.logits, tokens)
         engine.backward(loss)

@@ -25,7 +25,7 @@ from .program import Mlp, batch_of
 STAGES = [0, 1, 2, 3]
 
 
-def config_of(stage: int, **more: Any) -> dict[str, Any]:
+def deepspeed_config(stage: int, **more: Any) -> dict[str, Any]:
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.02}}
     return {
@@ -37,9 +37,9 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def engine_of(stage: int, **more: Any) -> Any:
+def deepspeed_engine(stage: int, **more: Any) -> Any:
     torch.manual_seed(5)
-    return deepspeed.initialize(model=Mlp(), config=config_of(stage, **more))[0]
+    return deepspeed.initialize(model=Mlp(), config=deepspeed_config(stage, **more))[0]
 
 
 def steps(engine: Any, first: int, last: int) -> list[float]:
@@ -72,11 +72,11 @@ def script(stage: int, script_optimizer: bool) -> Any:
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     accumulated = {"gradient_accumulation_steps": 4 // ranks}
     if not script_optimizer:
-        return engine_of(stage, **accumulated)
+        return deepspeed_engine(stage, **accumulated)
     torch.manual_seed(5)
     module = Mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    config = {**config_of(stage), **accumulated, "zero_allow_untested_optimizer": True}
+    config = {**deepspeed_config(stage), **accumulated, "zero_allow_untested_optimizer": True}
     del config["optimizer"], config["scheduler"]
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
@@ -109,7 +109,7 @@ def test_checkpoints_resume_in_any_layout(
 
 
 def weights_only(directory: str) -> tuple[bool, int]:
-    engine = engine_of(1)
+    engine = deepspeed_engine(1)
     steps(engine, 0, 2)
     engine.save_checkpoint(directory, tag="mine")
     kept = engine.module_state_dict()
@@ -136,7 +136,7 @@ class Wider(Mlp):
 def test_checkpoints_of_other_modules_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Unless ``load_module_strict`` is False: what is lacking is unchanged, what is unknown is ignored."""
     narrow, wide = (
-        deepspeed.initialize(model=module, config=config_of(1, gradient_accumulation_steps=2))[0]
+        deepspeed.initialize(model=module, config=deepspeed_config(1, gradient_accumulation_steps=2))[0]
         for module in (Mlp(), Wider())
     )
     names = "gain.bias, gain.weight, offset"
@@ -161,7 +161,7 @@ def test_checkpoints_of_other_modules_are_refused(tmp_path: Path, caplog: pytest
 
 def test_counters_are_loaded_without_optimizer_states(tmp_path: Path) -> None:
     """Batch sizes change as in DeepSpeed; accumulation restarts."""
-    one, two = (engine_of(1, gradient_accumulation_steps=2) for _ in range(2))
+    one, two = (deepspeed_engine(1, gradient_accumulation_steps=2) for _ in range(2))
     steps(one, 0, 2)
     one.skipped_steps = 1
     one.save_checkpoint(str(tmp_path), client_state={"epoch": 2})
@@ -221,7 +221,7 @@ def test_odd_names_and_sizes_are_saved(pool: Pool, tmp_path: Path, own: bool) ->
 
 
 def tags(directory: str, validation: str) -> None:
-    engine = engine_of(0, checkpoint={"tag_validation": validation})
+    engine = deepspeed_engine(0, checkpoint={"tag_validation": validation})
     engine.save_checkpoint(directory, tag=f"of-{engine.global_rank}")
 
 
@@ -243,7 +243,7 @@ def masters(engine: Any) -> list[torch.Tensor]:
 
 def changed(stage: int) -> tuple[bool, list[float], float]:
     """Whether values are complete inside, the values that rank 1 has changed, and the ranks' difference."""
-    engine = engine_of(stage, bf16={"enabled": True})
+    engine = deepspeed_engine(stage, bf16={"enabled": True})
     steps(engine, 0, 2)
     layer = engine.module.last
     before = masters(engine)
@@ -271,7 +271,7 @@ def test_gathered_parameters_can_be_changed(pool: Pool, stage: int) -> None:
 
 
 def written(stage: int, directory: str) -> None:
-    engine = engine_of(stage, bf16={"enabled": True})
+    engine = deepspeed_engine(stage, bf16={"enabled": True})
     steps(engine, 0, 1)
     engine.save_16bit_model(directory)
     engine.save_16bit_model(directory, "model.safetensors")
@@ -281,7 +281,7 @@ def written(stage: int, directory: str) -> None:
 
 def copies(stage: int, directory: str) -> int:
     """The number of parameters that a rank copies to its host to write a model."""
-    engine, count = engine_of(stage), 0
+    engine, count = deepspeed_engine(stage), 0
     move = torch.Tensor.to
 
     def counted(tensor: torch.Tensor, *to: Any, **more: Any) -> torch.Tensor:
@@ -320,7 +320,7 @@ def test_models_are_written_alike_at_any_stage(pool: Pool, tmp_path: Path) -> No
 def boundaries(kind: str) -> tuple[list[bool], dict[str, torch.Tensor], int]:
     """Two updates of two backward passes each, counted in different ways."""
     more = {} if kind == "unmanaged" else {"gradient_accumulation_steps": 2}
-    engine = engine_of(1, **more, managed_gradient_accumulation=kind != "unmanaged")
+    engine = deepspeed_engine(1, **more, managed_gradient_accumulation=kind != "unmanaged")
     updates = []
     for step in range(2):
         if kind == "no_sync":
@@ -356,8 +356,8 @@ def test_boundaries_are_found_in_every_way(pool: Pool) -> None:
 
 def several(stage: int, kind: str) -> tuple[float, dict[str, torch.Tensor]]:
     """An update by the sum of three losses: at once, one after the other, or through another engine."""
-    engine, rank = engine_of(stage, gradient_clipping=0.0), torch.distributed.get_rank()
-    other = engine_of(stage)
+    engine, rank = deepspeed_engine(stage, gradient_clipping=0.0), torch.distributed.get_rank()
+    other = deepspeed_engine(stage)
     for step in range(2):
         losses = [engine(*batch_of("mlp", rank, 3 * step + n)) for n in range(3)]
         if kind == "at once":
@@ -419,11 +419,11 @@ print(json.dumps([len(losses), engine.global_steps, *rates]))
 
 
 def test_train_batch_and_eval_batch() -> None:
-    engine = engine_of(0, gradient_accumulation_steps=3)
+    engine = deepspeed_engine(0, gradient_accumulation_steps=3)
     batches = iter([batch_of("mlp", 0, number) for number in range(9)])
     first = engine.train_batch(batches)
     assert engine.global_steps == 1 and engine.micro_steps == 3
-    expected = [engine_of(0)(*batch_of("mlp", 0, number)).item() for number in range(3)]
+    expected = [deepspeed_engine(0)(*batch_of("mlp", 0, number)).item() for number in range(3)]
     assert first.item() == pytest.approx(sum(expected) / 3, rel=1e-6)
     assert engine.eval_batch(batches).requires_grad is False
 
@@ -440,7 +440,7 @@ class Counting(torch.optim.SGD):
 def test_the_shape_of_a_count_is_kept(tmp_path: Path) -> None:
     def engine() -> Any:
         model = Mlp()
-        config = config_of(1, zero_allow_untested_optimizer=True)
+        config = deepspeed_config(1, zero_allow_untested_optimizer=True)
         return deepspeed.initialize(model=model, optimizer=Counting(model.parameters()), config=config)[0]
 
     first, second = engine(), engine()
@@ -465,11 +465,11 @@ def test_training_data_is_read_in_order_by_a_pipeline_only() -> None:
 
 
 def test_engines_beside_each_other() -> None:
-    one, two = engine_of(0), engine_of(0)
+    one, two = deepspeed_engine(0), deepspeed_engine(0)
     steps(one, 0, 3)
     kept = two.module_state_dict()
     assert not torch.equal(one.module_state_dict()["last.weight"], kept["last.weight"])
-    assert steps(two, 0, 3) == steps(engine_of(0), 0, 3)
+    assert steps(two, 0, 3) == steps(deepspeed_engine(0), 0, 3)
 
 
 def test_activation_checkpointing_gives_the_same_gradients() -> None:
@@ -482,13 +482,13 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     checkpointing.configure(deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
     assert checkpointing.is_configured()
     torch.manual_seed(5)
-    engine = deepspeed.initialize(model=Recomputed(), config=config_of(0))[0]
-    assert steps(engine, 0, 3) == steps(engine_of(0), 0, 3)
+    engine = deepspeed.initialize(model=Recomputed(), config=deepspeed_config(0))[0]
+    assert steps(engine, 0, 3) == steps(deepspeed_engine(0), 0, 3)
 
 
 def test_a_scheduler_of_torch_is_made_of_the_optimizer(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(5)
-    config = {key: value for key, value in config_of(1).items() if key != "scheduler"}
+    config = {key: value for key, value in deepspeed_config(1).items() if key != "scheduler"}
     engine, optimizer, _, scheduler = deepspeed.initialize(
         model=Mlp(), config=config, lr_scheduler=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
     )
@@ -543,7 +543,7 @@ def test_a_step_of_discarded_gradients_changes_nothing() -> None:
 def test_engines_are_freed_when_nothing_refers_to_them(stage: int) -> None:
     gc.disable()
     try:
-        engine, optimizer, *_ = deepspeed.initialize(model=Mlp(), config=config_of(stage))
+        engine, optimizer, *_ = deepspeed.initialize(model=Mlp(), config=deepspeed_config(stage))
         inner = weakref.ref(engine._engine)
         del engine
         optimizer.zero_grad()  # refers to the inner engine alone
@@ -554,14 +554,14 @@ def test_engines_are_freed_when_nothing_refers_to_them(stage: int) -> None:
 
 
 def test_batch_sizes_can_be_changed_between_steps() -> None:
-    engine = engine_of(1, gradient_accumulation_steps=2)
+    engine = deepspeed_engine(1, gradient_accumulation_steps=2)
     steps(engine, 0, 1)
     engine.set_train_batch_size(12)
     assert engine.get_batch_info() == (12, 3, 4) and engine.global_steps == 1
     assert len(steps(engine, 1, 3)) == 2 and engine.global_steps == 3
-    expected = engine_of(1, gradient_accumulation_steps=4)
+    expected = deepspeed_engine(1, gradient_accumulation_steps=4)
     expected_norm = (steps(expected, 0, 1), expected.get_global_grad_norm())[1]
-    fresh = engine_of(1, gradient_accumulation_steps=2)
+    fresh = deepspeed_engine(1, gradient_accumulation_steps=2)
     fresh.set_train_batch_size(12)
     steps(fresh, 0, 1)
     assert fresh.get_global_grad_norm() == pytest.approx(expected_norm, rel=1e-6)

@@ -16,7 +16,6 @@ from hexad.checkpoint.reader import Checkpoint
 from hexad.compat import deepspeed
 from hexad.compat.deepspeed.import_checkpoint import import_checkpoint
 from hexad.compat.facade.imported import ImportResult
-from hexad.dataset.load.microbatch import Microbatch
 from hexad.engine.engine import Engine
 from hexad.model.configuration import build_config
 from hexad.model.trained import Trained
@@ -25,6 +24,7 @@ from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ...pool import Pool
+from ...small import microbatch_of
 from ..resumed import resumed
 from .saved_checkpoints import (
     AFTER,
@@ -37,11 +37,11 @@ from .saved_checkpoints import (
     STEPS,
     UNIVERSAL,
     Odd,
-    batch,
-    config_of,
+    deepspeed_config,
     groups_of,
     loss_of,
     published_model,
+    samples_of,
     saved,
 )
 
@@ -149,7 +149,7 @@ def continued_module(load: Path, directory: Path, zero: int) -> tuple[list[float
     losses = []
     for step in range(STEPS, STEPS + AFTER):
         engine.begin(1)
-        losses.append(float(engine.accumulate([batch(step)[[mesh.rank]]], 1 / RANKS)) / RANKS)
+        losses.append(float(engine.accumulate([samples_of(step)[[mesh.rank]]], 1 / RANKS)) / RANKS)
         engine.reduce()
         engine.update(LR)
     engine.gatherer.settle()
@@ -183,14 +183,14 @@ def continued_script(directory: Path) -> tuple[list[float], dict[str, Any], tupl
     """Resume as the script that has saved would, with the compatibility layer of DeepSpeed."""
     module = Odd()
     engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=groups_of(module), config=config_of(CASES["scheduled"])
+        model=module, model_parameters=groups_of(module), config=deepspeed_config(CASES["scheduled"])
     )
     path, state = engine.load_checkpoint(str(directory), tag="checkpoint")
     assert path is not None
     counters = engine.global_steps, engine.global_samples, engine.skipped_steps
     losses = []
     for step in range(STEPS, STEPS + AFTER):
-        tokens = batch(step)[[engine.global_rank]]
+        tokens = samples_of(step)[[engine.global_rank]]
         loss = loss_of(engine(tokens[:, :-1]), tokens)
         engine.backward(loss)
         engine.step()
@@ -218,8 +218,8 @@ def continued_model(load: Path, directory: Path, zero: int) -> list[float]:
     engine = resumed(config, mesh)
     losses = []
     for step in range(STEPS, STEPS + AFTER):
-        row = batch(step)[[mesh.rank]]
-        losses.append(engine.train_step([Microbatch(row[:, :-1].contiguous(), row[:, 1:].contiguous())]).loss)
+        row = samples_of(step)[[mesh.rank]]
+        losses.append(engine.train_step([microbatch_of(row)]).loss)
     assert engine.step == STEPS + AFTER
     return losses
 

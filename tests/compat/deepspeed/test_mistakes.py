@@ -15,7 +15,7 @@ from hexad.config import HexadError
 
 from ...pool import Pool, RankError
 from .program import Mlp, batch_of
-from .test_engine import config_of, engine_of
+from .test_engine import deepspeed_config, deepspeed_engine
 
 
 def mistake(kind: str) -> None:
@@ -26,17 +26,17 @@ def mistake(kind: str) -> None:
     if kind == "no optimizer":
         engine, *_ = deepspeed.initialize(model=Mlp(), config={"train_batch_size": 1})
         engine.backward(engine(*batch_of("mlp", 0, 0)))
-    engine = engine_of(2 if kind == "no_sync" else 0)
+    engine = deepspeed_engine(2 if kind == "no_sync" else 0)
     if kind == "step":
         engine.step()
     if kind == "save_dir":
         engine.save_checkpoint("")
     if kind == "scheduler":
-        config = {key: value for key, value in config_of(0).items() if key != "scheduler"}
+        config = {key: value for key, value in deepspeed_config(0).items() if key != "scheduler"}
         other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(Mlp().parameters()), 1)
         deepspeed.initialize(model=Mlp(), config=config, lr_scheduler=other)
     if kind == "state_dict":
-        engine_of(3).module.state_dict()
+        deepspeed_engine(3).module.state_dict()
     if kind == "graph":
         engine.backward(torch.zeros(()))
     if kind == "shape":
@@ -51,11 +51,11 @@ def mistake(kind: str) -> None:
     if kind == "name":
         getattr(deepspeed, "initialise")  # noqa: B009
     if kind == "parallel":
-        deepspeed.initialize(model=Mlp(), config=config_of(0, tensor_parallel={"autotp_size": 2}))
+        deepspeed.initialize(model=Mlp(), config=deepspeed_config(0, tensor_parallel={"autotp_size": 2}))
 
 
 def adam(**params: Any) -> dict[str, Any]:
-    return config_of(0, optimizer={"type": "Adam", "params": params})
+    return deepspeed_config(0, optimizer={"type": "Adam", "params": params})
 
 
 WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
@@ -64,27 +64,27 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
     "one beta": lambda _: deepspeed.initialize(model=Mlp(), config=adam(betas=[0.9])),
     "lr": lambda _: deepspeed.initialize(model=Mlp(), config=adam(lr="high")),
     "scheduler.params": lambda _: deepspeed.initialize(
-        model=Mlp(), config=config_of(0, scheduler={"type": "WarmupLR", "params": {"warmup_steps": 1}})
+        model=Mlp(), config=deepspeed_config(0, scheduler={"type": "WarmupLR", "params": {"warmup_steps": 1}})
     ),
     "scheduler.type": lambda _: deepspeed.initialize(
-        model=Mlp(), config=config_of(0, scheduler={"type": "WarmupLr"})
+        model=Mlp(), config=deepspeed_config(0, scheduler={"type": "WarmupLr"})
     ),
     "object": lambda engine: engine.save_checkpoint("unused", client_state={"a": [1, {"b": object()}]}),
     "generator": lambda _: deepspeed.initialize(
-        model=Mlp(), config=config_of(0), training_data=(sample for sample in [1])
+        model=Mlp(), config=deepspeed_config(0), training_data=(sample for sample in [1])
     ),
-    "no loss": lambda _: deepspeed.initialize(model=nn.Linear(3, 2), config=config_of(0))[0].train_batch(
-        iter([torch.ones(4, 3)])
-    ),
+    "no loss": lambda _: deepspeed.initialize(model=nn.Linear(3, 2), config=deepspeed_config(0))[
+        0
+    ].train_batch(iter([torch.ones(4, 3)])),
     "batch": lambda engine: engine.set_train_batch_size(4),
     "file": lambda engine: engine.load_checkpoint(__file__),
     "other parameters": lambda _: deepspeed.initialize(
         model=(model := Mlp()),
         model_parameters=[*model.parameters(), nn.Parameter(torch.ones(1))],
-        config=config_of(0),
+        config=deepspeed_config(0),
     ),
     "config": lambda _: deepspeed.initialize(model=Mlp(), config=3),
-    "model": lambda _: deepspeed.initialize(model=3, config=config_of(0)),
+    "model": lambda _: deepspeed.initialize(model=3, config=deepspeed_config(0)),
     "lr_scheduler": lambda _: deepspeed.initialize(model=Mlp(), config=adam(), lr_scheduler="adam"),
     "client_state": lambda engine: engine.save_checkpoint("unused", client_state=[1]),
     "save_filename": lambda engine: engine.save_16bit_model("unused", "a/b.bin"),
@@ -135,7 +135,7 @@ def test_mistakes_are_named(kind: str, message: str) -> None:
 def test_unknown_names_are_refused_with_what_there_is() -> None:
     with pytest.raises(AttributeError, match=r"it has .*initialize"):
         mistake("name")
-    engine = engine_of(0)
+    engine = deepspeed_engine(0)
     with pytest.raises(AttributeError, match=r"have no 'global_step' .did you mean 'global_steps'"):
         engine.global_step  # noqa: B018
     assert not hasattr(engine, "unheard_of") and engine.local_rank == 0
@@ -154,7 +154,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def _disagree(more: dict[str, Any]) -> str:
     try:
-        engine_of(1, **(more if torch.distributed.get_rank() else {}))
+        deepspeed_engine(1, **(more if torch.distributed.get_rank() else {}))
     except HexadError as error:
         return str(error)
     return "accepted"
@@ -186,7 +186,7 @@ def test_other_logs_on_other_ranks_are_accepted(pool: Pool) -> None:
 
 
 def _loads(directory: str) -> list[str]:
-    engine, own = engine_of(0), "ab"[torch.distributed.get_rank()]
+    engine, own = deepspeed_engine(0), "ab"[torch.distributed.get_rank()]
     engine.save_checkpoint(directory, tag="a")
     messages = []
     for attempt in (
@@ -203,7 +203,7 @@ def test_ranks_name_the_same_checkpoint(pool: Pool, tmp_path: Path) -> None:
     has = "rank 0 has a, rank 1 has b; all ranks need the same"
     messages = pool.run(2, _loads, str(tmp_path))
     assert messages == [[f"load_checkpoint.tag: {has}", f"save_checkpoint.save_dir: {has}"]] * 2
-    assert engine_of(0).load_checkpoint(str(tmp_path / "empty")) == (None, None)
+    assert deepspeed_engine(0).load_checkpoint(str(tmp_path / "empty")) == (None, None)
 
 
 class Rows(torch.optim.Optimizer):

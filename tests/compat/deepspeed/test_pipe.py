@@ -59,7 +59,7 @@ def alone(steps: int, blocks: int, lengths: tuple[int, ...] = (9,)) -> list[floa
     return losses
 
 
-def engine_of(stages: int, zero: int = 0, blocks: int = 4, **more: Any) -> Any:
+def deepspeed_engine(stages: int, zero: int = 0, blocks: int = 4, **more: Any) -> Any:
     torch.manual_seed(3)
     module = deepspeed.PipelineModule(specs(deepspeed, blocks), stages, loss_fn=loss_of, **more)
     config = {
@@ -83,7 +83,7 @@ def data(engine: Any, begin: int, end: int, lengths: tuple[int, ...] = (9,)) -> 
 
 
 def train(stages: int, zero: int, more: dict[str, Any], steps: int, lengths: tuple[int, ...]) -> list[float]:
-    engine = engine_of(stages, zero, **more)
+    engine = deepspeed_engine(stages, zero, **more)
     batches = data(engine, 0, steps, lengths)
     losses = [float(engine.train_batch(batches)) for _ in range(steps)]
     engine._engine.check_replicas()
@@ -159,7 +159,7 @@ def test_a_stage_may_have_no_parameters(pool: Pool) -> None:
 
 
 def saved(stages: int, zero: int, more: dict[str, Any], directory: str) -> list[float]:
-    engine = engine_of(stages, zero, **more)
+    engine = deepspeed_engine(stages, zero, **more)
     batches = data(engine, 0, 4)
     for _ in range(2):
         engine.train_batch(batches)
@@ -168,7 +168,7 @@ def saved(stages: int, zero: int, more: dict[str, Any], directory: str) -> list[
 
 
 def resumed(stages: int, zero: int, more: dict[str, Any], directory: str) -> tuple[list[float], float]:
-    engine = engine_of(stages, zero, **more)
+    engine = deepspeed_engine(stages, zero, **more)
     engine.load_checkpoint(directory)
     held_out = float(engine.eval_batch(data(engine, 9, 10)))
     batches = data(engine, 2, 4)
@@ -212,7 +212,7 @@ def mistake(kind: str) -> None:
         deepspeed.PipelineModule(specs(deepspeed), 2, partition_method="paramters")
     if kind == "type":
         deepspeed.PipelineModule(specs(deepspeed), 2, partition_method="type:attention")
-    engine = engine_of(2)
+    engine = deepspeed_engine(2)
     if kind == "forward":
         engine(torch.zeros(1))
     if kind == "step":

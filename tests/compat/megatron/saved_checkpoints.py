@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 """In Hexad's words."""
 
 
-def batch(step: int) -> Tensor:
+def samples_of(step: int) -> Tensor:
     """Two rows, and a token more than the inputs."""
     return torch.randint(0, VOCAB, (2, SEQUENCE + 1), generator=torch.Generator().manual_seed(step))
 
@@ -138,7 +138,7 @@ def _train(directory: Path, name: str, case: dict[str, Any], rank: int) -> None:
             folder = directory / name / f"iter_{STEPS:07d}"
             folder.mkdir(parents=True, exist_ok=True)
             dist_checkpointing.save(content, str(folder))
-        loss = _loss(model, batch(step))
+        loss = _loss(model, samples_of(step))
         model.zero_grad()
         loss.backward()
         for parameter in model.parameters():

@@ -19,6 +19,7 @@ from hexad.config import HexadError
 
 from ...layers import load_global
 from ...pool import Pool
+from ...small import microbatch_of
 from .core import core_config
 from .test_initialize import script
 from .test_translate import LLAMA, SMALL, without
@@ -234,7 +235,7 @@ def _by_the_language_model() -> tuple[list[float], list[float]]:
         engine = hexad.Engine(resolved_model(), megatron.get_mesh())
         steps = []
         for step in range(3):
-            rows = [hexad.Microbatch(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in batches(step)]
+            rows = [microbatch_of(tokens) for tokens in batches(step)]
             steps.append(engine.train_step(rows))
         return [made.loss for made in steps], [made.grad_norm for made in steps]
 

@@ -19,16 +19,16 @@ from hexad.checkpoint.reader import Checkpoint
 from hexad.compat.facade.imported import ImportResult
 from hexad.compat.megatron.import_checkpoint import TorchDistCheckpoint, import_checkpoint
 from hexad.config import HexadError
-from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.configuration import build_config
 from hexad.planning import resolve
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ...pool import Pool
+from ...small import microbatch_of
 from ...training.command import call
 from ..resumed import resumed
-from .saved_checkpoints import AFTER, BETAS, DECAY, EPS, LR, MODELS, SEQUENCE, STEPS, VOCAB, batch, saved
+from .saved_checkpoints import AFTER, BETAS, DECAY, EPS, LR, MODELS, SEQUENCE, STEPS, VOCAB, samples_of, saved
 
 ITERATION = f"iter_{STEPS:07d}"
 
@@ -68,8 +68,8 @@ def continued(load: Path, directory: Path, kind: str, parallel: dict[str, Any]) 
     engine = resumed(config, mesh)
     losses = []
     for step in range(STEPS, STEPS + AFTER):
-        rows = batch(step)[mesh.data.rank :: mesh.data.size].split(1)
-        parts = [Microbatch(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+        rows = samples_of(step)[mesh.data.rank :: mesh.data.size].split(1)
+        parts = [microbatch_of(row) for row in rows]
         losses.append(engine.train_step(parts).loss)
     return losses
 

@@ -51,7 +51,7 @@ def both(**degrees: int) -> Iterator[Any]:
                 dist.destroy_process_group()
 
 
-def config_of(sequence: bool, dtype: torch.dtype = torch.float64) -> Any:
+def megatron_config(sequence: bool, dtype: torch.dtype = torch.float64) -> Any:
     """megatron-core's class, which our layers take too."""
     from megatron.core import ModelParallelConfig
 
@@ -97,7 +97,7 @@ def _layers(world: int) -> list[int]:
     with both(tensor_model_parallel_size=world) as core:
         rank = parallel_state.get_tensor_model_parallel_rank()
         for sequence in (False, True):
-            config = config_of(sequence and world > 1)
+            config = megatron_config(sequence and world > 1)
             mine = lambda x, on=sequence: x.chunk(world)[rank].contiguous() if on else x  # noqa: E731
             for options in (
                 {},
@@ -140,7 +140,7 @@ def _layers(world: int) -> list[int]:
         weight = seeded(OUT // world, H, seed=2)
         pair = [
             kind.ColumnParallelLinear(
-                H, OUT, config=config_of(False), init_method=fill, skip_weight_param_allocation=True
+                H, OUT, config=megatron_config(False), init_method=fill, skip_weight_param_allocation=True
             )
             for kind in (megatron, core)
         ]

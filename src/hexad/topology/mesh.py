@@ -179,7 +179,9 @@ class Mesh:
     def _part(self, axis: Axis, members: tuple[int, ...]) -> Axis:
         """Some ranks of an axis, this one among them, with a group of their own; its traffic counts as the
         axis's."""
-        group = _new_group(axis.name, members, self.device, self.timeout, f"part of {axis.name}")
+        group = None
+        if len(members) > 1:
+            group = _new_group(axis.name, members, self.device, self.timeout, f"part of {axis.name}")
         return Axis(axis.name, members, members.index(self.rank), group, axis.sent, axis.calls, axis.trace)
 
     @classmethod

@@ -1,13 +1,13 @@
-"""DeepSpeed's own unit tests against the face of DeepSpeed, on CPUs.
+"""DeepSpeed's own unit tests against the interface of DeepSpeed, on CPUs.
 
 Needs the ``deepspeed`` package, pytest, and a checkout of DeepSpeed's repository for its ``tests`` directory:
 
     git clone https://github.com/deepspeedai/DeepSpeed && git -C DeepSpeed checkout edaa722
     python benchmarks/deepspeed_tests.py --source DeepSpeed --output benchmarks/results/deepspeed_tests.json
 
-The tests import the package. Before they do, the names of the face replace the names in the package's
+The tests import the package. Before they do, the names of the interface replace the names in the package's
 modules (:func:`replace_names`), except ``init_distributed`` and the accelerator, which the tests' harness
-needs. Some private attributes that the tests read are mapped to what the face has (:func:`adapt`).
+needs. Some private attributes that the tests read are mapped to what the interface has (:func:`adapt`).
 
 A file is collected in one process, which forks another one for each test; ranks are forked too, so that
 nothing is imported twice. A test fails as soon as one of its ranks does, since the harness would wait for
@@ -15,9 +15,9 @@ the other ranks, or after ``--timeout`` seconds. Failing tests are repeated with
 fail there too, on a CPU.
 
 Every failure is looked up in :data:`REASONS` by the test and by its error. ``internal``: the test reads what
-is no public name of DeepSpeed, or expects the exception type or the text of one of its errors where the face
-raises ``HexadError``. ``refused``: docs/deepspeed.md says that it is not supported. ``differs``: a difference
-of the face. Failures without an entry are reported as ``unexplained``.
+is no public name of DeepSpeed, or expects the exception type or the text of one of its errors where the
+interface raises ``HexadError``. ``refused``: docs/deepspeed.md says that it is not supported. ``differs``: a
+difference of the interface. Failures without an entry are reported as ``unexplained``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ FILES: dict[str, int | None] = {
 }
 """Files of ``tests/unit`` -> the most tests to run of a file, evenly spaced; None for all."""
 
-OTHER_ERROR = "expects DeepSpeed's exception type; the face raises HexadError for the same mistake"
+OTHER_ERROR = "expects DeepSpeed's exception type; the interface raises HexadError for the same mistake"
 PRIVATE = "reads a private attribute, method or class of the package"
 LAYOUT = "reads DeepSpeed's own checkpoint files"
 
@@ -88,7 +88,7 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
     ),
     (r"", r"SimpleNamespace' object has no attribute '_engine'", "internal", PRIVATE),
     (r"test_zero_grad_clip|TestBf16ZeRO0Unfused", r"isinstance\(EngineOptimizer", "internal", PRIVATE),
-    (r"MiCS", r"MiCS_Init", "refused", "MiCS is not part of the face"),
+    (r"MiCS", r"MiCS_Init", "refused", "MiCS is not part of the interface"),
     (r"TestFP16OptimizerForMoE", r"AttributeError: EngineOptimizer", "internal", PRIVATE),
     (r"test_no_sync_ctxt", r"HexadError: (no_sync|step): found", "internal", OTHER_ERROR),
     (r"test_no_sync_ctxt.*multiple_ctxts", r"no attribute 'norm'", "refused", "uses safe_get_full_grad"),
@@ -162,10 +162,10 @@ GRACE = 5.0
 
 
 def replace_names() -> None:
-    """Put the face's names into the modules of the package."""
+    """Put the interface's names into the modules of the package."""
     import deepspeed
 
-    from hexad.compat import deepspeed as face
+    from hexad.compat import deepspeed as interface
     from hexad.compat.deepspeed.installed import _WHERE
 
     for theirs, ours in _WHERE.items():
@@ -175,17 +175,17 @@ def replace_names() -> None:
             target: Any = import_module(f"deepspeed.{theirs}")
         except ModuleNotFoundError:
             target = getattr(deepspeed, theirs)
-        source = import_module(f"{face.__name__}.{ours}")
+        source = import_module(f"{interface.__name__}.{ours}")
         for name, value in vars(source).items():
-            if not name.startswith("_") and hasattr(target, name) and _of_face(value):
+            if not name.startswith("_") and hasattr(target, name) and _of_interface(value):
                 setattr(target, name, value)
-    for name in face._PUBLIC:
+    for name in interface._PUBLIC:
         if name != "init_distributed":
-            setattr(deepspeed, name, getattr(face, name))
+            setattr(deepspeed, name, getattr(interface, name))
 
 
 def adapt() -> None:
-    """Map private attributes that tests read to what the face has, and let tests run that skip CPUs.
+    """Map private attributes that tests read to what the interface has, and let tests run that skip CPUs.
 
     Comparisons of checkpoints compare ``module_state_dict()``, the optimizer's master values and its state.
     Unknown keys, some of them misspelt, are warned about (``strict=False``). The accelerator accepts fp16,
@@ -198,14 +198,14 @@ def adapt() -> None:
     import unit.util as util
     from deepspeed.accelerator import get_accelerator
 
-    from hexad.compat import deepspeed as face
+    from hexad.compat import deepspeed as interface
     from hexad.compat.deepspeed.config import batch_sizes
     from hexad.compat.facade.optimizer import EngineOptimizer
     from hexad.config import HexadError
 
     get_accelerator().is_fp16_supported = lambda: True
 
-    class Config(face.DeepSpeedConfig):  # type: ignore[misc]
+    class Config(interface.DeepSpeedConfig):  # type: ignore[misc]
         def _configure_train_batch_size(self) -> None:
             names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
             keys = self.keys.model_copy(update={name: getattr(self, name) for name in names})
@@ -226,7 +226,7 @@ def adapt() -> None:
         return SimpleNamespace(**kept, cur_iter=self._engine.step)
 
     def tensors(engine: Any) -> dict[str, torch.Tensor]:
-        if isinstance(engine, face.PipelineEngine):
+        if isinstance(engine, interface.PipelineEngine):
             return {name: value.detach() for name, value in engine.module.named_parameters()}
         return dict(engine.module_state_dict())
 
@@ -246,12 +246,12 @@ def adapt() -> None:
                 "master values are not equal"
             )
 
-    deepspeed.initialize = partial(face.initialize, strict=False)
+    deepspeed.initialize = partial(interface.initialize, strict=False)
     deepspeed.DeepSpeedConfig = import_module("deepspeed.runtime.config").DeepSpeedConfig = Config
     EngineOptimizer.loss_scale_config = property(loss_scale_config)
     EngineOptimizer.dynamic_loss_scale = property(lambda self: self.loss_scale_config.dynamic_loss_scale)
     EngineOptimizer.loss_scaler = property(lambda self: self)
-    face.DeepSpeedEngine._get_optimizer_ckpt_name = lambda self: ""
+    interface.DeepSpeedEngine._get_optimizer_ckpt_name = lambda self: ""
     common.compare_model_states = compare
     for name in ("fused_adam", "cpu_adam"):
         deepspeed.ops.__compatible_ops__[name] = True  # no kernels are compiled
@@ -262,7 +262,7 @@ def adapt() -> None:
     )
 
 
-def _of_face(value: Any) -> bool:
+def _of_interface(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).startswith(("hexad.compat.deepspeed", "hexad.compat.facade"))
 
 
@@ -396,7 +396,7 @@ def serve(options: argparse.Namespace) -> None:
     # It is compiled, by a rank that may be killed meanwhile; gloo is used without.
     import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     sys.path.insert(0, str(Path.cwd()))
-    if options.program == "face":
+    if options.program == "interface":
         replace_names()
         adapt()
     report_ranks()
@@ -479,10 +479,10 @@ def main() -> None:
     parser.add_argument("--files", nargs="+", default=list(FILES), help="of tests/unit")
     parser.add_argument("--most", type=int, help="the most tests of a file")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a test")
-    parser.add_argument("--only-face", action="store_true", help="do not run failures with the package")
+    parser.add_argument("--only-interface", action="store_true", help="do not run failures with the package")
     parser.add_argument("--output", type=Path, help="results; those of other files in it are kept")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--program", default="face", help=argparse.SUPPRESS)
+    parser.add_argument("--program", default="interface", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="*", default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -494,9 +494,9 @@ def main() -> None:
     if options.output and options.output.exists():
         rows = json.loads(options.output.read_text(encoding="utf-8"))["files"]
     for file in options.files:
-        collected, results = run_file(options, file, "face")
+        collected, results = run_file(options, file, "interface")
         failed = [f"unit/{result['test']}" for result in results if result["outcome"] == "failed"]
-        if failed and not options.only_face:
+        if failed and not options.only_interface:
             package = {each["test"]: each for each in run_file(options, file, "package", failed)[1]}
             for result in results:
                 if result["test"] in package:

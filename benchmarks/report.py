@@ -42,18 +42,18 @@ def section(name: str) -> str:
         "bounds": roofline,
         "first_rank": cost_of_start,
         "sets": context_balance,
-        "rows": deepspeed_face,
+        "rows": deepspeed_interface,
     }
     lines = next((lines for key, lines in kinds.items() if key in results), step_time)(results)
     return "\n" + "\n".join([*lines, "", *origin(results)]) + "\n\n"
 
 
-def deepspeed_face(results: dict[str, Any]) -> Iterator[str]:
+def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:
     """A row per ZeRO level: the script with Hexad's API and with the package."""
     yield "| ZeRO | Hexad s | DeepSpeed s | ratio: wall | paired | CPU | MB | loss, last step |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in results["rows"]:
-        ours, theirs = row["face"], row["package"]
+        ours, theirs = row["interface"], row["package"]
         cells = [f"{each['step_seconds']:.2f}" for each in (ours, theirs)]
         cells += [f"{row[name]:.2f}" for name in ("ratio", "paired", "cpu_ratio")]
         cells += [f"{ours['peak_rss_mb'] / theirs['peak_rss_mb']:.2f}", f"{ours['last_loss']:.5f}"]

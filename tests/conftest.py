@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from .pool import Pool
 
@@ -18,6 +19,9 @@ _CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY", "default")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(
     Path(tempfile.gettempdir(), f"hexad-inductor-{os.getuid()}-{_CAPABILITY}")
 )
+
+settings.register_profile("any machine", deadline=None)  # no test depends on seconds
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -90,7 +90,7 @@ class HexadLM(LM):
             )
             pairs = map(make_disjoint_window, windows)
             sequences = [([*before, *after], len(before)) for before, after in pairs]
-            likelihoods.append(sum(each.log_probability for each in self._scored(sequences)))
+            likelihoods.append(sum(likelihood.log_probability for likelihood in self._scored(sequences)))
         return likelihoods
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
@@ -103,7 +103,7 @@ class HexadLM(LM):
         for wanted, numbers in groups.items():
             prompts = [self._prompt(requests[number].args[0], wanted.tokens) for number in numbers]
             written = write(self._model, self._tokenizer, prompts, wanted, self._pipeline)
-            texts |= {number: each.text for number, each in zip(numbers, written)}
+            texts |= {number: continuation.text for number, continuation in zip(numbers, written)}
         return [texts[number] for number in range(len(requests))]
 
     def _prompt(self, context: str, new: int) -> list[int]:

@@ -57,7 +57,7 @@ def cut(name: str, whole: torch.Tensor, draw: random.Random) -> list[Chunk]:
     return [chunk_of(name, tuple(whole.shape), offset, values) for offset, values in pieces]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=SHAPES, dtype=st.sampled_from(DTYPES), ranks=st.integers(1, 5), seed=st.integers(0, 10**6))
 def test_any_rectangle_of_any_division(
     shape: tuple[int, ...], dtype: torch.dtype, ranks: int, seed: int

@@ -58,7 +58,7 @@ def small(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint8, np.int64])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(corpus=corpora)
 def test_same_bytes_as_megatron_both_ways(megatron, tmp_path_factory, dtype, corpus) -> None:
     import torch

@@ -88,7 +88,7 @@ def test_the_samples_of_a_blend_end_where_a_member_is_used_up(
     assert len(samples) < 17
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     data_size=st.sampled_from([1, 2, 3, 6]),
     micro=st.sampled_from([1, 2]),
@@ -126,7 +126,7 @@ def test_samples_do_not_depend_on_the_layout(
         part.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=3, max_size=12),
     sequence=st.integers(1, 20),

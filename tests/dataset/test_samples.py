@@ -33,7 +33,7 @@ lengths_of_documents = st.lists(
 ).filter(lambda lengths: sum(lengths) > 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths=lengths_of_documents, sequence=st.integers(1, 25), seed=st.integers(0, 9), data=st.data())
 def test_every_token_of_an_epoch_is_an_input_once(tmp_path_factory, lengths, sequence, seed, data) -> None:
     dataset = numbered(tmp_path_factory.mktemp("d"), lengths)
@@ -59,7 +59,7 @@ def test_every_token_of_an_epoch_is_an_input_once(tmp_path_factory, lengths, seq
     assert len(set(lasts) & set(firsts)) >= source.per_epoch - 1
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=20), sequence=st.integers(3, 15))
 def test_random_access_gives_what_reading_in_order_gives(tmp_path_factory, lengths, sequence) -> None:
     dataset = numbered(tmp_path_factory.mktemp("d"), [*lengths, sequence + 1])
@@ -173,7 +173,7 @@ def test_nowhere_to_keep_a_large_index(tmp_path: Path) -> None:
         SampleSource(dataset, sequence=8, seed=1, in_memory=5).read(np.arange(1))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(size=st.integers(1, 3000), key=st.integers(0, 2**64))
 def test_permutation_is_one(size: int, key: int) -> None:
     everything = permute(np.arange(size), size, key)
@@ -216,7 +216,7 @@ weights = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(given_weights=weights)
 @example(given_weights=[1.0] * 3 + [2.0] * 6 + [6.0] * 10 + [9.0] * 40)  # the largest deficit strays to 1.04
 @example(given_weights=[0.0010000000000000002, 1.0])  # a period beyond int64

@@ -47,7 +47,7 @@ def best_fit_decreasing(lengths: list[int], capacity: int) -> int:
     return len(room)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=80), capacity=st.integers(40, 60))
 def test_packing_is_best_fit_decreasing(lengths: list[int], capacity: int) -> None:
     histogram = np.bincount(lengths, minlength=capacity + 1)
@@ -60,7 +60,7 @@ def test_packing_is_best_fit_decreasing(lengths: list[int], capacity: int) -> No
     assert len(filled) == count and (filled <= capacity).all() and (filled > 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=40).filter(any),
     sequence=st.integers(20, 30),
@@ -152,7 +152,7 @@ def test_auto_takes_whole_documents_of_masked_data_only(tmp_path: Path) -> None:
     assert batches(str(tmp_path / "plain"))[0][2] is None
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data_size=st.sampled_from([2, 3, 6]), micro=st.sampled_from([1, 2]), consumed=st.integers(0, 200))
 def test_samples_do_not_depend_on_the_layout(
     tmp_path_factory, data_size: int, micro: int, consumed: int

@@ -116,7 +116,7 @@ def test_zigzag_gives_a_block_from_the_front_and_one_from_the_back() -> None:
 _LENGTHS = st.lists(st.integers(1, 4096), min_size=1, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=_LENGTHS, ranks=st.sampled_from([2, 3, 4, 7, 8]), window=st.sampled_from([None, 128]))
 def test_work_is_even_for_documents_of_any_lengths(
     lengths: list[int], ranks: int, window: int | None
@@ -157,7 +157,7 @@ def test_swaps_leave_documents_to_fewer_ranks() -> None:
     assert after < 0.8 * before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 6), each=st.integers(1, 6))
 def test_swaps_are_counted_as_the_ends_of_last_pieces(seed: int, ranks: int, each: int) -> None:
     generator = np.random.default_rng(seed)
@@ -198,7 +198,7 @@ def _direct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tenso
     return torch.einsum("hqk,khw->qhw", weights, values), scores.logsumexp(-1).transpose(0, 1)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**32 - 1), size=st.floats(0.1, 1e4), blocks=st.integers(1, 7))
 def test_blocks_merge_to_the_softmax_of_all_keys(seed: int, size: float, blocks: int) -> None:
     """In any order, with queries that see nothing of a block, or of all; logits up to tens of thousands."""

@@ -46,7 +46,7 @@ def by_torch(
     return total.detach(), x.grad, weight.grad
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 40),
     vocab=st.integers(1, 90),

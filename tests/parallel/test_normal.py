@@ -57,7 +57,7 @@ def test_values_are_normal() -> None:
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shape=shapes, data=st.data(), at_once=st.integers(1, 40))
 def test_values_depend_on_their_place_alone(
     shape: tuple[int, ...], data: st.DataObject, at_once: int

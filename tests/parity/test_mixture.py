@@ -54,12 +54,32 @@ def test_one_process_has_the_gradients_of_one_explicit_loss() -> None:
     assert token_loss == pytest.approx(tokens.item(), rel=1e-12)
     assert auxiliary == pytest.approx(added.item(), rel=1e-12)
     wanted = torch.autograd.grad(tokens + added, [parameter.parameter for parameter in parameters])
-    found = assemble([gradients])
+    accumulated = assemble([gradients])
     for declared, gradient in zip(parameters, wanted):
         for start, rectangle, _ in declared.pieces:
-            values = torch.from_numpy(found[rectangle.name])
+            values = torch.from_numpy(accumulated[rectangle.name])
             expected = gradient.narrow(0, start, rectangle.sizes[0])
             torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-13, msg=rectangle.name)
+
+
+def test_fp16_gives_auxiliary_losses_the_weight_they_have_in_float64() -> None:
+    """The loss scale, and the divisor that fp16 has instead of all targets, apply to both kinds of losses: most
+    of the norm is the auxiliary loss's."""
+    precision = {"dtype": "fp16", "loss_scale": 64}
+    half = replace(EXPERTS, overrides={"precision": precision})
+    losses, norms, *_ = run_rank(Case(half, steps=1))
+    wanted_losses, wanted_norms, *_ = run_rank(Case(EXPERTS, steps=1))
+    assert losses == pytest.approx(wanted_losses, rel=2**-8)
+    assert norms == pytest.approx(wanted_norms, rel=2**-7)
+
+
+def test_evaluation_has_no_auxiliary_losses() -> None:
+    case = Case(EXPERTS, steps=1)
+    (token_loss, _), *_ = run_rank(case)
+    mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
+    with in_place_of_feed_forward():
+        total, targets = Engine(case.config(), mesh).evaluate(microbatches(case, 0, 0))
+    assert total / targets == pytest.approx(token_loss, rel=1e-12)
 
 
 def planned(config: Config, world: int) -> tuple[list[Any], list[Any], int, int]:

@@ -165,7 +165,7 @@ def expected_loss(schedule: Schedule) -> float:
 
 
 @given(schedule=schedules)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_training_ends(schedule: Schedule) -> None:
     loss, gradients = run(schedule, training=True)
     wanted = expected_loss(schedule)
@@ -176,7 +176,7 @@ def test_training_ends(schedule: Schedule) -> None:
 
 
 @given(schedule=schedules)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_evaluation_ends(schedule: Schedule) -> None:
     forwards = forward_schedule(schedule.placement, schedule.microbatches)
     loss, gradients = run(forwards, training=False)

@@ -37,7 +37,7 @@ def waste(schedule: Schedule, costs: Costs, per_microbatch: float) -> float:
 
 
 @given(name=st.sampled_from(NAMED), size=sizes, virtual=st.integers(1, 4), group=st.integers(1, 20))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_every_schedule_is_valid(name: str, size: tuple[int, int], virtual: int, group: int) -> None:
     pipeline, microbatches = size
     virtual = virtual if name in SEVERAL else 1
@@ -104,7 +104,7 @@ def test_placements() -> None:
 
 
 @given(size=sizes, virtual=st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_peak_activations(size: tuple[int, int], virtual: int) -> None:
     p, m = size
 
@@ -128,7 +128,7 @@ def test_peak_activations(size: tuple[int, int], virtual: int) -> None:
 
 
 @given(size=sizes, times=st.tuples(seconds, seconds, seconds), virtual=st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_bubbles_of_whole_backwards(
     size: tuple[int, int], times: tuple[float, float, float], virtual: int
 ) -> None:
@@ -146,7 +146,7 @@ def test_bubbles_of_whole_backwards(
 
 
 @given(size=sizes, times=st.tuples(seconds, seconds, seconds))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_bubbles_of_split_backwards(size: tuple[int, int], times: tuple[float, float, float]) -> None:
     """ZB-H1 and ZB-H2, where W is short enough to fit into the gaps it is moved to.
 

@@ -47,7 +47,7 @@ def random_costs(draw: st.DrawFn, stages: int) -> Costs:
 
 
 @given(data=st.data(), schedule=schedules(), measured=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_against_longest_paths(data: st.DataObject, schedule: Schedule, measured: bool) -> None:
     costs = random_costs(data.draw, schedule.stages)
     if measured:  # each action takes its own time
@@ -113,7 +113,7 @@ def longest_paths(schedule: Schedule, taken: dict[Action, float], costs: Costs) 
 
 
 @given(data=st.data(), schedule=schedules())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_memory_against_a_sum_at_every_moment(data: st.DataObject, schedule: Schedule) -> None:
     costs = random_costs(data.draw, schedule.stages)
     for actions, peak in zip(schedule.ranks, simulate(schedule, costs).peak_memory):

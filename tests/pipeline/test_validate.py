@@ -52,7 +52,7 @@ def places(draw: st.DrawFn) -> tuple[Schedule, int, int]:
 
 
 @given(place=places())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_dropped(place: tuple[Schedule, int, int]) -> None:
     schedule, rank, position = place
     action = schedule.ranks[rank][position]
@@ -65,7 +65,7 @@ def test_dropped(place: tuple[Schedule, int, int]) -> None:
 
 
 @given(place=places(), where=st.integers(0, 1000))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_doubled(place: tuple[Schedule, int, int], where: int) -> None:
     schedule, rank, position = place
     action = schedule.ranks[rank][position]
@@ -75,7 +75,7 @@ def test_doubled(place: tuple[Schedule, int, int], where: int) -> None:
 
 
 @given(place=places(), kind=st.sampled_from(["B", "W", "BW"]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_backward_twice_in_other_words(place: tuple[Schedule, int, int], kind: str) -> None:
     schedule, rank, _ = place
     _, stage, number = schedule.ranks[rank][0]
@@ -86,7 +86,7 @@ def test_backward_twice_in_other_words(place: tuple[Schedule, int, int], kind: s
 
 
 @given(place=places(), other=st.integers(0, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_wrong_rank(place: tuple[Schedule, int, int], other: int) -> None:
     schedule, rank, position = place
     assume(other < schedule.pipeline and other != rank)
@@ -97,7 +97,7 @@ def test_wrong_rank(place: tuple[Schedule, int, int], other: int) -> None:
 
 
 @given(place=places())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_out_of_order_on_a_rank(place: tuple[Schedule, int, int]) -> None:
     schedule, rank, position = place
     action = schedule.ranks[rank][position]
@@ -193,7 +193,7 @@ def test_every_rank_needs_a_stage() -> None:
 
 
 @given(pipeline=st.integers(1, 8), virtual=st.integers(1, 3), microbatches=st.integers(1, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_forwards_only(pipeline: int, virtual: int, microbatches: int) -> None:
     for placement in (looped(pipeline, virtual), v_shaped(pipeline)):
         schedule = forward_schedule(placement, microbatches)
@@ -206,7 +206,7 @@ def test_forwards_only(pipeline: int, virtual: int, microbatches: int) -> None:
 
 
 @given(schedule=generated(), where=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_deadlock_exactly_where_dependencies_are_circular(
     schedule: Schedule, where: list[tuple[int, int]]
 ) -> None:

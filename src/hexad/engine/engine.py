@@ -262,7 +262,7 @@ class Engine(State):
         total = self.accumulate(work.tasks, 1.0 / work.divisor, record)
         if self.after_passes is not None:
             self.after_passes()
-        losses = language.summing(total, work.auxiliary)
+        losses = language.start_summing(total, work.auxiliary)
         self.reduce()
         losses = all_reduce_async(losses.wait(), self.mesh.pipeline)
         schedule, peak = self.config.lr_schedule, self.config.optimizer.lr

@@ -118,7 +118,10 @@ class ValidationSets:
         for index in range(batches):
             batch = loader.step(index * size)
             if end is not None and (index + 1) * size > end:
-                batch = [self._cut(each, index * size, number, end) for number, each in enumerate(batch)]
+                batch = [
+                    self._cut(microbatch, index * size, number, end)
+                    for number, microbatch in enumerate(batch)
+                ]
             batch_sum, batch_targets = engine.evaluate(batch)
             loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
             count += sum(map(self._count, batch))

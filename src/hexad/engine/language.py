@@ -88,7 +88,7 @@ class Counts(NamedTuple):
     agreement: int = 0
 
     def plus(self, other: Counts) -> Counts:
-        """Those of more ranks."""
+        """Merge the counts of two groups of ranks."""
         fewest, most = min(self.fewest, other.fewest), max(self.most, other.most)
         targets, pairs = self.targets + other.targets, self.pairs + other.pairs
         agreement = (self.agreement + other.agreement) % _PRIME
@@ -260,7 +260,7 @@ class LanguageModel:
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
         return Auxiliary(names, sums, targets / (microbatches * self.mesh.data.size))
 
-    def summing(self, total: torch.Tensor | None, auxiliary: Auxiliary | None) -> Pending:
+    def start_summing(self, total: torch.Tensor | None, auxiliary: Auxiliary | None) -> Pending:
         """Start summing, over the ranks that have other tokens, the token losses (None but on the rank of the
         last stage) and the layers' own: float64 ``[1 + losses]``."""
         sums = torch.zeros(1 + len(self.losses), dtype=torch.float64, device=self.mesh.device)
@@ -328,7 +328,7 @@ class LanguageModel:
         return int.from_bytes(digest, "little") * (others if first else -1) % _PRIME
 
     def _key(self, step: int, index: int, microbatch: Microbatch) -> DropoutKey:
-        """Of this data rank's microbatch number ``index`` of the step: the data ranks take turns."""
+        """The dropout key of this data rank's microbatch number ``index``: data ranks take turns."""
         first = (index * self.mesh.data.size + self.mesh.data.rank) * microbatch.sequences
         return DropoutKey(self.config.run.seed, step, first)
 

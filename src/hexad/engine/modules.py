@@ -72,7 +72,7 @@ class Untrained:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its values."""
+        """The current values."""
         tensor: torch.Tensor = getattr(self.module, self.attribute)
         return tensor
 
@@ -307,7 +307,7 @@ def _grouped(
 def _entries(
     stages: Mapping[int, nn.Module], held: Sequence[tuple[int, Declared]], untrained: Sequence[Untrained]
 ) -> dict[int, Entries]:
-    """Of every stage."""
+    """The entries of every stage: its plain parameters and untrained values."""
     entries: dict[int, Entries] = {number: [] for number in stages}
     for number, declared in held:
         if declared.plain and not declared.declaration.copy:

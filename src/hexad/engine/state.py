@@ -205,9 +205,9 @@ class Heap:
 
     A step leaves small blocks that stay among large ones that are free: without this a process's resident
     memory grows from step to step to about half as much again as it needs. What is given back costs page
-    faults when the next step uses it again: 3 to 5 % of a step of ``benchmarks/deepspeed_face.py``. So it is
-    given back only when resident memory has grown by :data:`GROWTH`. Blocks mapped one by one (``mallopt``)
-    take less memory still, but a fifth more time.
+    faults when the next step uses it again: 3 to 5 % of a step of ``benchmarks/deepspeed_interface.py``. So
+    it is given back only when resident memory has grown by :data:`GROWTH`. Blocks mapped one by one
+    (``mallopt``) take less memory still, but a fifth more time.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class Heap:
         self._trimmed = False
 
     def step_ended(self) -> bool:
-        """Give back what is free if there is too much of it; whether that was so."""
+        """Return free memory to the system if there is too much; returns whether memory was trimmed."""
         bytes_resident = resident()
         if self._trimmed:
             self._needed = bytes_resident

@@ -173,7 +173,7 @@ def _how(status: int, text: str) -> str:
 
 
 def _exit_status(process: int) -> int | None:
-    """Of a child that has ended (a signal's number if it was killed), 0 if it was already collected; None
+    """The exit status of a child (a signal's number if it was killed), 0 if it was already collected; None
     while it runs. It can still be waited for afterwards."""
     try:
         state = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)

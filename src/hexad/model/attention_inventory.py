@@ -49,7 +49,7 @@ class AttentionSpec(BranchSpec):
 
     @property
     def name(self) -> str:
-        """Of the module, from the stage's root."""
+        """The module's name, from the stage's root."""
         return f"{self.layer.prefix}attention"
 
     @property
@@ -73,7 +73,7 @@ class AttentionSpec(BranchSpec):
 
     @property
     def head_norms(self) -> tuple[NormSpec, ...]:
-        """Of query heads and of key heads; every tensor rank normalises its own heads."""
+        """The norms of query heads and of key heads; every tensor rank normalises its own heads."""
         if self.norm_eps is None:
             return ()
         names = (f"{self.name}.q_norm", f"{self.name}.k_norm")

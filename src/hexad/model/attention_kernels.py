@@ -97,7 +97,7 @@ class AttentionKernel:
         )
 
     def _banded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-        """Of ``[spans, heads, tokens, width]``: a block of ``window`` queries sees its own block of keys and
+        """Windowed attention of ``[spans, heads, tokens, width]``: a block of queries sees its own keys and
         the one before, under one mask for all blocks."""
         spans, _, tokens, _ = q.shape
         blocks = tokens // window

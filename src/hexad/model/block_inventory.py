@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class LayerTraits:
         return {name: getattr(self, name) for name in names}
 
 
-class BranchSpec:
+class BranchSpec(ABC):
     """What a branch of a layer declares: a module from the normalised residual stream to what is added to it.
 
     By default all is that of its linear layers, the first of which multiplies the input, the last of which
@@ -73,9 +74,9 @@ class BranchSpec:
     losses: ClassVar[tuple[str, ...]] = ()
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """Of the module, from the stage's root."""
-        raise NotImplementedError
+        """The module's name, from the stage's root."""
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -105,21 +106,21 @@ class BranchSpec:
         """What moves over the axes; with ``split`` weight gradients are actions of their own."""
         return [collective for linear in self.linears for collective in linear.sent(run, split)]
 
+    @abstractmethod
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes from forward to backward, its input left out."""
-        raise NotImplementedError
 
     def operands(self, run: Execution) -> int:
         """Bytes held from ``B`` to ``W``."""
         return sum(linear.operands(run) for linear in self.linears)
 
     def forward(self, run: Execution) -> int:
-        """Bytes needed in the forward pass, above what is kept, as far as they matter in a layer."""
+        """Bytes needed in the forward pass, above what is kept; 0 where a later branch needs more."""
         return 0
 
+    @abstractmethod
     def backward(self, run: Execution, selective: bool, split: bool) -> list[Moment]:
         """Memory of the backward pass; with ``split`` operands of weight gradients stay, for ``W``."""
-        raise NotImplementedError
 
     def weight_moments(self, run: Execution) -> list[Moment]:
         """Memory of ``W``: the gathered input and the next one's, and the gradient before it is added in

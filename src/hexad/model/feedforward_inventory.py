@@ -31,7 +31,7 @@ class FeedForwardSpec(BranchSpec):
 
     @property
     def name(self) -> str:
-        """Of the module, from the stage's root."""
+        """The module's name, from the stage's root."""
         return f"{self.layer.prefix}ffn"
 
     @property

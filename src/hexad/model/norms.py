@@ -27,7 +27,7 @@ class RmsNorm(ShardedModule):
 
     @property
     def vectors(self) -> tuple[nn.Parameter, ...]:
-        """Its parameters."""
+        """The weight."""
         return (self.weight,)
 
 
@@ -48,7 +48,7 @@ class LayerNorm(ShardedModule):
 
     @property
     def vectors(self) -> tuple[nn.Parameter, ...]:
-        """Its parameters."""
+        """The weight and the bias."""
         return self.weight, self.bias
 
 

@@ -217,7 +217,7 @@ class Transformer(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """The number format of parameters and activations."""
         return next(self.parameters()).dtype
 
     def _geometry(

@@ -94,7 +94,7 @@ class TorchOptimizer(Rule):
         waiting.clear()
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of what is as large as the values; only once the optimizer has made it, or :meth:`prepare`."""
+        """State as large as the values, by name; none before the first step or :meth:`prepare`."""
         held, states = self._held[self.buckets.index(bucket)], self.optimizer.state
         for key in _as_large(held, states):
             flat = torch.zeros_like(bucket.master)

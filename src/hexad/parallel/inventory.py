@@ -242,7 +242,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of all of them."""
+        """FLOPs of all ``times`` products."""
         return 2.0 * self.m * self.n * self.k * self.times
 
 
@@ -331,7 +331,7 @@ class Execution:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch, on a rank."""
+        """Tokens of a microbatch on a rank."""
         return self.sequences * self.length // self.context
 
     @property

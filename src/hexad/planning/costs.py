@@ -26,7 +26,7 @@ class Work(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Of all three."""
+        """Forward, input-gradient and weight-gradient FLOPs together."""
         return self.forward + self.backward + self.weight
 
     @classmethod

@@ -90,7 +90,7 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
     stages = rank_stages(resolved, pipeline)
     held = rank_parameters(stages, layout)
     buckets = rank_buckets(config, layout, held)
-    numbers = {each.parameter.name: number for number, each in enumerate(held)}
+    numbers = {entry.parameter.name: number for number, entry in enumerate(held)}
     count = config.memory.recompute_layers
     memory = {
         number: StageMemory(
@@ -213,7 +213,7 @@ def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[Bucke
 
 
 def largest(resolved: Resolved) -> MemoryPlan:
-    """Of all ranks, one that needs the most: ranks differ by their pipeline coordinate only."""
+    """The plan of a rank that needs the most; ranks differ by their pipeline coordinate only."""
     return max(per_pipeline_rank(resolved), key=lambda plan: plan.total)
 
 

@@ -37,7 +37,7 @@ Prompt = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A model that exists.
+    """A saved model and the configuration to run it with.
 
     Attributes:
         source: a checkpoint's directory, or ``hf:DIR``.
@@ -55,7 +55,7 @@ class SavedModel:
         return self.source if hugging_face_directory(self.source) is not None else Path(self.source)
 
     def tokenizer(self) -> Tokenizer:
-        """Of ``data.tokenizer``: possibly not what the model was trained with, but without ids that it lacks.
+        """Load ``data.tokenizer``: another one than in training is accepted if the model has all its ids.
 
         Raises:
             ConfigError: it cannot be read, or has more ids.
@@ -195,8 +195,8 @@ def evaluated_model(
     resolve(config, planned_layout(config, ranks), tokenizer.vocab_size)
     if not config.data.validation_sets:
         raise ConfigError("--data", "found none, and the run has no data.validation; name .bin/.idx prefixes")
-    for prefix_ in config.data.validation_sets.values():
-        for prefix in prefixes(prefix_):
+    for names in config.data.validation_sets.values():
+        for prefix in prefixes(names):
             with blaming("--data"):
                 IndexedDataset(prefix)
     return model, tokenizer
@@ -221,17 +221,17 @@ def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> 
     begin = bos_ids(tokenizer, config.data.bos)
     chats = any("messages" in prompt for prompt in prompts)
     template = load_chat_template(config.data.tokenizer) if chats else None
-    prompts_: list[list[int]] = []
+    encoded_prompts: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         if "messages" not in prompt:
-            prompts_.append([*begin, *_ids(tokenizer, prompt["prompt"], number)])
+            encoded_prompts.append([*begin, *_ids(tokenizer, prompt["prompt"], number)])
             continue
         check_messages("messages", prompt["messages"], f"--prompts: prompt {number}", template)
         if template is None:
             raise _no_template(config, number)
         text = template.render(prompt["messages"], prompt=True)  # which begins a text as it should
-        prompts_.append(_ids(tokenizer, text, number))
-    return prompts_
+        encoded_prompts.append(_ids(tokenizer, text, number))
+    return encoded_prompts
 
 
 def _ids(tokenizer: Tokenizer, text: str, number: int) -> list[int]:

@@ -218,7 +218,7 @@ class StageMemory:
         yield base, base, first, None
 
     def _weights(self) -> Iterator[tuple[int, int, list[int], str | None]]:
-        """The same of ``W``."""
+        """Yield the moments of ``W``, in the form of :meth:`_backward`."""
         released = 0
         parts = {block: block.weight_moments(self.run) for block in set(self.stage.blocks)}
         for number, (block, _) in reversed(self.layers[self.stage.unreached :]):
@@ -408,4 +408,4 @@ class _Counted:
         return self
 
     def wait(self) -> None:
-        """It is over."""
+        """No-op: transfers are only counted."""

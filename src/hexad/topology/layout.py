@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def state_ranks(self) -> dict[Literal["dense", "expert"], int]:
-        """Of both grids, the ranks over which gradients are summed, and the state is sharded."""
+        """The number of ranks over which gradients are summed and state is sharded, per grid."""
         return {"dense": self.gradient_ranks, "expert": self.degrees["expert_data"]}
 
     # Questions about groups

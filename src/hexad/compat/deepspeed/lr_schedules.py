@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,9 +74,9 @@ class LRSchedule:
 
 
 def _torch_optimizer(optimizer: Any) -> Any:
+    torch = sys.modules.get("torch")  # not imported here: launch lines are translated without it
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
-        kinds = type(candidate).__mro__
-        if any(f"{kind.__module__}.{kind.__name__}" == "torch.optim.optimizer.Optimizer" for kind in kinds):
+        if torch is not None and isinstance(candidate, torch.optim.Optimizer):
             return candidate
     raise TypeError(f"{type(optimizer).__name__} is not a subclass of torch.optim.Optimizer")
 

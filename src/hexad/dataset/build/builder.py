@@ -152,22 +152,10 @@ def build(
     frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
     nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
     writer, framed, skipped = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
-    template = reading.template.named if False in framed and reading.template is not None else None
     if True not in framed:
         frame = _Frame((), None)
     data = IndexedDataset(prefix)
-    # A template writes what begins a conversation, independent of the run's data.bos.
-    sidecar = describe(
-        data,
-        writer.max_token,
-        tokenizer=encoder.name,
-        vocab=encoder.vocab_size,
-        eod=frame.eod if True in framed else encoder.eod,
-        bos=frame.bos if True in framed else None,
-        chat_templates=template,
-    )
-    with suppress(OSError):  # the sidecar only saves time
-        write_sidecar(prefix, sidecar)
+    _describe(data, writer.max_token, encoder, reading, frame, framed)
     return BuildSummary(
         prefix=str(prefix),
         documents=writer.documents,
@@ -183,6 +171,30 @@ def build(
         eod=frame.eod,
         bos=frame.bos,
     )
+
+
+def _describe(
+    data: IndexedDataset,
+    max_token: int,
+    encoder: Tokenizer,
+    reading: Reading,
+    frame: _Frame,
+    framed: set[bool],
+) -> None:
+    """Write the sidecar of a dataset; ``framed`` as of :class:`_Encoded`, of all documents."""
+    template = reading.template.named if False in framed and reading.template is not None else None
+    # A template writes what begins a conversation, independent of the run's data.bos.
+    sidecar = describe(
+        data,
+        max_token,
+        tokenizer=encoder.name,
+        vocab=encoder.vocab_size,
+        eod=frame.eod if True in framed else encoder.eod,
+        bos=frame.bos if True in framed else None,
+        chat_templates=template,
+    )
+    with suppress(OSError):  # the sidecar only saves time
+        write_sidecar(data.prefix, sidecar)
 
 
 def _write(

@@ -108,19 +108,19 @@ class _AttentionOverRanks(torch.autograd.Function):
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         returns = _Returns(k, ctx.exchange, lse.dtype)
         for round_, keys, values in _arrivals(k, v, ctx.exchange):
-            place_ = returns.place(round_)
+            gradients = returns.place(round_)
             for tile in round_.tiles:
                 rows, columns = slice(*tile.rows), slice(*tile.columns)
                 given = Operands(q[rows], keys[columns], values[columns])
                 for part in ctx.kernel.backward(given, Results(out[rows], lse[rows], gradient[rows]), tile):
                     dq[rows][part.rows] += part.q
-                    place_[columns, :heads][part.columns] += part.k
-                    place_[columns, heads:][part.columns] += part.v
+                    gradients[columns, :heads][part.columns] += part.k
+                    gradients[columns, heads:][part.columns] += part.v
                     del part  # before the next is computed
                 del given
             del keys, values
-            returns.send(place_, round_)
-            del place_
+            returns.send(gradients, round_)
+            del gradients
         total = returns.complete().to(k.dtype)
         return dq.to(q.dtype), total[:, :heads], total[:, heads:], None, None
 

@@ -37,7 +37,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, bounds: Ints, cuts: Ints, work: NDArray[np.float64]) -> Pieces:
-        """Of tokens cut at ``cuts``, with documents that begin at ``bounds``."""
+        """Pieces of tokens cut at ``cuts``, with documents that begin at ``bounds``."""
         document = np.searchsorted(bounds, cuts[:-1], side="right") - 1
         end = np.minimum(cuts[1:], bounds[document + 1]) - bounds[document]
         return cls(np.diff(cuts), work, np.unique(document, return_inverse=True)[1], end)
@@ -253,7 +253,7 @@ def _imbalance(work: NDArray[np.float64], owner: NDArray[np.int64], ranks: int) 
 
 
 def _runs(cuts: NDArray[np.int64], owner: NDArray[np.int64], ranks: int) -> list[list[Run]]:
-    """Of each rank, those that touch joined."""
+    """The runs of each rank, those that touch joined."""
     changes = np.concatenate(([0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]))
     runs: list[list[Run]] = [[] for _ in range(ranks)]
     for first, last in pairwise(changes.tolist()):

@@ -128,8 +128,8 @@ def selected_rows(
         return x[wanted]
     place = torch.searchsorted(numbers, wanted).clamp(max=len(numbers) - 1)
     held = numbers[place] == wanted
-    rows_ = x[place].masked_fill(~held.view(-1, *[1] * (x.dim() - 1)), 0.0)
-    return all_reduce(rows_, axis)  # one rank holds each, the others add zeros
+    selected = x[place].masked_fill(~held.view(-1, *[1] * (x.dim() - 1)), 0.0)
+    return all_reduce(selected, axis)  # one rank holds each, the others add zeros
 
 
 @lru_cache(maxsize=4)

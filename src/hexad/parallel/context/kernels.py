@@ -53,7 +53,7 @@ class Results(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Of some of a tile's queries over its keys: ``out [rows, heads, width]``, ``lse [rows, heads]``."""
+    """Attention of some queries of a tile: ``out [rows, heads, width]``, ``lse [rows, heads]``."""
 
     rows: slice
     out: torch.Tensor
@@ -74,7 +74,7 @@ class Kernel(Protocol):
     """Computes a tile, in parts that it chooses."""
 
     def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
-        """Of all queries, each in one part."""
+        """Compute the attention of all queries, each of them in one part."""
         ...
 
     def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:

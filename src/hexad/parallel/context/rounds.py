@@ -33,12 +33,12 @@ class Tile:
 
     @property
     def rows(self) -> Run:
-        """Of the queries."""
+        """First and last + 1 of the queries."""
         return self.queries[0], self.queries[-1]
 
     @property
     def columns(self) -> Run:
-        """Of the keys."""
+        """First and last + 1 of the keys."""
         return self.keys[0], self.keys[-1]
 
 

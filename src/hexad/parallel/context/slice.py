@@ -65,13 +65,13 @@ class Slice:
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Ascending runs, of which those that touch become one."""
-    runs_: list[Run] = []
+    longest: list[Run] = []
     for begin, end in runs:
-        if runs_ and runs_[-1][1] == begin:
-            runs_[-1] = (runs_[-1][0], end)
+        if longest and longest[-1][1] == begin:
+            longest[-1] = (longest[-1][0], end)
         elif begin < end:
-            runs_.append((begin, end))
-    return tuple(runs_)
+            longest.append((begin, end))
+    return tuple(longest)
 
 
 @dataclass(frozen=True)

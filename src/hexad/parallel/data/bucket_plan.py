@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..inventory import Grid, Parameter, Positions, Traits
 
 ALIGNMENT = 32
-"""Elements; keeps every view on a boundary that vector and matrix units like."""
+"""Elements to which views are aligned, for vectorised kernels."""
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,9 @@ class Bucket:
             HexadError: there is not enough memory for the parameters.
         """
         device = self.members[0].parameter.device
-        given = {member: each.parameter.data for member, each in enumerate(self.members) if _has_values(each)}
+        given = {
+            number: member.parameter.data for number, member in enumerate(self.members) if _has_values(member)
+        }
         size = self.plan.size if self.plan.resident else self.plan.shard_size
         try:
             values = torch.zeros(size, dtype=formats.parameters, device=device)
@@ -176,8 +178,8 @@ class Bucket:
                 "ranks (hexad show memory)"
             ) from error
         low = 0 if self.plan.resident else self.low
-        for member, values_ in given.items():
-            self._copy_given(values, low, self.plan.offsets[member], values_.reshape(-1))
+        for member, tensor in given.items():
+            self._copy_given(values, low, self.plan.offsets[member], tensor.reshape(-1))
         if self.plan.resident:
             self.attach(values)
             self._forget_derived()
@@ -307,7 +309,7 @@ def _has_values(declared: Declared) -> bool:
 
 
 def make_buckets(
-    declared_: Sequence[tuple[int, Declared]],
+    members: Sequence[tuple[int, Declared]],
     bucket_bytes: float,
     formats: Formats,
     zero: int,
@@ -316,19 +318,17 @@ def make_buckets(
     """Parameters of this rank's pipeline stages in buckets, as :func:`plan_buckets` puts them.
 
     Args:
-        found: each with the number of its stage.
+        members: parameters, each with the number of its stage.
         bucket_bytes: see :func:`plan_buckets`.
         formats: number formats.
         zero: ``parallel.zero``.
         sharding: among which ranks the state is sharded, per grid.
     """
-    held = [Held.of(stage, each.declaration, each.positions, each.uses) for stage, each in declared_]
-    counts = {grid: each.shards.size for grid, each in sharding.items()}
+    held = [Held.of(stage, member.declaration, member.positions, member.uses) for stage, member in members]
+    counts = {grid: state.shards.size for grid, state in sharding.items()}
     plans = plan_buckets(held, bucket_bytes, formats.gradients.itemsize, zero, counts)
     return [
-        Bucket(
-            plan, [declared_[number][1] for number in plan.members], sharding[plan.traits.grid].shards.rank
-        )
+        Bucket(plan, [members[number][1] for number in plan.members], sharding[plan.traits.grid].shards.rank)
         for plan in plans
     ]
 

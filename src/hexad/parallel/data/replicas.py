@@ -103,7 +103,7 @@ def _report(by_rank: Sequence[dict[Rectangle, int]]) -> str:
     lines = []
     rectangles = dict.fromkeys(rectangle for digests in by_rank for rectangle in digests)
     for rectangle in list(rectangles)[:3]:
-        held = {rank: each[rectangle] for rank, each in enumerate(by_rank) if rectangle in each}
+        held = {rank: digests[rectangle] for rank, digests in enumerate(by_rank) if rectangle in digests}
         common = Counter(held.values()).most_common(1)[0][0]
         right = next(rank for rank, value in held.items() if value == common)
         wrong = [str(rank) for rank, value in held.items() if value != common]

@@ -76,8 +76,8 @@ def _by_name(split: str, layers: int, stages: int, costs: LayerCosts) -> list[in
         return [layers]
     if split == "even":
         _check_enough(split, layers, stages, most=layers)
-        each, extra = divmod(layers, stages)
-        return [each + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
+        count, extra = divmod(layers, stages)
+        return [count + (stages - 1 - extra <= stage < stages - 1) for stage in range(stages)]
     _check_enough(split, layers, stages, most=layers + 2)
     return _by_cost(layers, stages, costs)
 
@@ -122,8 +122,8 @@ class _Ends(NamedTuple):
 def _by_cost(layers: int, stages: int, costs: LayerCosts) -> list[int]:
     """Layers per stage, for at least two stages and enough layers."""
     assert len(costs.layers) == layers, f"{len(costs.layers)} costs for {layers} layers"
-    embedding, *each, head = _whole_numbers((costs.embedding, *costs.layers, costs.head))
-    before = list(accumulate(each, initial=0))
+    embedding, *inner, head = _whole_numbers((costs.embedding, *costs.layers, costs.head))
+    before = list(accumulate(inner, initial=0))
     first = _Ends([-embedding, *before[1:]], before, 0)
     last = _Ends(before, [cost + head for cost in before], 0)
     kinds = [first, *[_Ends(before, before, 1)] * (stages - 2), last]

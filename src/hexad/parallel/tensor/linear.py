@@ -96,7 +96,7 @@ class Adapters:
         x: torch.Tensor,
         gather: Axis | None = None,
     ) -> list[torch.Tensor | None]:
-        """Of all parameters, as :func:`~hexad.parallel.contributions.weight_gradient` returns them.
+        """Gradients of ``A`` and every ``B``, each contributed (None) or returned.
 
         Args:
             gradient: of the layer's output.

@@ -69,8 +69,8 @@ class AdaptersSpec:
         return self.kind.rank * len(self.outputs)
 
     def products(self, run: Execution, local: int, widths: Mapping[str, int]) -> list[Product]:
-        """Of both halves in each action, for ``local`` input features and output features ``widths`` on a
-        rank."""
+        """The products of ``A`` and ``B`` in each action, for ``local`` input features and output features
+        ``widths`` on a rank."""
         tokens, rank, every = run.tokens, self.kind.rank, self.width
         products = [
             Product("F", tokens, every, local),

@@ -117,8 +117,8 @@ def compiled_cross_entropy_sum_(
 def _statistics(
     logits: torch.Tensor, labels: torch.Tensor, first: int, real: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each token: the highest logit, the sum of exponentials relative to it, the target's logit (0 where
-    it is on another rank), in at least float32."""
+    """Statistics of each token, in at least float32: highest logit, sum of exponentials relative to it, the
+    target's logit (0 where it is on another rank)."""
     wide = _real_columns(logits, real)
     highest = wide.amax(dim=1).clamp(min=torch.finfo(wide.dtype).min)
     sums = (wide - highest[:, None]).exp().sum(dim=1)

@@ -144,9 +144,9 @@ def _candidates(
                 return
             left -= size
             follow = known[placement, name] if name else None
-            schedule_ = greedy(placement, microbatches, costs, memory, preference, follow)
-            if schedule_ is not None:
-                yield schedule_, costs
+            candidate = greedy(placement, microbatches, costs, memory, preference, follow)
+            if candidate is not None:
+                yield candidate, costs
 
 
 def _recipes(

@@ -1,7 +1,7 @@
-"""Step time of DeepSpeed's face against the ``deepspeed`` package: one script, one unchanged module, ZeRO 1
-to 3 on two ranks of a CPU. Both run at once and alternate, a step each. Needs ``deepspeed``.
+"""Step time of DeepSpeed's interface against the ``deepspeed`` package: one script, one unchanged module,
+ZeRO 1 to 3 on two ranks of a CPU. Both run at once and alternate, a step each. Needs ``deepspeed``.
 
-    python benchmarks/deepspeed_face.py --rounds 5 --output benchmarks/results/deepspeed_face.json
+    python benchmarks/deepspeed_interface.py --rounds 5 --output benchmarks/results/deepspeed_interface.json
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from facts import facts
 from turns import Program, serve, wall
 
-PROGRAMS = ("face", "package")
+PROGRAMS = ("interface", "package")
 
 
 def make_step(program: str, stage: int) -> Callable[[str], dict[str, Any]]:
@@ -36,7 +36,7 @@ def make_step(program: str, stage: int) -> Callable[[str], dict[str, Any]]:
         reference_weights,
     )
 
-    if program == "face":
+    if program == "interface":
         from hexad.compat import deepspeed
 
         deepspeed.install()
@@ -66,8 +66,8 @@ def compare(stage: int, rounds: int) -> dict[str, Any]:
         for program in programs.values():
             program.kill()
     found: dict[str, Any] = {name: program.figures() for name, program in programs.items()}
-    pairs = zip(programs["face"].steps[1:], programs["package"].steps[1:])
-    ours, theirs = found["face"], found["package"]
+    pairs = zip(programs["interface"].steps[1:], programs["package"].steps[1:])
+    ours, theirs = found["interface"], found["package"]
     return found | {
         "stage": stage,
         "ratio": ours["step_seconds"] / theirs["step_seconds"],
@@ -94,7 +94,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        ours, theirs = row["face"], row["package"]
+        ours, theirs = row["interface"], row["package"]
         seconds = f"{ours['step_seconds']:.2f} | {theirs['step_seconds']:.2f}"
         print(
             f"| {row['stage']} | {seconds} | {row['ratio']:.2f} "

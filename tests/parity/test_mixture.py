@@ -63,8 +63,8 @@ def test_one_process_has_the_gradients_of_one_explicit_loss() -> None:
 
 
 def test_fp16_gives_auxiliary_losses_the_weight_they_have_in_float64() -> None:
-    """The loss scale, and the divisor that fp16 has instead of all targets, apply to both kinds of losses: most
-    of the norm is the auxiliary loss's."""
+    """The loss scale, and fp16's divisor in place of all targets, apply to both kinds of losses; most of the
+    norm is the auxiliary loss's."""
     precision = {"dtype": "fp16", "loss_scale": 64}
     half = replace(EXPERTS, overrides={"precision": precision})
     losses, norms, *_ = run_rank(Case(half, steps=1))

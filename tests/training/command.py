@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -147,10 +148,12 @@ def rank_variables(rank: int, world: int, port: int) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on, below those that the kernel gives away: it is still free a moment later."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 28_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Process:

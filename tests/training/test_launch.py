@@ -208,9 +208,13 @@ def test_missing_ranks_are_reported_while_they_are_waited_for(
 def test_a_first_rank_that_is_not_there_is_reported_in_one_line(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, address: str, problem: str
 ) -> None:
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": free_port()}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", address)
-    result = make_run().train("parallel.tensor=2", "run.timeout=1")
+    with (
+        socket.socket() as silent
+    ):  # bound without listening: nobody else takes the port, and it refuses connections
+        silent.bind(("127.0.0.1", 0))
+        for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_PORT": silent.getsockname()[1]}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", address)
+        result = make_run().train("parallel.tensor=2", "run.timeout=1")
     assert result.status == 2 and f"rendezvous at {address}:" in result.error and problem in result.error
     assert len(result.err.splitlines()) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from hexad.dataset.load.loader import loader_from_config
 from hexad.dataset.text.tokenizer import load_tokenizer
 
 from ...pool import Pool
+from ...training.command import free_port
 from .test_translate import SMALL, without
 
 NO_DATA = without(SMALL, "--mock-data", "--tokenizer-type", "--vocab-size")
@@ -116,10 +116,7 @@ def _under_a_launcher(rank: int, world: int, port: int) -> tuple[int, int, float
 
 
 def test_world_of_a_launcher(pool: Pool) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert pool.apart(2, _under_a_launcher, port) == pool.run(2, _joins_a_world, True)
+    assert pool.apart(2, _under_a_launcher, free_port()) == pool.run(2, _joins_a_world, True)
 
 
 def _other_arguments(first: list[str], second: list[str], settings: list[str]) -> tuple[str, str]:

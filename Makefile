@@ -22,7 +22,7 @@ demo: setup  ## train a small model on real text, on this machine
 	$(BIN)/hexad demo
 
 test: setup  ## the default tests (at most 8 minutes on two cores)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: setup  ## the long sweeps (an hour), or one of them: make test-slow SLICE=0/6
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'slow and not gpu' $(SLICE:%=--slice %)

@@ -13,6 +13,12 @@ from hypothesis import settings
 
 from .pool import Pool
 
+# In this process and all that tests start, before any imports torch: cores are for tests and ranks, and
+# numbers that must agree to the last bit are summed alike.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Those processes compile Hexad's source once, not each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # Inductor's cache does not know for which vector units its code is: kernels generated for one width and
 # compiled for another compute wrong numbers in silence. Another capability gets another cache.
 _CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY", "default")
@@ -24,12 +30,28 @@ settings.register_profile("any machine", deadline=None)  # no test depends on se
 settings.load_profile("any machine")
 
 
+LONGEST = (
+    "parity/test_parity.py",
+    "training/test_resume.py",
+    "docs/test_pages.py",
+    "training/test_precision.py",
+    "training/test_faults.py",
+    "memory/test_memory.py",
+    "training/test_restarts.py",
+    "compat/deepspeed/test_import.py",
+    "compat/test_hybrid.py",
+)
+"""Files that take longest, first: a worker that began one at the end would be left alone with it."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="K/N", help="run every N-th of the selected tests, from number K on")
 
 
 @pytest.hookimpl(trylast=True)  # after those that the markers leave out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     given = config.getoption("--slice")
     if given is None:
         return

@@ -11,8 +11,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,26 +22,10 @@ PRELOADED = ["torch", "torch._dynamo", "torch.distributed.nn", "hexad.engine.eng
 TIMEOUT = 120.0
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-
-
 def _worker(pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     gc.freeze()  # what the server has imported
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
         rank, world, store, function, arguments = job
         try:
@@ -103,8 +86,7 @@ class Pool:
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_worker, args=(theirs,), daemon=True)
-            with _one_thread():  # of the server, if this starts it
-                process.start()
+            process.start()
             self._workers.append((process, ours))
         for (_, pipe), job in zip(self._workers, jobs):
             pipe.send(job)

@@ -17,7 +17,7 @@ def written_by(module: str, *arguments: str, timeout: float = 300.0) -> tempfile
     directory = tempfile.TemporaryDirectory(prefix="hexad-compat-")
     done = subprocess.run(
         [sys.executable, "-m", module, directory.name, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,7 +46,6 @@ def run_forked(ranks: int, directory: Path, function: Callable[[int], None]) -> 
     """Call ``function`` with every rank of a gloo world, each a fork of this process; exits if one fails."""
     import torch
 
-    torch.set_num_threads(1)
     children = []
     for rank in range(ranks):
         child = os.fork()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -62,7 +61,6 @@ def test_losses_are_those_of_a_run(directory: Path, expected: list[float], ranks
         [*command, *script, "--data-path", str(directory / "data")],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=240,
     )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -63,7 +63,7 @@ def test_marked_commands_run(page: str, tmp_path: Path) -> None:
     if page not in FIRST:
         prepare(tmp_path)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PATH": path}
     for language, block in PAGES[page]:
         command = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
         result = subprocess.run(

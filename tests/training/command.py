@@ -169,7 +169,7 @@ class Process:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                env=os.environ | (environment or {}),
             )
 
     @classmethod

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ..pool import Pool
 from .command import FOUR, Process, RunFile, call, write_run
 
 MakeRun = Callable[..., RunFile]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread() -> None:
-    """As in the processes that tests start: the losses must agree to the last bit."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

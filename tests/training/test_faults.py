@@ -18,11 +18,26 @@ Start = Callable[..., Process]
 TWO = ("parallel.data=2",)
 
 
-def kill_a_rank(run: RunFile, process: Process, rank: int, world: int) -> None:
-    """Kill one rank of a running command and see the command end as it should."""
+def running_ranks(run: RunFile, process: Process, world: int) -> dict[int, int]:
+    """rank -> process id of a command that has made ten steps."""
     process.wait_for_step(run, 10)
     ranks = process.ranks()
     assert sorted(ranks) == list(range(world))
+    return ranks
+
+
+def kill_the_command(run: RunFile, process: Process, rank: int, world: int) -> None:
+    """Kill a running command and see its ranks end."""
+    ranks = running_ranks(run, process, world)
+    os.killpg(process.popen.pid, signal.SIGKILL)
+    assert process.wait().status == -signal.SIGKILL
+    wait_until_gone(ranks.values())
+    assert 10 <= len(run.losses) < 24
+
+
+def kill_a_rank(run: RunFile, process: Process, rank: int, world: int) -> None:
+    """Kill one rank of a running command and see the command end as it should."""
+    ranks = running_ranks(run, process, world)
     os.kill(ranks[rank], signal.SIGKILL)
     result = process.wait()
     assert result.status == 1
@@ -49,7 +64,8 @@ LAYOUTS = pytest.mark.parametrize(
 
 
 @LAYOUTS
-def test_a_killed_rank_ends_the_run_which_then_resumes_exactly(
+@pytest.mark.parametrize("killed", ["a rank", "the command"])
+def test_a_killed_run_leaves_no_rank_behind_and_resumes_exactly(
     make_run: MakeRun,
     start: Start,
     pool: Pool,
@@ -57,9 +73,11 @@ def test_a_killed_rank_ends_the_run_which_then_resumes_exactly(
     world: int,
     layout: tuple[str, ...],
     uninterrupted: str,
+    killed: str,
 ) -> None:
     run = make_run(run={"steps": 24})
-    kill_a_rank(run, start(run.arguments(*layout)), world // 2, world)
+    kill = kill_a_rank if killed == "a rank" else kill_the_command
+    kill(run, start(run.arguments(*layout)), world // 2, world)
     assert run.world(pool, world, *layout) == [(0, "")] * world
     assert run.losses == request.getfixturevalue(uninterrupted).losses
     assert run.checkpoints == [16, 20, 24] and run.newest.name == "step-00000024"
@@ -100,27 +118,6 @@ def test_a_rank_of_a_pipeline_killed_in_the_middle_of_a_step(make_run: MakeRun, 
     assert result.status == 1
     assert re.fullmatch(r"rank 1 \(process \d+\) was killed by SIGKILL; .*", result.error)
     wait_until_gone(ranks.values())
-
-
-@LAYOUTS
-def test_killing_the_command_leaves_no_rank_behind(
-    make_run: MakeRun,
-    start: Start,
-    pool: Pool,
-    request: pytest.FixtureRequest,
-    world: int,
-    layout: tuple[str, ...],
-    uninterrupted: str,
-) -> None:
-    run = make_run(run={"steps": 24})
-    process = start(run.arguments(*layout))
-    process.wait_for_step(run, 6)
-    ranks = process.ranks()
-    os.killpg(process.popen.pid, signal.SIGKILL)
-    assert process.wait().status == -signal.SIGKILL
-    wait_until_gone(ranks.values())
-    assert run.world(pool, world, *layout) == [(0, "")] * world
-    assert run.losses == request.getfixturevalue(uninterrupted).losses
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])

@@ -43,7 +43,7 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Mean per token, in nats."""
+        """The mean loss per token, in nats."""
         return self.loss_sum / max(self.tokens, 1)
 
     @property
@@ -57,7 +57,7 @@ class Score:
         return None if not self.byte_count else self.loss_sum / math.log(2) / self.byte_count
 
     def as_tree(self) -> dict[str, Any]:
-        """JSON values."""
+        """The result as JSON values."""
         return {
             "loss": self.loss,
             "perplexity": self.perplexity,
@@ -90,7 +90,7 @@ class ValidationSets:
         self._bytes = token_bytes(tokenizer)
 
     def prepare(self) -> None:
-        """Have the indexes of large data."""
+        """Make the indexes of large data sets."""
         for loader in self._loaders.values():
             loader.prepare(0)
 

@@ -92,7 +92,7 @@ class FaultGuard:
         return self.streak.length > self.settings.most
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, in JSON's types."""
+        """The guard's state for a checkpoint, in JSON's types."""
         return {"losses": list(self._losses), "row": list(self.streak)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

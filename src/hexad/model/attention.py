@@ -42,7 +42,7 @@ class DroppedTiles:
     length: int
 
     def __call__(self, tile: Tile, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-        """``[kv heads, group, queries, keys]``."""
+        """The factors of a block of scores, ``[kv heads, group, queries, keys]``."""
         begin, number = tile.queries[0], tile.first + columns.start
         keys = self.dropper.keys(self.queries[:, begin + rows.start : begin + rows.stop])
         grouped = keys.transpose(1, 2).unflatten(1, (self.kv_heads, -1))
@@ -55,7 +55,7 @@ class KeyValueStore(Protocol):
 
     @property
     def filled(self) -> bool:
-        """Whether it holds the prompts."""
+        """Whether the store holds the prompts."""
         ...
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class Attention(nn.Module):
 
     @property
     def last(self) -> RowParallelLinear:
-        """The product that makes its result."""
+        """The product that makes the branch's result."""
         return self.out
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:

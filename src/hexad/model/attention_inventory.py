@@ -68,7 +68,7 @@ class AttentionSpec(BranchSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """In the order of the forward pass."""
+        """The linear layers in the order of the forward pass."""
         return self.qkv, self.out
 
     @property
@@ -82,7 +82,7 @@ class AttentionSpec(BranchSpec):
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """In the order of the module."""
+        """The parameters in the order of the module."""
         norms = (parameter for norm in self.head_norms for parameter in norm.parameters)
         return (*self.qkv.parameters, *self.out.parameters, *norms)
 

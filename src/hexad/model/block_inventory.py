@@ -99,7 +99,7 @@ class BranchSpec(ABC):
         return self.linears[0].trained
 
     def products(self, run: Execution) -> list[Product]:
-        """All matrix products."""
+        """All matrix products of a microbatch."""
         return [product for linear in self.linears for product in linear.products(run)]
 
     def sent(self, run: Execution, split: bool) -> list[Collective]:
@@ -111,7 +111,7 @@ class BranchSpec(ABC):
         """Bytes from forward to backward, its input left out."""
 
     def operands(self, run: Execution) -> int:
-        """Bytes held from ``B`` to ``W``."""
+        """Bytes of operands of weight gradients, held from action ``B`` to action ``W``."""
         return sum(linear.operands(run) for linear in self.linears)
 
     def forward(self, run: Execution) -> int:
@@ -160,7 +160,7 @@ class BlockSpec:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """In the order of the module."""
+        """The parameters in the order of the module."""
         pairs = ((*norm.parameters, *branch.parameters) for norm, branch in self.branches)
         return tuple(parameter for pair in pairs for parameter in pair)
 
@@ -170,7 +170,7 @@ class BlockSpec:
         return tuple(names for branch in self.parts for names in branch.outputs)
 
     def products(self, run: Execution) -> list[Product]:
-        """All matrix products."""
+        """All matrix products of a microbatch."""
         return [product for branch in self.parts for product in branch.products(run)]
 
     def sent(self, run: Execution, recompute: Recomputed, split: bool) -> list[Collective]:

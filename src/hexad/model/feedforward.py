@@ -32,7 +32,7 @@ class FeedForward(nn.Module):
 
     @property
     def last(self) -> RowParallelLinear:
-        """The product that makes its result."""
+        """The product that makes the branch's result."""
         return self.down
 
     def forward(self, x: torch.Tensor, where: Geometry, store: Any = None) -> torch.Tensor:

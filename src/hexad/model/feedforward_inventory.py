@@ -49,7 +49,7 @@ class FeedForwardSpec(BranchSpec):
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        """In the order of the forward pass."""
+        """The linear layers in the order of the forward pass."""
         return self.inner, self.down
 
     def kept(self, run: Execution, selective: bool) -> int:

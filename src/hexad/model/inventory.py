@@ -42,14 +42,14 @@ class PositionsSpec:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The table."""
+        """The table of positions as a parameter."""
         name, shape = "positions.weight", (self.rows, self.hidden)
         partial = frozenset({"tensor"} if self.sequence else ())
         weight = Weight(name, shape, partial=partial, decay=True, std=self.std, unit="positions", apart=True)
         return (Parameter(name, (replace(weight, frozen=self.frozen),)),)
 
     def kept(self, run: Execution) -> int:
-        """Bytes: the tokens' positions."""
+        """Bytes from forward to backward: the positions of the tokens."""
         return 8 * run.tokens
 
 
@@ -142,7 +142,7 @@ class StageSpec:
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
-        """In the order of the model."""
+        """The parameters in the order of the model."""
         return tuple(self._parameters())
 
     def _parameters(self) -> Iterator[Parameter]:
@@ -179,7 +179,7 @@ class StageSpec:
         return sum(block.rounded(run) for block in self.blocks)
 
     def operands(self, run: Execution) -> Kept:
-        """Bytes held from ``B`` to ``W``."""
+        """Bytes of operands of weight gradients by layer, held from action ``B`` to action ``W``."""
         total = Counter[str]()
         for block, number in Counter(self.blocks[self.unreached :]).items():
             for name, size in block.operands(run).items():
@@ -199,7 +199,7 @@ class StageSpec:
         return collectives + ([] if self.head is None else self.head.sent(run))
 
     def products(self, run: Execution) -> list[Product]:
-        """All matrix products."""
+        """All matrix products of a microbatch."""
         products = [
             product
             for number, block in enumerate(self.blocks)

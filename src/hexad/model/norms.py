@@ -22,12 +22,12 @@ class RmsNorm(ShardedModule):
         self.declare(*inventory.parameters)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., width]`` -> the same."""
+        """Normalise the last dimension of ``[..., width]``."""
         return rms_norm(x, self.weight, self.eps, self.shard.compiled)
 
     @property
     def vectors(self) -> tuple[nn.Parameter, ...]:
-        """The weight."""
+        """The parameters in the order of the function's arguments: the weight."""
         return (self.weight,)
 
 
@@ -43,12 +43,12 @@ class LayerNorm(ShardedModule):
         self.declare(*inventory.parameters)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., width]`` -> the same."""
+        """Normalise the last dimension of ``[..., width]``."""
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     @property
     def vectors(self) -> tuple[nn.Parameter, ...]:
-        """The weight and the bias."""
+        """The parameters in the order of the function's arguments: the weight and the bias."""
         return self.weight, self.bias
 
 

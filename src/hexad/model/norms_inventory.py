@@ -32,7 +32,7 @@ class NormSpec:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The weight, and LayerNorm's bias."""
+        """The parameters of the norm: a weight, and a bias in LayerNorm."""
         partial = frozenset({"tensor"} if self.partial else ())
 
         def vector(kind: str, fill: float) -> Parameter:

@@ -25,7 +25,7 @@ def by_hand(x: torch.Tensor, compiled: bool) -> bool:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In at least float32."""
+    """The tensor in float32 at least."""
     return x.float() if x.dtype.itemsize == 2 else x
 
 

@@ -41,7 +41,7 @@ class Residual:
     def add_and_normalise(
         self, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor | None, norm: RmsNorm | LayerNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(:meth:`add`'s result, and its norm)."""
+        """The sum as :meth:`add` returns it, and its norm."""
         if not self._in_one(x):
             x = self.add(x, branch, rows)
             return x, norm(x)
@@ -53,7 +53,7 @@ class Residual:
 
     @property
     def constants(self) -> Constants:
-        """What the functions below need of it."""
+        """Dropout's words and rate and the branch's multiplier, which the functions below take."""
         return self.dropper.words, self.dropper.rate, self.multiplier
 
 

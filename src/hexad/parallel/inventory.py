@@ -176,17 +176,17 @@ class Parameter:
 
     @property
     def unit(self) -> str:
-        """What it is gathered with."""
+        """The unit of the model with which the parameter is gathered."""
         return self.weights[0].unit
 
     @property
     def matrix(self) -> bool:
-        """Whether it has two dims or more."""
+        """Whether the parameter has two dimensions or more."""
         return len(self.weights[0].shape) > 1
 
     @property
     def frozen(self) -> bool:
-        """Whether it is not trained."""
+        """Whether the parameter is not trained."""
         return self.weights[0].frozen
 
     def local_shape(self, positions: Positions) -> tuple[int, ...]:
@@ -261,7 +261,7 @@ class Moment(NamedTuple):
     weights: tuple[Parameter, ...] = ()
 
     def above(self, held: int) -> Moment:
-        """The same, counted from another point."""
+        """The moment on top of ``held`` bytes that are there anyway."""
         return Moment(self.needed + held, self.complete + held, self.weights)
 
 

@@ -38,7 +38,7 @@ def resolved_context(config: Config) -> dict[str, Any]:
 
 
 def context_problems(config: Config) -> Iterator[ConfigError]:
-    """What does not fit."""
+    """The settings of context parallelism that contradict each other or the model."""
     settings, sequence = config.parallel, config.data.sequence
     context, method = settings.context, settings.context_method
     if method != "ulysses_ring" and settings.context_ulysses != "auto":
@@ -71,7 +71,7 @@ def context_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def _heads(config: Config) -> Iterator[ConfigError]:
-    """What ``ulysses`` asks of the heads."""
+    """The requirements of ``ulysses`` on the heads that are not met."""
     settings, model = config.parallel, config.model
     heads, kv_heads = heads_of_rank(model, settings.tensor)
     share = f" / parallel.tensor {settings.tensor}" if settings.tensor > 1 else ""

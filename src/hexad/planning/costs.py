@@ -31,7 +31,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, products: list[Product], tokens: int) -> Work:
-        """That of the products of a microbatch."""
+        """The work per token of a microbatch's products."""
         sums = [sum(p.flops for p in products if p.action == action) for action in ("F", "B", "W")]
         return cls(*(total / tokens for total in sums))
 

@@ -52,16 +52,16 @@ class MemoryPlan:
 
     @property
     def state(self) -> int:
-        """Without activations and buffers."""
+        """The bytes of weights, gradients and optimizer: without activations and buffers."""
         return self.parameters + self.gradients + self.master + self.optimizer
 
     @property
     def total(self) -> int:
-        """The peak on the device."""
+        """The peak on the device, in bytes."""
         return self.state + sum(self.activations.values()) + self.buffers
 
     def as_tree(self) -> dict[str, Any]:
-        """JSON values."""
+        """The plan as JSON values."""
         return {
             "rank": self.rank,
             "parameters": self.parameters,

@@ -68,13 +68,13 @@ class StateBuffers:
             self._rounds.added(bucket, member)
 
     def restart(self) -> None:
-        """Begin a new ``most``."""
+        """Begin a new maximum."""
         self.most = self.moving
 
     # As Rounds decides
 
     def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
-        """A reduction starts."""
+        """Count the buffers of a reduction that starts."""
         plan = self._trained[bucket]
         several = plan.shards > 1
         # The first shard is summed where it belongs, later ones and those in another format beside it.
@@ -88,7 +88,7 @@ class StateBuffers:
         self._accumulating.discard(bucket)
 
     def retire(self, bucket: int, last: bool) -> None:
-        """A reduction is over."""
+        """Release the buffers of a reduction that is over."""
         received, beside = self._reducing.popleft()
         plan = self._trained[bucket]
         self.most = max(self.most, self.moving + beside)
@@ -135,7 +135,7 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """The bytes at that moment."""
         return self.kept.total() + self.transient
 
 

@@ -187,7 +187,7 @@ class Division:
 
     @property
     def verdict(self) -> str:
-        """Balance and messages, in a line."""
+        """The balance and the messages, in a line of text."""
         text = f"slowest rank: {self.slowest:.3f} times the mean work"
         if self.ring.ranks == 1:
             return f"{text}; no rounds: every rank computes some heads of all tokens"

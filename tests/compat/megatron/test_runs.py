@@ -76,7 +76,6 @@ def line_of(name: str, save: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
 def test_published_line_runs(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(tmp_path)
     if name == "BLOOM_176B":
         keys = {"gradient_clipping": 1.0, "zero_optimization": {"stage": 0}, "steps_per_print": 2000}

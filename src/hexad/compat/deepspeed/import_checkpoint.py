@@ -112,7 +112,7 @@ def _numbers(state: SavedState) -> dict[str, Any]:
 
 
 def _kinds(state: SavedState) -> dict[str, dict[str, SavedTensor]]:
-    """Prefix of our names -> the tensors."""
+    """The tensors of a state by the prefix of our names for them."""
     return {
         "model": state.weights,
         **{f"optimizer.{kind}": tensors for kind, tensors in state.moments.items()},

@@ -100,7 +100,7 @@ class Use(nn.Module):
         self.shared, self.function = shared, function
 
     def forward(self, x: Any) -> Any:
-        """The function's result."""
+        """Call the function on the module and ``x``."""
         return self.function(self.shared, x)
 
 

@@ -39,7 +39,7 @@ class MessagePart:
 
     @property
     def elements(self) -> int:
-        """The number of the tensor's elements."""
+        """The number of elements of a tensor."""
         return prod(self.shape)
 
 

@@ -193,7 +193,7 @@ class _Zero(_Model):
                     raise HexadError(f"{path}: {key} is not that of {self.file.name}; {_MIXED}")
 
     def state(self) -> SavedState:
-        """The state of the checkpoint."""
+        """The complete state that the checkpoint's files hold."""
         bases = [self._base(*held) for held in zip(self.shard_files, self.optimizers)]
         held = [self._adam(base) for base in bases]
         moments = {}

@@ -23,7 +23,7 @@ _engines: Any = WeakTensorKeyDictionary()
 
 
 def register(engine: Engine) -> None:
-    """Record the engine of its parameters."""
+    """Record an engine as that of its parameters."""
     for bucket in engine.buckets:
         for declared in bucket.members:
             _engines[declared.parameter] = weakref.ref(engine)

@@ -164,7 +164,7 @@ def _documents(arguments: Namespace) -> dict[str, Any]:
 
 
 def _blend(flag: str, words: Sequence[str]) -> str | list[list[Any]]:
-    """A prefix, or weights and prefixes."""
+    """The data of a flag: a prefix, or weights and prefixes."""
     if len(words) == 1:
         return words[0]
     pairs = list(zip(words[::2], words[1::2]))

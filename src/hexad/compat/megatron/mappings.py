@@ -68,7 +68,7 @@ def _scatter_sum_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _last(operation: Operation) -> Operation:
-    """The same along the last dim."""
+    """A collective along the last dimension instead of the first."""
 
     def moved(x: torch.Tensor, axis: Axis) -> torch.Tensor:
         return operation(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()

@@ -204,7 +204,7 @@ def _group_of(axis: str) -> Callable[[], dist.ProcessGroup]:
 
 
 def _number_of(axis: str, kind: str) -> Callable[[], int]:
-    """The accessor of a number of an axis."""
+    """An accessor that returns a number of an axis."""
     what, read = _NUMBERS[kind]
 
     def accessor() -> int:

@@ -192,7 +192,7 @@ class _Returns:
         return self._total.new_zeros((round_.received, *self._total.shape[1:]))
 
     def send(self, gradients: torch.Tensor, round_: Round) -> None:
-        """A round's gradients are complete."""
+        """Send a round's complete gradients to the rank whose keys and values they belong to."""
         if round_.distance == 0:
             return
         if self._gathered is not None:

@@ -78,7 +78,7 @@ class Kernel(Protocol):
         ...
 
     def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
-        """Parts whose sum the gradients are."""
+        """Compute gradients in parts, the sum of which is the tile's gradients."""
         ...
 
 
@@ -286,7 +286,7 @@ class Plain:
         return AttentionGradients(rows, columns, dq, dk, dv)
 
     def _steps(self, tile: Tile, heads: int) -> Iterator[_Block]:
-        """Some queries of a block at a time."""
+        """The blocks of a tile, cut into as many queries as bounded scores allow."""
         for rows, columns, behind in _blocks(tile):
             at_once = max(1, SCORES // (heads * (columns.stop - columns.start)))
             for begin in range(rows.start, rows.stop, at_once):
@@ -315,5 +315,5 @@ def _columns(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In at least float32."""
+    """The tensor in float32 at least."""
     return x.float() if x.dtype.itemsize == 2 else x

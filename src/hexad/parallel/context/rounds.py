@@ -33,12 +33,12 @@ class Tile:
 
     @property
     def rows(self) -> Run:
-        """First and last + 1 of the queries."""
+        """The first query and the last + 1."""
         return self.queries[0], self.queries[-1]
 
     @property
     def columns(self) -> Run:
-        """First and last + 1 of the keys."""
+        """The first key and the last + 1."""
         return self.keys[0], self.keys[-1]
 
 
@@ -64,17 +64,17 @@ class Round:
 
     @property
     def sent(self) -> int:
-        """Tokens sent."""
+        """The number of tokens sent."""
         return size(self.send)
 
     @property
     def received(self) -> int:
-        """Tokens received."""
+        """The number of tokens received."""
         return size(self.receive)
 
 
 def size(runs: Sequence[Run]) -> int:
-    """Tokens of some runs."""
+    """The number of tokens in some runs."""
     return sum(end - begin for begin, end in runs)
 
 
@@ -125,7 +125,7 @@ def rounds(
 
 
 def _needed(tiles: Sequence[Tile]) -> tuple[Run, ...]:
-    """Rows of the keys of some tiles."""
+    """The rows of keys that some tiles read, joined into runs."""
     runs: list[Run] = []
     for begin, end in sorted(tile.columns for tile in tiles):
         if runs and begin <= runs[-1][1]:

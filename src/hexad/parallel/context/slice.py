@@ -89,7 +89,7 @@ class Slicing:
 
     @classmethod
     def of(cls, settings: ParallelSettings, model: ModelSettings) -> Slicing:
-        """As resolved settings say."""
+        """The slicing that resolved settings ask for."""
         if settings.context == 1:
             return cls()
         balance, window = settings.context_balance, model.sliding_window
@@ -97,7 +97,7 @@ class Slicing:
         return cls(settings.context, balance, settings.ulysses, window)
 
     def divided(self, sequences: int, length: int, documents: tuple[int, ...] | None = None) -> Slice:
-        """A microbatch's slice."""
+        """The division of a microbatch among the ranks."""
         return divide(sequences, length, documents, self.ranks, self.balance, self.ulysses, self.window)
 
 

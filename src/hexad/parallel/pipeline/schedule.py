@@ -56,7 +56,7 @@ class Message(NamedTuple):
 
     @property
     def target(self) -> int:
-        """The stage that needs it."""
+        """The stage that needs the result."""
         return self.stage + 1 if self.kind == "F" else self.stage - 1
 
 

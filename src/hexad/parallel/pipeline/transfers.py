@@ -119,7 +119,7 @@ class Exchange(Generic[T]):
 
     @property
     def held(self) -> int:
-        """Tensors under way, from or to here."""
+        """The number of tensors under way, from or to this rank."""
         waiting = len(self._arriving) + len(self._outgoing) + len(self._unanswered)
         return waiting + sum(map(len, self._sent.values()))
 

@@ -53,7 +53,7 @@ class EmbeddingSpec:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """The table."""
+        """The embedding table as a parameter."""
         weight = _table("embedding.weight", self.vocab, self.hidden, self.std, "embedding")
         weight = replace(weight, frozen=self.frozen)
         return (Parameter("embedding.weight", (weight,), tied=TIE if self.tied else ""),)

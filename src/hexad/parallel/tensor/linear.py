@@ -55,7 +55,7 @@ class Adapters:
 
     @property
     def tensors(self) -> tuple[nn.Parameter, ...]:
-        """All parameters."""
+        """All parameters of the adapters."""
         return (self.a, *self.b)
 
     def dropped(self, x: torch.Tensor) -> torch.Tensor:

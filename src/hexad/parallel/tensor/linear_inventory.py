@@ -65,7 +65,7 @@ class AdaptersSpec:
 
     @property
     def width(self) -> int:
-        """Features between all ``A`` and ``B``."""
+        """The features between all ``A`` and ``B`` of the adapters."""
         return self.kind.rank * len(self.outputs)
 
     def products(self, run: Execution, local: int, widths: Mapping[str, int]) -> list[Product]:
@@ -199,7 +199,7 @@ class LinearSpec:
 
     @property
     def adapters(self) -> AdaptersSpec | None:
-        """Its low-rank adapters."""
+        """The low-rank adapters of the layer; None without them."""
         if self.lora is None or not self.adapted & self.outputs.keys():
             return None
         kinds = {
@@ -219,7 +219,7 @@ class LinearSpec:
 
     @property
     def matrices(self) -> tuple[Parameter, ...]:
-        """The trained weights, without biases."""
+        """The trained weights of the layer and its adapters, without biases."""
         return tuple(parameter for parameter in self.parameters if parameter.matrix and not parameter.frozen)
 
     @property
@@ -233,7 +233,7 @@ class LinearSpec:
         return any(layer.matrix and not layer.frozen for layer in self.layers)
 
     def local(self, run: Execution) -> tuple[int, int]:
-        """(input, output) features on a rank."""
+        """The numbers of (input, output) features on a rank."""
         if self.row:
             return self.inputs // run.tensor, self.features
         return self.inputs, sum(self._widths(run))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from shutil import get_terminal_size
@@ -235,16 +234,16 @@ def presets_command(as_json: bool) -> None:
 
     rows = preset_table()
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(rows)
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("preset", no_wrap=True)
+    keys = ("layers", "hidden", "heads", "kv_heads", "vocab", "context")
     for name in ("parameters", "layers", "hidden", "heads", "kv heads", "vocabulary", "context"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        numbers = (row.layers, row.hidden, row.heads, row.kv_heads, row.vocab, row.context)
-        cells = [f"{number:,}" if number is not None else "" for number in numbers]
-        table.add_row(row.name, rounded(row.parameters), *cells)
+        cells = [f"{row[key]:,}" if row[key] is not None else "" for key in keys]
+        table.add_row(row["name"], rounded(row["parameters"]), *cells)
     Console(highlight=False, width=max(90, get_terminal_size().columns)).print(table)
 
 

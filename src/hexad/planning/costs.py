@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hexad.config import ConfigError
 from hexad.config.model import ModelSettings
@@ -37,12 +36,10 @@ class Work(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """Arithmetic per token of what a pipeline's stages are made of."""
+    """Arithmetic per token of what a pipeline's stages are made of; the embedding multiplies nothing."""
 
     layers: tuple[Work, ...]
     """Every layer."""
-    embedding: Work
-    """The embedding, part of the first stage: it moves memory but multiplies nothing."""
     head: Work
     """The output head, part of the last stage."""
 
@@ -90,7 +87,7 @@ def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) 
 
 
 def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
-    """Arithmetic per token of every layer, of the embedding and of the output head.
+    """Arithmetic per token of every layer and of the output head.
 
     A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. The output head's three are
     all in ``F``, where the loss and its gradients are computed slice by slice. Attention computes its scores
@@ -114,7 +111,7 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
         (block, reached): Work.of([p for p in block.products(run) if reached or p.action == "F"], run.tokens)
         for block, reached in set(layers)
     }
-    return ModelWork(tuple(works[layer] for layer in layers), Work(0.0, 0.0, 0.0), head)
+    return ModelWork(tuple(works[layer] for layer in layers), head)
 
 
 def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:
@@ -126,46 +123,22 @@ def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:
     return ModelInventory(model)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A published model.
+def preset_table() -> list[dict[str, Any]]:
+    """The name, family, exact number of parameters and sizes of every preset, family after family.
 
-    Attributes:
-        name: for ``model.preset``.
-        family: of its architecture.
-        parameters: exact number, a tied embedding counted once.
-        layers, hidden, heads, kv_heads, ffn_hidden, vocab: as the settings of the same name.
-        context: tokens of the longest sequence that it was published for; None if not stated.
+    ``context``: tokens of the longest sequence that it was published for; None if not stated.
     """
-
-    name: str
-    family: str
-    parameters: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn_hidden: int
-    vocab: int
-    context: int | None
-
-
-def preset_table() -> list[Preset]:
-    """All presets, family after family, in the order of their declaration."""
-    return [_row(name) for name in presets()]
-
-
-def _row(name: str) -> Preset:
-    model = complete_model(ModelSettings(preset=name))
-    return Preset(
-        name=name,
-        family=model.family,
-        parameters=parameter_count(model),
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=int(model.kv_heads),
-        ffn_hidden=int(model.ffn_hidden),
-        vocab=int(model.vocab),
-        context=family(model.family).context(name),
-    )
+    rows = []
+    for name in presets():
+        model = complete_model(ModelSettings(preset=name))
+        sizes = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+        rows.append(
+            {
+                "name": name,
+                "family": model.family,
+                "parameters": parameter_count(model),
+                **{size: int(getattr(model, size)) for size in sizes},
+                "context": family(model.family).context(name),
+            }
+        )
+    return rows

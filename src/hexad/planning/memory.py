@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -62,18 +62,7 @@ class MemoryPlan:
 
     def as_tree(self) -> dict[str, Any]:
         """JSON values."""
-        return {
-            "rank": self.rank,
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "master": self.master,
-            "optimizer": self.optimizer,
-            "activations": dict(self.activations),
-            "buffers": self.buffers,
-            "host": self.host,
-            "total": self.total,
-            "action": self.action,
-        }
+        return {**asdict(self), "total": self.total}
 
 
 def predict(resolved: Resolved, rank: int) -> MemoryPlan:
@@ -91,17 +80,9 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
     held = rank_parameters(stages, layout)
     buckets = rank_buckets(config, layout, held)
     numbers = {entry.parameter.name: number for number, entry in enumerate(held)}
-    count = config.memory.recompute_layers
-    memory = {
-        number: StageMemory(
-            stage,
-            run,
-            config.memory.recompute,
-            len(stage.layers) if count == "all" else min(count, len(stage.layers)),
-            numbers,
-        )
-        for number, stage in stages.items()
-    }
+    recompute, count = config.memory.recompute, config.memory.recompute_layers
+    layers = config.model.layers if count == "all" else count
+    memory = {number: StageMemory(stage, run, recompute, layers, numbers) for number, stage in stages.items()}
     buffers = StateBuffers(buckets, run, layout.state_ranks)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda peak: peak.total)

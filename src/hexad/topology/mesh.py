@@ -6,15 +6,12 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .layout import CHANNELS, FAN_OUT, Level, Tree, tree_groups
-
-if TYPE_CHECKING:
-    from .layout import Layout
+from .layout import CHANNELS, FAN_OUT, Layout, Level, Tree, tree_groups
 
 TRAINING_AXES = ("tensor", "context", "pipeline", "data", "expert")
 """Axes that a step's traffic is counted for."""

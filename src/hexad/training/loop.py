@@ -35,7 +35,7 @@ from hexad.planning.machine import check_packages
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
-from .callbacks import Callback, Callbacks, Outcome
+from .callbacks import Callback, Outcome
 from .pace import Pace, collected_by_step
 from .profile import StepProfile, timeline_text
 from .record import Metrics, Recorder
@@ -90,7 +90,7 @@ class Trainer:
     """
 
     def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
-        self.run, self.callbacks = run, Callbacks(callbacks)
+        self.run, self._callbacks = run, callbacks
         self.mesh = mesh = run.mesh
         self.config = config = run.resolved.config
         self.first = mesh.rank == 0
@@ -171,7 +171,7 @@ class Trainer:
         if engine.step >= config.run.steps:
             log.info("nothing to do: run.steps is %d; set a larger number to continue", config.run.steps)
         with recorder as sink, self._stopping as stop, collected_by_step() as collect:
-            self.callbacks.on_start(self)
+            self._notify("on_start")
             while engine.step < config.run.steps:
                 collect(engine.step)
                 asking = stop.ask(self.saves.checkpointer.failed())
@@ -185,7 +185,7 @@ class Trainer:
                     self._validate(metrics)
                     if sink is not None and self._log_due(metrics):
                         sink.write(metrics)
-                    self.callbacks.on_step(self, metrics)
+                    self._notify("on_step", metrics)
                 if action == "stop":
                     raise AgreedError(self._advice(result, metrics))
                 every = config.log.check_replicas
@@ -199,7 +199,7 @@ class Trainer:
                     reason = "signal" if signal else "schedule"
                     last = bool(signal) or engine.step == config.run.steps
                     self.saves.save(reason, last)
-                    self.callbacks.on_checkpoint(self, engine.step)
+                    self._notify("on_checkpoint", engine.step)
                 if signal:
                     break
             else:
@@ -208,12 +208,14 @@ class Trainer:
             self.saves.checkpointer.wait()  # a signal must not cut the last save short
         if signal:  # after the progress bar has ended
             log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
-        return self._ended(signal)
-
-    def _ended(self, by: str | None) -> Outcome:
-        outcome = Outcome(self.engine.step, by)
-        self.callbacks.on_end(self, outcome)
+        outcome = Outcome(engine.step, signal)
+        self._notify("on_end", outcome)
         return outcome
+
+    def _notify(self, event: str, *facts: object) -> None:
+        """Call a method of every callback, in their order."""
+        for callback in self._callbacks:
+            getattr(callback, event)(self, *facts)
 
     def stop(self) -> None:
         """End the run after the step in progress or the next one, with a checkpoint; on any rank."""
@@ -320,7 +322,7 @@ class Trainer:
             return
         scores = self.validation.scores(self.engine, self.config.validate_.batches)
         metrics["validation_loss"] = total(scores).loss
-        self.callbacks.on_evaluation(self, scores)
+        self._notify("on_evaluation", scores)
         if isinstance(self.config.data.validation, dict):
             metrics["validation_losses"] = {name: score.loss for name, score in scores.items()}
 

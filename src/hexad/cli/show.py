@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from math import isfinite, lcm
+from math import isfinite
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NamedTuple
@@ -19,13 +19,12 @@ import click
 from rich.console import Console, RenderableType
 
 from hexad.config import Config, ConfigError, HexadError, blaming, did_you_mean
-from hexad.config.schema import ParallelSettings
 from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule, write_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import TIMELINE, Costs, simulate
 from hexad.parallel.pipeline.validate import validate
-from hexad.planning import Resolved, planned_layout, resolve
+from hexad.planning import Resolved, planned_layout, resolve, smallest_world
 from hexad.planning.memory import MemoryPlan, per_pipeline_rank, predict
 from hexad.planning.stages import stage_costs
 from hexad.show.context import Division, context_figure, context_json, context_text
@@ -344,8 +343,8 @@ def layout_command(
     """
     path, overrides = split_settings("show layout", settings)
     overrides += [f"parallel.{name}={value}" for name, value in degrees.items() if value is not None]
-    parallel = load_config(path, overrides).parallel
-    layout = Layout.from_settings(parallel, _fewest_ranks(parallel) if world is None else world)
+    config = load_config(path, overrides)
+    layout = Layout.from_settings(config.parallel, smallest_world(config) if world is None else world)
     figure = partial(layout_figure, layout)
     _present(as_json, output, partial(layout_json, layout), figure, partial(layout_text, layout))
 
@@ -499,14 +498,6 @@ def _present(
         print_json(tree())
     elif not output:
         Console(highlight=False).print(text())
-
-
-def _fewest_ranks(parallel: ParallelSettings) -> int:
-    """Ranks that both grids need; with ``data: auto`` the smallest common number."""
-    dense = parallel.tensor * parallel.context * parallel.pipeline
-    if parallel.data != "auto":
-        return dense * parallel.data
-    return lcm(dense, parallel.expert_tensor * parallel.expert * parallel.pipeline)
 
 
 def _reference(text: str) -> tuple[str, float]:

@@ -25,7 +25,7 @@ from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import TIMELINE, Costs, simulate
 from hexad.parallel.pipeline.validate import validate
 from hexad.planning import Resolved, planned_layout, resolve, smallest_world
-from hexad.planning.memory import MemoryPlan, per_pipeline_rank, predict
+from hexad.planning.memory import MemoryPlan, largest, per_pipeline_rank, predict
 from hexad.planning.stages import stage_costs
 from hexad.show.context import Division, context_figure, context_json, context_text
 from hexad.show.figure import save_figure
@@ -250,8 +250,8 @@ def _from_data(config: Config, microbatch: int) -> tuple[int, ...]:
 def planned(
     settings: tuple[str, ...], world: int | None, rank: int | None, device: Device | None
 ) -> tuple[Resolved, MemoryPlan, list[MemoryPlan]]:
-    """A configuration file with overrides, resolved in the smallest world if none is given, and its
-    :func:`plans_of` a rank.
+    """A configuration file with overrides, resolved in the smallest world if none is given; the plan of a
+    global ``rank``, by default of one that needs the most; and plans by pipeline coordinate.
 
     Raises:
         HexadError: the settings are refused, or there is no such rank.
@@ -271,7 +271,8 @@ def planned(
     if rank is not None and not 0 <= rank < layout.world:
         raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
     resolved = resolve(config, layout, bf16=None if gpu is None else gpu.bf16)
-    return resolved, *plans_of(resolved, rank)
+    ranks = per_pipeline_rank(resolved)
+    return resolved, largest(ranks) if rank is None else predict(resolved, rank), ranks
 
 
 def device_of(text: str) -> Device:
@@ -291,14 +292,6 @@ def device_of(text: str) -> Device:
         return Device(text, parse_size(text, "--device"))
     hint = did_you_mean(word, known) or f"; known: {', '.join(known)}"
     raise HexadError(f"--device: found '{text}', expected a GPU or a size such as 80GB{hint}")
-
-
-def plans_of(resolved: Resolved, rank: int | None = None) -> tuple[MemoryPlan, list[MemoryPlan]]:
-    """(plan of a global ``rank``, by default of one that needs the most; plans by pipeline coordinate)."""
-    ranks = per_pipeline_rank(resolved)
-    if rank is not None:
-        return predict(resolved, rank), ranks
-    return max(ranks, key=lambda other: other.total), ranks
 
 
 def _check_ending(_context: click.Context, _parameter: click.Parameter, path: str | None) -> str | None:

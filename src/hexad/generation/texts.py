@@ -109,12 +109,11 @@ def write(
         ids = generate_all(model, numbers, wanted.tokens, wanted.sampling, ended, seeds, pipeline)
         for (number, sample), new in zip(group, ids):
             text = tokenizer.decode(new)
-            places = [place for place in map(text.find, stop) if place >= 0]
-            reason: Literal["document", "length"] = "document" if new[-1] in ending[number] else "length"
-            if places:
-                yield Continuation(number, sample, text[: min(places)], new, "stop")
-            else:
-                yield Continuation(number, sample, text, new, reason)
+            reason: Literal["document", "stop", "length"]
+            reason = "document" if new[-1] in ending[number] else "length"
+            if places := [place for place in map(text.find, stop) if place >= 0]:
+                text, reason = text[: min(places)], "stop"
+            yield Continuation(number, sample, text, new, reason)
 
 
 def _stopped(tokenizer: Tokenizer, new: list[int], stop: Sequence[str]) -> bool:

@@ -105,10 +105,7 @@ def _near(ranks: int, heads: int, kv_heads: int) -> str:
 
 
 # What the configuration can name but this version cannot do yet: field -> values it can.
-SUPPORTED: dict[str, tuple[object, ...]] = {
-    "parallel.expert": (1,),
-    "parallel.expert_tensor": (1,),
-}
+SUPPORTED: dict[str, tuple[object, ...]] = {"parallel.expert": (1,), "parallel.expert_tensor": (1,)}
 
 
 def working_layout(config: Config, world: int) -> Layout:

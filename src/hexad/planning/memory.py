@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -95,13 +96,7 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
 
 
 def _plan(
-    rank: int,
-    config: Config,
-    run: Execution,
-    buckets: list[BucketPlan],
-    peak: Peak,
-    action: str,
-    beside: int,
+    rank: int, config: Config, run: Execution, buckets: list[BucketPlan], peak: Peak, action: str, beside: int
 ) -> MemoryPlan:
     """The peak, at ``action``, beside the state; ``beside``: bytes of buffers that are there all the time."""
     trained = [bucket for bucket in buckets if not bucket.frozen]
@@ -193,13 +188,13 @@ def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[Bucke
     return plan_buckets(held, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, shards)
 
 
-def largest(resolved: Resolved) -> MemoryPlan:
-    """The plan of a rank that needs the most; ranks differ by their pipeline coordinate only."""
-    return max(per_pipeline_rank(resolved), key=lambda plan: plan.total)
+def largest(ranks: Sequence[MemoryPlan]) -> MemoryPlan:
+    """The plan of a rank that needs the most."""
+    return max(ranks, key=lambda plan: plan.total)
 
 
 def per_pipeline_rank(resolved: Resolved) -> list[MemoryPlan]:
-    """One rank's plan for every pipeline coordinate."""
+    """One rank's plan for every pipeline coordinate; along the other axes ranks do not differ."""
     short = shortened(resolved.plan.schedule)
     orders = transfers(short.schedule)
     return [_predict(resolved, rank, short, orders) for rank in next(resolved.layout.iter_groups("pipeline"))]

@@ -131,10 +131,7 @@ def _schedule(config: Config, pipeline: int, microbatches: int) -> Schedule:
 
 
 def _by_name(
-    config: Config,
-    pipeline: int,
-    microbatches: int,
-    placement: tuple[int, ...] | None = None,
+    config: Config, pipeline: int, microbatches: int, placement: tuple[int, ...] | None = None
 ) -> Schedule:
     settings = config.parallel
     name, virtual = settings.schedule, settings.virtual_stages

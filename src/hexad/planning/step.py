@@ -151,12 +151,7 @@ class StageMemory:
     """
 
     def __init__(
-        self,
-        stage: StageSpec,
-        run: Execution,
-        recompute: Recomputed,
-        count: int,
-        numbers: Mapping[str, int],
+        self, stage: StageSpec, run: Execution, recompute: Recomputed, count: int, numbers: Mapping[str, int]
     ) -> None:
         self.stage, self.run = stage, run
         self.stream = run.stream(stage.model.settings.hidden)

@@ -16,7 +16,7 @@ from hexad.checkpoint.kept_tokenizer import saved_form
 from hexad.config import Config, HexadError
 from hexad.planning import Resolved
 from hexad.planning.costs import parameter_count, trained_count
-from hexad.planning.memory import MemoryPlan
+from hexad.planning.memory import MemoryPlan, largest
 
 from .run import read_metrics
 
@@ -38,7 +38,7 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
         ranks: a plan for every pipeline coordinate (:func:`hexad.planning.memory.per_pipeline_rank`).
     """
     config, layout = resolved.config, resolved.layout
-    largest = max(ranks, key=lambda plan: plan.total)
+    most = largest(ranks)
     tokens = config.batch.global_ * config.data.sequence
     return {
         "family": config.model.family,
@@ -57,14 +57,14 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
         "dtype": config.precision.dtype,
         "device": planned_device(config),
         "memory_bytes": {
-            "rank": largest.rank,
-            "total": largest.total,
-            "parameters": largest.parameters,
-            "gradients": largest.gradients,
-            "optimizer": largest.master + largest.optimizer,
-            "activations": sum(largest.activations.values()),
-            "buffers": largest.buffers,
-            "host": largest.host,
+            "rank": most.rank,
+            "total": most.total,
+            "parameters": most.parameters,
+            "gradients": most.gradients,
+            "optimizer": most.master + most.optimizer,
+            "activations": sum(most.activations.values()),
+            "buffers": most.buffers,
+            "host": most.host,
         },
     }
 

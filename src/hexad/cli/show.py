@@ -161,10 +161,7 @@ _MOST = 256
 def divided(settings: tuple[str, ...], lengths: str | None, microbatch: int | None) -> Division:
     """A microbatch of a configuration file with overrides, divided among its context ranks.
 
-    Args:
-        settings: the command's arguments.
-        lengths: of the documents, as given; None: those of the run's data.
-        microbatch: of the data, from the run's beginning; None: the first.
+    Its documents have the ``lengths`` given, or are those of a ``microbatch`` of the run's data.
 
     Raises:
         HexadError: the settings are refused, there is one context rank, or documents are not known.
@@ -185,7 +182,7 @@ def divided(settings: tuple[str, ...], lengths: str | None, microbatch: int | No
             f"found {config.parallel.context}, but show context draws at most {_MOST} ranks",
         )
     documents, source = _documents(resolved, lengths, microbatch)
-    return Division.of(resolved, memory_title(resolved), documents, source)
+    return Division.of(resolved, documents, source)
 
 
 def _documents(

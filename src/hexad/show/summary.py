@@ -31,11 +31,8 @@ _AXES = ("tensor", "context", "pipeline", "data", "expert")
 
 
 def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
-    """The summary of a run as JSON values.
-
-    Args:
-        resolved: the run.
-        ranks: a plan for every pipeline coordinate (:func:`hexad.planning.memory.per_pipeline_rank`).
+    """The summary of a run as JSON values, given a plan for every pipeline coordinate
+    (:func:`hexad.planning.memory.per_pipeline_rank`); ``device`` is what memory and format are predicted for.
     """
     config, layout = resolved.config, resolved.layout
     most = largest(ranks)
@@ -55,7 +52,7 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
         "schedule": resolved.plan.schedule.name if layout.pipeline > 1 else None,
         "microbatches": resolved.plan.schedule.microbatches,
         "dtype": config.precision.dtype,
-        "device": planned_device(config),
+        "device": "cpu" if config.run.device == "cpu" else "gpu",
         "memory_bytes": {
             "rank": most.rank,
             "total": most.total,
@@ -95,11 +92,6 @@ def _step_seconds(config: Config) -> float | None:
     last = takewhile(lambda line: line.get("comm_bytes") == lines[-1].get("comm_bytes"), reversed(lines))
     seconds = [line["step_seconds"] for line in last if isinstance(line.get("step_seconds"), float)]
     return median(seconds) if seconds else None
-
-
-def planned_device(config: Config) -> str:
-    """``cpu`` or ``gpu``: what memory and format are predicted for."""
-    return "cpu" if config.run.device == "cpu" else "gpu"
 
 
 def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]) -> list[str]:

@@ -24,12 +24,7 @@ _WIDTH = 100
 
 
 def commented(tree: Mapping[str, Mapping[str, Any]], head: str) -> str:
-    """YAML of some settings, each after its docstring.
-
-    Args:
-        tree: group -> setting -> value, in the order to write.
-        head: a comment above all.
-    """
+    """YAML of some settings (group -> setting -> value), each after its docstring, below a comment."""
     lines = list(_comment(head, ""))
     groups = {field.alias or name: field for name, field in Config.model_fields.items()}
     for name, values in tree.items():
@@ -84,15 +79,7 @@ def first_run(
     ranks: int | None,
     overrides: tuple[str, ...],
 ) -> tuple[str, Config]:
-    """(text of a commented run.yaml, its configuration).
-
-    Args:
-        name: of a preset.
-        data: prefix of the training data.
-        validation: prefix of the validation data; turns evaluation on.
-        tokenizer: as for ``data.tokenizer``.
-        ranks: to plan for; by default as few as the degrees need.
-        overrides: further settings, ``parallel.tensor=2``.
+    """(text of a commented run.yaml, its configuration), of the options of ``hexad config init``.
 
     Raises:
         HexadError: settings that do not fit each other or the ranks.

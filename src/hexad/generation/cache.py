@@ -59,11 +59,7 @@ class Lengths:
 
 
 class KeyValueCache:
-    """Keys and values of one layer.
-
-    Args:
-        lengths: of the sequences.
-    """
+    """Keys and values of one layer, of sequences with these lengths."""
 
     def __init__(self, lengths: Lengths) -> None:
         self.lengths = lengths

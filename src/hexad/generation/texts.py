@@ -80,15 +80,10 @@ def write(
     pipeline: Axis | None = None,
     ends: Sequence[frozenset[int]] = (),
 ) -> Iterator[Continuation]:
-    """Continue prompts, in their order, each with all its samples; all ranks together.
+    """Continue prompts, given by their ids, in their order, each with all its samples; all ranks together.
 
-    Args:
-        model: of this rank.
-        tokenizer: of the prompts.
-        prompts: ids of each.
-        wanted: what to write.
-        pipeline: the axis of the stages.
-        ends: of every prompt, the ids that end a text beside the tokenizer's end of a document.
+    ``pipeline`` is the axis of the stages; ``ends`` are, of every prompt, the ids that end a text beside the
+    tokenizer's end of a document.
 
     Raises:
         HexadError: as for :func:`~hexad.generation.generator.generate_all`.
@@ -142,8 +137,6 @@ def generated(
     Args:
         mesh, resolved: of :func:`hexad.launch` with ``saved.config``.
         saved: from :func:`~hexad.planning.saved_model.generating_model`.
-        prompts: to continue.
-        wanted: what to write.
         warn: called on the first rank for positions that the model was not made for.
 
     Raises:

@@ -129,11 +129,7 @@ def saved_model(
 def generating_model(source: str, overrides: Iterable[str], ranks: int) -> SavedModel:
     """A saved model with the configuration to generate on so many ranks: tensor-parallel, unless overridden.
     ``data.sequence``, which generation does not use, is rounded to a multiple of the context degree.
-
-    Args:
-        source: from :func:`find_model`.
-        overrides: of its settings.
-        ranks: of the world.
+    ``source`` is from :func:`find_model`.
 
     Raises:
         HexadError: it cannot be read, or the overrides do not fit it or the ranks.
@@ -176,13 +172,11 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
 def evaluated_model(
     source: str, data: Mapping[str, Any], overrides: Iterable[str], ranks: int
 ) -> tuple[SavedModel, Tokenizer]:
-    """A saved model, with the configuration to evaluate it on so many ranks, and its tokenizer.
+    """A saved model, configured to be evaluated on so many ranks (data-parallel unless overridden), and its
+    tokenizer.
 
-    Args:
-        source: from :func:`find_model`.
-        data: data sets by name; if there are none, those of ``data.validation``.
-        overrides: of its settings.
-        ranks: of the world; data-parallel unless overridden.
+    ``source`` is from :func:`find_model`; ``data`` are data sets by name, if there are none those of
+    ``data.validation``.
 
     Raises:
         HexadError: it cannot be read, or something does not fit.

@@ -142,12 +142,7 @@ class Peak:
 class StageMemory:
     """What a stage's actions hold and need, computed once.
 
-    Args:
-        stage: of the model.
-        run: how a microbatch is computed.
-        recompute: ``memory.recompute``.
-        count: layers that recompute, from the stage's first on.
-        numbers: number of each of its parameters on the rank, by name.
+    The first ``count`` layers recompute; ``numbers`` are those of its parameters on the rank, by name.
     """
 
     def __init__(

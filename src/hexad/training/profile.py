@@ -24,14 +24,8 @@ STEP = "hexad.step"
 
 
 class StepProfile:
-    """Profiles the steps that ``log.profile`` names.
-
-    Args:
-        settings: None: no step.
-        directory: of the run.
-        rank: this rank.
-        device: of this rank; on a GPU a snapshot of its memory's history is written too.
-        agreed: runs what may fail on one rank alone, see :meth:`hexad.launching.launch.Run.agreed`.
+    """Profiles the steps that ``log.profile`` names, if any; on a GPU a snapshot of its memory's history is
+    written too. ``agreed`` runs what may fail on one rank alone (:meth:`hexad.launching.launch.Run.agreed`).
     """
 
     def __init__(

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -81,7 +80,6 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._directory = str(path)
-        self._make = SummaryWriter
         self._writer = SummaryWriter(self._directory)
 
     def write(self, metrics: Metrics) -> None:
@@ -90,7 +88,7 @@ class TensorBoard:
 
     def rewind(self, last_step: int) -> None:
         self._writer.close()
-        self._writer = self._make(self._directory, purge_step=last_step + 1)
+        self._writer = type(self._writer)(self._directory, purge_step=last_step + 1)
 
     def close(self) -> None:
         self._writer.close()
@@ -201,8 +199,6 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for sink in reversed(self._sinks):
             sink.close()

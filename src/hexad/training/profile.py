@@ -127,13 +127,9 @@ def _planned(engine: Engine, measured: Timeline) -> Costs:
     costs = stage_costs(config, plan.layers, plan.schedule.pipeline)
     work = _busy(simulate(plan.schedule, costs))
     unit = _busy(measured) / work if work else 0.0
-
-    def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(value * unit for value in values)
-
-    return replace(
-        costs, forward=scaled(costs.forward), backward=scaled(costs.backward), weight=scaled(costs.weight)
-    )
+    passes = (costs.forward, costs.backward, costs.weight)
+    forward, backward, weight = (tuple(time * unit for time in times) for times in passes)
+    return replace(costs, forward=forward, backward=backward, weight=weight)
 
 
 def _busy(timeline: Timeline) -> float:

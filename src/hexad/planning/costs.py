@@ -59,9 +59,9 @@ def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
     return sum(prod(weight.shape) for weight in weights.values())
 
 
-def trained_count(model: ModelSettings, sequence: int | None = None) -> int:
+def trained_count(model: ModelSettings) -> int:
     """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters."""
-    whole = _inventory(model, sequence)
+    whole = _inventory(model, None)
     weights = [*whole.weights().values(), *whole.adapters().values()]
     return sum(prod(weight.shape) for weight in weights if not weight.frozen)
 

@@ -16,7 +16,7 @@ world is ever stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
 from itertools import product
@@ -400,7 +400,3 @@ class Tree:
     levels: tuple[Level, ...]
     channel: int
     timeout: timedelta
-
-    def on(self, channel: int, timeout: timedelta | None = None) -> Tree:
-        """Use the same connections from another thread."""
-        return replace(self, channel=channel, timeout=timeout or self.timeout)

@@ -196,7 +196,9 @@ class Mesh:
     def background(self, name: str, timeout: timedelta | None = None, trace: Any = None) -> Axis:
         """All ranks, for agreements that are made beside others: each of :data:`CHANNELS` by its name."""
         world = self.world
-        tree = None if world.tree is None else world.tree.on(CHANNELS.index(name), timeout)
+        tree, channel = world.tree, CHANNELS.index(name)
+        if tree is not None:  # the same connections
+            tree = replace(tree, channel=channel, timeout=timeout or tree.timeout)
         return Axis(name, world.ranks, world.rank, trace=trace, tree=tree)
 
     @property

@@ -41,18 +41,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
-        self._open(last_step)
-
-    def _open(self, last_step: int) -> None:
-        path = self._path
-        if path.exists():
-            kept = [
-                line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= last_step
-            ]
-            temporary = path.with_suffix(".partial")
-            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
+        self.rewind(last_step)
 
     def write(self, metrics: Metrics) -> None:
         self._file.write(json.dumps(metrics) + "\n")
@@ -60,7 +50,13 @@ class MetricsFile:
 
     def rewind(self, last_step: int) -> None:
         self._file.close()
-        self._open(last_step)
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        temporary = self._path.with_suffix(".partial")
+        temporary.write_text(
+            "".join(f"{line}\n" for line in lines if _step(line) <= last_step), encoding="utf-8"
+        )
+        os.replace(temporary, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()

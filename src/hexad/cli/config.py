@@ -180,7 +180,7 @@ def check(
     from hexad.planning import resolve
     from hexad.planning.machine import check_machine, check_without_data
     from hexad.planning.memory import per_pipeline_rank
-    from hexad.show.summary import summary, summary_lines
+    from hexad.show.summary import degrees_text, summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
     given = load_config(path, overrides)
@@ -198,11 +198,10 @@ def check(
     facts = summary(resolved, ranks)
     sizes = facts["degrees"]
     tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
-    shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
     answer(
         as_json,
         {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts} | tree,
-        f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}",
+        f"{path}: valid for {layout.world} rank(s){degrees_text(sizes)}",
         *summary_lines(given, resolved, ranks),
         *([NO_DATA] if sizing else []),
         *(["", dump_config(resolved.config).rstrip("\n")] if complete else []),

@@ -40,11 +40,8 @@ _NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementa
 
 @contextmanager
 def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
-    """Let torch choose deterministic algorithms, and raise where an operator has none.
-
-    Args:
-        wanted: ``run.deterministic``; else nothing is changed.
-        device: of this rank. On a CPU all operators in use are deterministic anyway.
+    """Where ``run.deterministic`` is wanted, let torch choose deterministic algorithms, and raise where an
+    operator has none. On a CPU all operators in use are deterministic anyway.
 
     Raises:
         ConfigError: cuBLAS cannot be set up for it any more, or is set up otherwise.

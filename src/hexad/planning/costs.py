@@ -1,4 +1,5 @@
-"""Parameter counts and arithmetic per token of a model, without building it."""
+"""Parameter counts and arithmetic per token of a model, without building it. What its settings leave to its
+preset or family is filled in."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
     left out.
 
     Args:
-        model: the architecture; what it leaves to its preset or family is filled in.
+        model: the architecture.
         sequence: ``data.sequence``, for ``max_positions: auto``.
 
     Raises:
@@ -76,7 +77,7 @@ def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) 
     (arXiv 2204.02311) and in Megatron-LM, halved here because a causal mask leaves half of the scores.
 
     Args:
-        model: the architecture; what it leaves to its preset or family is filled in.
+        model: the architecture.
         sequence: tokens per sample.
         attended: factor of the second term: where documents are isolated, the sum of the squares of their
             lengths over the square of the sequence's.
@@ -93,11 +94,8 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
     all in ``F``, where the loss and its gradients are computed slice by slice. Attention computes its scores
     again in ``B``, so that the sum over the model is larger than :func:`flops_per_token`, which leaves out
     what is recomputed. Norms, activation functions and the loss count as 0. Frozen weights have no ``W``, and
-    leading layers in which nothing is trained no ``B`` either.
-
-    Args:
-        model: the architecture; what it leaves to its preset or family is filled in.
-        sequence: tokens per sample, all attended to (one document).
+    leading layers in which nothing is trained no ``B`` either. All tokens of a sample are attended to (one
+    document).
 
     Raises:
         ConfigError: ``model.vocab`` is still ``auto``.

@@ -230,16 +230,10 @@ class Step:
     the first needed at the most holds for those between.
 
     Args:
-        schedule: of the step.
-        pipeline: the rank.
-        order: of its transfers, see :func:`~hexad.parallel.pipeline.transfers.transfers`.
-        stages: it holds, by number, ascending.
+        order: of the rank's transfers, see :func:`~hexad.parallel.pipeline.transfers.transfers`.
+        stages: of the rank, by number, ascending.
         held: the rank's parameters, by number.
-        buckets: of these.
-        buffers: counts what reductions and gathers need; its buffers are not part of the peak.
-
-    Attributes:
-        peak: of the step.
+        buffers: counts what reductions and gathers need; its buffers are not part of ``peak``.
     """
 
     def __init__(

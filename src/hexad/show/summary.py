@@ -117,7 +117,7 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
         "parameters": f"{_both(facts['parameters'])}{trained}: {facts['family']}, {shape}",
         "tokens": f"{facts['tokens_per_step']:,} per step ({config.batch.global_:,} sequences of "
         f"{config.data.sequence:,}), {_both(facts['tokens'])} in {facts['steps']:,} steps",
-        "ranks": f"{facts['ranks']:,}{_degrees(facts['degrees'])}{state}",
+        "ranks": f"{facts['ranks']:,}{degrees_text(facts['degrees'])}{state}",
         "step": f"{passes}{schedule}",
         "precision": f"{facts['dtype']}{auto}",
         "memory": f"{most}{memory['total'] / unit:,.2f} {name} per rank in the {where}'s memory{host}",
@@ -135,7 +135,8 @@ def _time(facts: dict[str, Any], directory: str) -> str:
     )
 
 
-def _degrees(degrees: dict[str, int]) -> str:
+def degrees_text(degrees: dict[str, int]) -> str:
+    """Degrees after a number of ranks: ``: tensor 2 x data 4``; empty without any."""
     return ": " * bool(degrees) + " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from hexad.model.configuration import build_config
 from hexad.planning import resolve
 from hexad.planning.costs import parameter_count, trained_count
-from hexad.planning.memory import largest
+from hexad.planning.memory import largest, per_pipeline_rank
 from hexad.topology.layout import Layout
 
 LORA = {"rank": 16, "alpha": 32.0}
@@ -42,7 +42,8 @@ def predicted(preset: str, parallel: dict[str, Any], lora: dict[str, Any] | None
     }
     config = build_config(tree)
     world = parallel.get("tensor", 1) * parallel["data"]
-    plan = largest(resolve(config, Layout(world=world, **{k: v for k, v in parallel.items() if k != "zero"})))
+    resolved = resolve(config, Layout(world=world, **{k: v for k, v in parallel.items() if k != "zero"}))
+    plan = largest(per_pipeline_rank(resolved))
     trained = trained_count(config.model)
     return {
         "parameters": parameter_count(config.model),

@@ -80,10 +80,9 @@ def page() -> str:
 def presets_page() -> str:
     """The page of presets."""
     rows = []
-    for row in preset_table():
-        numbers = (row.parameters, row.layers, row.hidden, row.heads, row.kv_heads, row.ffn_hidden, row.vocab)
-        cells = [f"{number:,}" for number in numbers] + [f"{row.context:,}" if row.context else ""]
-        rows.append(f"| `{row.name}` | {row.family} | {' | '.join(cells)} |\n")
+    for name, family, *numbers in (row.values() for row in preset_table()):
+        cells = [f"{number:,}" if number else "" for number in numbers]
+        rows.append(f"| `{name}` | {family} | {' | '.join(cells)} |\n")
     return _PRESETS_HEAD + "".join(rows)
 
 

@@ -218,7 +218,7 @@ def test_counting_does_not_import_torch() -> None:
 def test_work_of_the_parts_is_the_model_and_the_scores_computed_again(settings: dict) -> None:
     model = model_of(settings)
     work = layer_costs(model, 16)
-    total = sum(layer.total for layer in work.layers) + work.embedding.total + work.head.total
+    total = sum(layer.total for layer in work.layers) + work.head.total
     assert isinstance(model.head_dim, int) and isinstance(model.vocab, int)
     again = model.layers * model.heads * model.head_dim * 16
     assert total == flops_per_token(model, 16) + again
@@ -232,7 +232,7 @@ def test_work_of_the_parts_is_the_model_and_the_scores_computed_again(settings: 
     )
     attention = layer.forward - layer.weight
     assert layer.backward - layer.weight == 2.5 * attention > 0
-    assert work.head == (6 * model.vocab * model.hidden, 0, 0) and work.embedding == (0, 0, 0)
+    assert work.head == (6 * model.vocab * model.hidden, 0, 0)
 
 
 def test_work_needs_a_vocabulary() -> None:

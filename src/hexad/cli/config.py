@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from shutil import get_terminal_size
@@ -25,12 +24,7 @@ _WIDTH = 100
 
 
 def commented(tree: Mapping[str, Mapping[str, Any]], head: str) -> str:
-    """YAML of some settings, each after its docstring.
-
-    Args:
-        tree: group -> setting -> value, in the order to write.
-        head: a comment above all.
-    """
+    """YAML of some settings (group -> setting -> value), each after its docstring, below a comment."""
     lines = list(_comment(head, ""))
     groups = {field.alias or name: field for name, field in Config.model_fields.items()}
     for name, values in tree.items():
@@ -85,15 +79,7 @@ def first_run(
     ranks: int | None,
     overrides: tuple[str, ...],
 ) -> tuple[str, Config]:
-    """(text of a commented run.yaml, its configuration).
-
-    Args:
-        name: of a preset.
-        data: prefix of the training data.
-        validation: prefix of the validation data; turns evaluation on.
-        tokenizer: as for ``data.tokenizer``.
-        ranks: to plan for; by default as few as the degrees need.
-        overrides: further settings, ``parallel.tensor=2``.
+    """(text of a commented run.yaml, its configuration), of the options of ``hexad config init``.
 
     Raises:
         HexadError: settings that do not fit each other or the ranks.
@@ -194,7 +180,7 @@ def check(
     from hexad.planning import resolve
     from hexad.planning.machine import check_machine, check_without_data
     from hexad.planning.memory import per_pipeline_rank
-    from hexad.show.summary import summary, summary_lines
+    from hexad.show.summary import degrees_text, summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
     given = load_config(path, overrides)
@@ -212,11 +198,10 @@ def check(
     facts = summary(resolved, ranks)
     sizes = facts["degrees"]
     tree = {"config": resolved.config.model_dump(mode="json", by_alias=True)} if complete else {}
-    shape = " x ".join(f"{axis} {degree}" for axis, degree in sizes.items())
     answer(
         as_json,
         {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts} | tree,
-        f"{path}: valid for {layout.world} rank(s){': ' if shape else ''}{shape}",
+        f"{path}: valid for {layout.world} rank(s){degrees_text(sizes)}",
         *summary_lines(given, resolved, ranks),
         *([NO_DATA] if sizing else []),
         *(["", dump_config(resolved.config).rstrip("\n")] if complete else []),
@@ -235,16 +220,16 @@ def presets_command(as_json: bool) -> None:
 
     rows = preset_table()
     if as_json:
-        print_json([asdict(row) for row in rows])
+        print_json(rows)
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("preset", no_wrap=True)
+    keys = ("layers", "hidden", "heads", "kv_heads", "vocab", "context")
     for name in ("parameters", "layers", "hidden", "heads", "kv heads", "vocabulary", "context"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        numbers = (row.layers, row.hidden, row.heads, row.kv_heads, row.vocab, row.context)
-        cells = [f"{number:,}" if number is not None else "" for number in numbers]
-        table.add_row(row.name, rounded(row.parameters), *cells)
+        cells = [f"{row[key]:,}" if row[key] is not None else "" for key in keys]
+        table.add_row(row["name"], rounded(row["parameters"]), *cells)
     Console(highlight=False, width=max(90, get_terminal_size().columns)).print(table)
 
 

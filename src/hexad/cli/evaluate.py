@@ -92,24 +92,23 @@ def _refuse_setting(name: str, prefix: str) -> None:
 
 def evaluate_here(request: dict[str, Any]) -> None:
     """Be one rank of the evaluation; the first prints the result."""
-    from hexad.engine.evaluation import evaluate_weights, total
-    from hexad.launching.launch import launch
-    from hexad.planning.saved_model import evaluated_model
+    from hexad.api import evaluate as scores_of
+    from hexad.engine.evaluation import total
+    from hexad.launching.environment import environment
 
-    model, tokenizer = evaluated_model(*(request[key] for key in ("source", "data", "overrides", "nproc")))
-    with launch(model.config) as run:
-        scores = evaluate_weights(run.resolved, run.mesh, model.weights, tokenizer, request["batches"])
-        if run.mesh.rank:
-            return
-        if request["as_json"]:
-            results = {name: score.as_tree() for name, score in scores.items()}
-            print_json({"source": model.source, "results": results, "total": total(scores).as_tree()})
-            return
-        width = max(len(name) for name in [*scores, "all of them"])
-        click.echo(f"{'':{width}}  {'loss':>9}  {'perplexity':>11}  {'bits/byte':>9}  {'tokens':>13}")
-        rows = [*scores.items(), *([("all of them", total(scores))] if len(scores) > 1 else [])]
-        for name, score in rows:
-            bits = "-" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
-            click.echo(
-                f"{name:{width}}  {score.loss:9.4f}  {score.perplexity:11,.3f}  {bits:>9}  {score.tokens:13,}"
-            )
+    source, data, batches, overrides = (request[key] for key in ("source", "data", "batches", "overrides"))
+    scores = scores_of(source, data, batches=batches, overrides=overrides)
+    if environment().rank:
+        return
+    if request["as_json"]:
+        results = {name: score.as_tree() for name, score in scores.items()}
+        print_json({"source": source, "results": results, "total": total(scores).as_tree()})
+        return
+    width = max(len(name) for name in [*scores, "all of them"])
+    click.echo(f"{'':{width}}  {'loss':>9}  {'perplexity':>11}  {'bits/byte':>9}  {'tokens':>13}")
+    rows = [*scores.items(), *([("all of them", total(scores))] if len(scores) > 1 else [])]
+    for name, score in rows:
+        bits = "-" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+        click.echo(
+            f"{name:{width}}  {score.loss:9.4f}  {score.perplexity:11,.3f}  {bits:>9}  {score.tokens:13,}"
+        )

@@ -34,7 +34,8 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
     if here.joined and nproc is not None:
         raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
     world = here.world if here.joined else nproc
-    translation = translate(flags, world, _own_options())
+    own = [option for parameter in megatron.params for option in parameter.opts if option.startswith("--")]
+    translation = translate(flags, world, ["--help", *own])
     _check(translation.tree, world)
     if print_config:
         document = {"config": translation.tree, "notes": translation.notes}
@@ -56,12 +57,6 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
             path=str(path), overrides=(), nproc=nproc, dry_run=False, as_json=as_json
         )
     return status
-
-
-def _own_options() -> list[str]:
-    """The options before ``--``."""
-    options = (option for parameter in megatron.params for option in parameter.opts)
-    return ["--help", *(option for option in options if option.startswith("--"))]
 
 
 def _check(tree: dict[str, Any], world: int | None) -> None:

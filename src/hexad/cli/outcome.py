@@ -38,14 +38,9 @@ def work(action: Callable[[], None]) -> int:
     status, message, same = attempt(action)
     if status:
         (fail_once if same else fail)(message, status=status)
-    end_if_deserted(status)
-    return status
-
-
-def end_if_deserted(status: int) -> None:
-    """After a failure among several ranks, end at once: threads may be waiting for lost peers, and would keep
-    the process alive until run.timeout."""
     if status == 1 and dist.is_initialized():
+        # Threads may be waiting for lost peers, and would keep the process alive until run.timeout.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    return status

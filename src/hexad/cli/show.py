@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from math import isfinite, lcm
+from math import isfinite
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NamedTuple
@@ -19,14 +19,13 @@ import click
 from rich.console import Console, RenderableType
 
 from hexad.config import Config, ConfigError, HexadError, blaming, did_you_mean
-from hexad.config.schema import ParallelSettings
 from hexad.model.configuration import load_config
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule, write_schedule
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.parallel.pipeline.simulate import TIMELINE, Costs, simulate
 from hexad.parallel.pipeline.validate import validate
-from hexad.planning import Resolved, planned_layout, resolve
-from hexad.planning.memory import MemoryPlan, per_pipeline_rank, predict
+from hexad.planning import Resolved, planned_layout, resolve, smallest_world
+from hexad.planning.memory import MemoryPlan, largest, per_pipeline_rank, predict
 from hexad.planning.stages import stage_costs
 from hexad.show.context import Division, context_figure, context_json, context_text
 from hexad.show.figure import save_figure
@@ -162,10 +161,7 @@ _MOST = 256
 def divided(settings: tuple[str, ...], lengths: str | None, microbatch: int | None) -> Division:
     """A microbatch of a configuration file with overrides, divided among its context ranks.
 
-    Args:
-        settings: the command's arguments.
-        lengths: of the documents, as given; None: those of the run's data.
-        microbatch: of the data, from the run's beginning; None: the first.
+    Its documents have the ``lengths`` given, or are those of a ``microbatch`` of the run's data.
 
     Raises:
         HexadError: the settings are refused, there is one context rank, or documents are not known.
@@ -186,7 +182,7 @@ def divided(settings: tuple[str, ...], lengths: str | None, microbatch: int | No
             f"found {config.parallel.context}, but show context draws at most {_MOST} ranks",
         )
     documents, source = _documents(resolved, lengths, microbatch)
-    return Division.of(resolved, memory_title(resolved), documents, source)
+    return Division.of(resolved, documents, source)
 
 
 def _documents(
@@ -251,8 +247,8 @@ def _from_data(config: Config, microbatch: int) -> tuple[int, ...]:
 def planned(
     settings: tuple[str, ...], world: int | None, rank: int | None, device: Device | None
 ) -> tuple[Resolved, MemoryPlan, list[MemoryPlan]]:
-    """A configuration file with overrides, resolved in the smallest world if none is given, and its
-    :func:`plans_of` a rank.
+    """A configuration file with overrides, resolved in the smallest world if none is given; the plan of a
+    global ``rank``, by default of one that needs the most; and plans by pipeline coordinate.
 
     Raises:
         HexadError: the settings are refused, or there is no such rank.
@@ -272,7 +268,8 @@ def planned(
     if rank is not None and not 0 <= rank < layout.world:
         raise HexadError(f"--rank: found {rank}, expected 0 to {layout.world - 1}")
     resolved = resolve(config, layout, bf16=None if gpu is None else gpu.bf16)
-    return resolved, *plans_of(resolved, rank)
+    ranks = per_pipeline_rank(resolved)
+    return resolved, largest(ranks) if rank is None else predict(resolved, rank), ranks
 
 
 def device_of(text: str) -> Device:
@@ -292,14 +289,6 @@ def device_of(text: str) -> Device:
         return Device(text, parse_size(text, "--device"))
     hint = did_you_mean(word, known) or f"; known: {', '.join(known)}"
     raise HexadError(f"--device: found '{text}', expected a GPU or a size such as 80GB{hint}")
-
-
-def plans_of(resolved: Resolved, rank: int | None = None) -> tuple[MemoryPlan, list[MemoryPlan]]:
-    """(plan of a global ``rank``, by default of one that needs the most; plans by pipeline coordinate)."""
-    ranks = per_pipeline_rank(resolved)
-    if rank is not None:
-        return predict(resolved, rank), ranks
-    return max(ranks, key=lambda other: other.total), ranks
 
 
 def _check_ending(_context: click.Context, _parameter: click.Parameter, path: str | None) -> str | None:
@@ -344,8 +333,8 @@ def layout_command(
     """
     path, overrides = split_settings("show layout", settings)
     overrides += [f"parallel.{name}={value}" for name, value in degrees.items() if value is not None]
-    parallel = load_config(path, overrides).parallel
-    layout = Layout.from_settings(parallel, _fewest_ranks(parallel) if world is None else world)
+    config = load_config(path, overrides)
+    layout = Layout.from_settings(config.parallel, smallest_world(config) if world is None else world)
     figure = partial(layout_figure, layout)
     _present(as_json, output, partial(layout_json, layout), figure, partial(layout_text, layout))
 
@@ -499,14 +488,6 @@ def _present(
         print_json(tree())
     elif not output:
         Console(highlight=False).print(text())
-
-
-def _fewest_ranks(parallel: ParallelSettings) -> int:
-    """Ranks that both grids need; with ``data: auto`` the smallest common number."""
-    dense = parallel.tensor * parallel.context * parallel.pipeline
-    if parallel.data != "auto":
-        return dense * parallel.data
-    return lcm(dense, parallel.expert_tensor * parallel.expert * parallel.pipeline)
 
 
 def _reference(text: str) -> tuple[str, float]:

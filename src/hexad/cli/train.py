@@ -107,13 +107,12 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
 
 def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
     """Print the summary, each line a comment, then the stages and the resolved configuration."""
+    from hexad.planning.memory import largest, per_pipeline_rank
     from hexad.show.summary import summary, summary_lines
     from hexad.topology.devices import gpu_visible
 
-    from .show import plans_of
-
     config, layout, plan = resolved.config, resolved.layout, resolved.plan
-    memory, per_rank = plans_of(resolved)
+    per_rank = per_pipeline_rank(resolved)
     if as_json:
         facts = summary(resolved, per_rank)
         print_json(
@@ -122,7 +121,7 @@ def _print_plan(given: Config, resolved: Resolved, as_json: bool) -> None:
                 "config": config.model_dump(mode="json", by_alias=True),
                 "world": layout.world,
                 "degrees": facts["degrees"],
-                "memory_bytes_per_rank": memory.as_tree(),
+                "memory_bytes_per_rank": largest(per_rank).as_tree(),
                 "pipeline": {
                     "schedule": plan.schedule.name,
                     "layers": [[part.start, part.stop] for part in plan.layers],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
@@ -185,24 +185,22 @@ def _annotation(model: type[BaseModel], name: str) -> Any:
 
 def _group(annotation: Any) -> type[BaseModel] | None:
     """The group of settings in a type, through any nesting, if there is one."""
-    return next((kind for kind in _types(annotation) if issubclass(kind, BaseModel)), None)
-
-
-def _types(annotation: Any) -> list[type]:
-    if isinstance(annotation, type):
-        return [annotation]
-    return [t for inner in get_args(annotation) for t in _types(inner)]
+    kinds = (part for part in _parts(annotation) if isinstance(part, type))
+    return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
 
 def _choices(model: type[BaseModel], field: str) -> list[str]:
-    """The strings a setting may take, through any nesting of Literal and union."""
+    """The strings a setting may take."""
+    return [part for part in _parts(_annotation(model, field)) if isinstance(part, str)]
 
-    def strings(annotation: Any) -> list[str]:
-        if isinstance(annotation, str):
-            return [annotation]
-        return [s for inner in get_args(annotation) for s in strings(inner)]
 
-    return strings(_annotation(model, field))
+def _parts(annotation: Any) -> Iterator[Any]:
+    """The types, and the values of Literal, that a type is made of, through any nesting."""
+    arguments = get_args(annotation)
+    for argument in arguments:
+        yield from _parts(argument)
+    if not arguments:
+        yield annotation
 
 
 def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:

@@ -9,14 +9,10 @@ import torch
 
 
 class Lengths:
-    """How many tokens of each sequence are kept, the same for all layers.
-
-    Args:
-        lengths: of the prompts.
-        capacity: tokens of the longest sequence in the end.
-        device: of the model.
+    """How many tokens of each sequence, at first its prompt's, are kept, the same for all layers.
 
     Attributes:
+        capacity: tokens of the longest sequence in the end.
         now: int64 ``[sequences]``, tokens kept, and so the position of each sequence's next token.
         bounds: where prompts begin in their concatenation, and its end.
     """
@@ -59,11 +55,7 @@ class Lengths:
 
 
 class KeyValueCache:
-    """Keys and values of one layer.
-
-    Args:
-        lengths: of the sequences.
-    """
+    """Keys and values of one layer, of sequences with these lengths."""
 
     def __init__(self, lengths: Lengths) -> None:
         self.lengths = lengths

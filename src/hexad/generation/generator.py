@@ -127,10 +127,6 @@ def generate_all(
     same ids. A prompt's ids do not depend on those beside it, but for rounding.
 
     Args:
-        model: of this rank.
-        prompts: ids of each, of any lengths.
-        tokens: new ids at most.
-        sampling: how they are chosen.
         ended: whether a sequence, by the prompt's number and its new ids, is complete; the same on all ranks.
         seeds: of each prompt's draws; by default ``sampling.seed`` for all.
         pipeline: the axis of the stages.

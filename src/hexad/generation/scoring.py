@@ -37,10 +37,8 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """The likelihood of the last tokens of each sequence, all ranks together.
 
-    Args:
-        model: of this rank.
-        sequences: ids of each, and the number of the first that counts, at least 1.
-        pipeline: the axis of the stages.
+    Of each sequence its ids are given, and the number of the first that counts, at least 1. ``pipeline`` is
+    the axis of the stages.
 
     Raises:
         HexadError: a sequence without tokens before those that count, or without any.

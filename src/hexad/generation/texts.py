@@ -80,15 +80,10 @@ def write(
     pipeline: Axis | None = None,
     ends: Sequence[frozenset[int]] = (),
 ) -> Iterator[Continuation]:
-    """Continue prompts, in their order, each with all its samples; all ranks together.
+    """Continue prompts, given by their ids, in their order, each with all its samples; all ranks together.
 
-    Args:
-        model: of this rank.
-        tokenizer: of the prompts.
-        prompts: ids of each.
-        wanted: what to write.
-        pipeline: the axis of the stages.
-        ends: of every prompt, the ids that end a text beside the tokenizer's end of a document.
+    ``pipeline`` is the axis of the stages; ``ends`` are, of every prompt, the ids that end a text beside the
+    tokenizer's end of a document.
 
     Raises:
         HexadError: as for :func:`~hexad.generation.generator.generate_all`.
@@ -109,12 +104,11 @@ def write(
         ids = generate_all(model, numbers, wanted.tokens, wanted.sampling, ended, seeds, pipeline)
         for (number, sample), new in zip(group, ids):
             text = tokenizer.decode(new)
-            places = [place for place in map(text.find, stop) if place >= 0]
-            reason: Literal["document", "length"] = "document" if new[-1] in ending[number] else "length"
-            if places:
-                yield Continuation(number, sample, text[: min(places)], new, "stop")
-            else:
-                yield Continuation(number, sample, text, new, reason)
+            reason: Literal["document", "stop", "length"]
+            reason = "document" if new[-1] in ending[number] else "length"
+            if places := [place for place in map(text.find, stop) if place >= 0]:
+                text, reason = text[: min(places)], "stop"
+            yield Continuation(number, sample, text, new, reason)
 
 
 def _stopped(tokenizer: Tokenizer, new: list[int], stop: Sequence[str]) -> bool:
@@ -143,8 +137,6 @@ def generated(
     Args:
         mesh, resolved: of :func:`hexad.launch` with ``saved.config``.
         saved: from :func:`~hexad.planning.saved_model.generating_model`.
-        prompts: to continue.
-        wanted: what to write.
         warn: called on the first rank for positions that the model was not made for.
 
     Raises:

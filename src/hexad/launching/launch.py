@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
@@ -40,11 +40,8 @@ _NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementa
 
 @contextmanager
 def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
-    """Let torch choose deterministic algorithms, and raise where an operator has none.
-
-    Args:
-        wanted: ``run.deterministic``; else nothing is changed.
-        device: of this rank. On a CPU all operators in use are deterministic anyway.
+    """Where ``run.deterministic`` is wanted, let torch choose deterministic algorithms, and raise where an
+    operator has none. On a CPU all operators in use are deterministic anyway.
 
     Raises:
         ConfigError: cuBLAS cannot be set up for it any more, or is set up otherwise.
@@ -55,25 +52,20 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         _fix_workspace()
     cuda, memory = torch.backends.cuda, cast(Any, torch.utils.deterministic)
-    fill = memory.fill_uninitialized_memory
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    kernels = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
-    torch.use_deterministic_algorithms(True)
-    # Nothing reads memory before it is written; filling it would cost a pass over every temporary.
-    memory.fill_uninitialized_memory = False
-    # Their backward passes add up in any order; the flash kernel and plain products can do without.
-    cuda.enable_mem_efficient_sdp(False)
-    cuda.enable_cudnn_sdp(False)
-    try:
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with ExitStack() as restored:
+        restored.callback(torch.use_deterministic_algorithms, enabled, warn_only=warns)
+        torch.use_deterministic_algorithms(True)
+        # Nothing reads memory before it is written; filling it would cost a pass over every temporary.
+        restored.callback(setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory)
+        memory.fill_uninitialized_memory = False
+        # Their backward passes add up in any order; the flash kernel and plain products can do without.
+        restored.callback(cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled())
+        cuda.enable_mem_efficient_sdp(False)
+        restored.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
+        cuda.enable_cudnn_sdp(False)
         yield
-    finally:
-        cuda.enable_mem_efficient_sdp(kernels[0])
-        cuda.enable_cudnn_sdp(kernels[1])
-        memory.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _fix_workspace() -> None:

@@ -29,12 +29,8 @@ _ASKS, _JOINED, _COMPLETE = "hexad/asks", "hexad/joined", "hexad/complete"
 
 
 def meet(here: Environment, members: int, timeout: float) -> dist.Store:
-    """The store of this world's ranks, the same and fresh for all of them.
-
-    Args:
-        here: this process's rank; all ``here.world`` ranks call this together.
-        members: ranks that create process groups.
-        timeout: seconds to wait for others.
+    """The store of this world's ranks, the same and fresh for all of them; all ``here.world`` ranks call this
+    together. The first ``members`` of them create process groups; others are waited for ``timeout`` seconds.
 
     Raises:
         HexadError: the port is in use or does not answer, at an address that the user or SLURM has set.

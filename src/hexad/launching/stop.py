@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
-from types import FrameType, TracebackType
+from types import FrameType
 
 from hexad.comm import merging, wait_for
 from hexad.topology.mesh import Mesh
@@ -45,9 +45,7 @@ class StopRequest:
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {HELD_BACK})
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         self._restore()

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import TextIO
 
 import torch
@@ -83,12 +83,7 @@ class Watch:
     process. The same can happen if the complete job is stopped (SIGSTOP) for longer than that: the timer uses
     the wall clock and cannot distinguish this from a thread that did not run.
 
-    Args:
-        trace: of the mesh.
-        timeout: ``run.timeout``, in seconds.
-        file: the rank's log.
-        rank: of this process.
-        run_dir: for the dump of torch's flight recorder.
+    ``timeout`` is ``run.timeout``, in seconds; ``file`` the rank's log.
     """
 
     def __init__(self, trace: Trace, timeout: float, file: TextIO, rank: int, run_dir: Path) -> None:
@@ -107,9 +102,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from math import lcm
 from typing import Any
 
 from hexad.config import Config, ConfigError
 from hexad.config.model import ModelSettings
+from hexad.config.schema import FaultSettings
 from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
 from hexad.model.trained import check_trained
 from hexad.parallel.context.slice import divides_heads, largest_group
-from hexad.topology.layout import Layout
+from hexad.topology.layout import Layout, nearest_multiples
 
 
 def heads_of_rank(model: ModelSettings, tensor: int) -> tuple[int, int]:
@@ -56,18 +58,12 @@ def context_problems(config: Config) -> Iterator[ConfigError]:
     if context == 1:
         return
     if sequence % context:
-        low = sequence // context * context
-        near = f"{low} or {low + context}" if low else str(context)
+        near = nearest_multiples(context, sequence)
         yield ConfigError(
             "data.sequence",
             f"found {sequence}, which does not divide by parallel.context {context}; use {near}",
         )
     yield from _heads(config)
-    if config.run.compile == "full":
-        yield ConfigError(
-            "run.compile",
-            f"found full with parallel.context {context}; it needs parallel.context 1, or use pointwise",
-        )
 
 
 def _heads(config: Config) -> Iterator[ConfigError]:
@@ -109,10 +105,7 @@ def _near(ranks: int, heads: int, kv_heads: int) -> str:
 
 
 # What the configuration can name but this version cannot do yet: field -> values it can.
-SUPPORTED: dict[str, tuple[object, ...]] = {
-    "parallel.expert": (1,),
-    "parallel.expert_tensor": (1,),
-}
+SUPPORTED: dict[str, tuple[object, ...]] = {"parallel.expert": (1,), "parallel.expert_tensor": (1,)}
 
 
 def working_layout(config: Config, world: int) -> Layout:
@@ -196,6 +189,7 @@ def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
     yield from _tensor(config, layout.tensor)
     yield from context_problems(config)
+    yield from _compiled(config)
     yield from _batch(config, layout)
     yield from _recompute(config)
     if config.validate_.every and not config.data.validation_sets:
@@ -302,37 +296,30 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
             f"batch.micro * data.sequence{share if context > 1 else ''} = {tokens} tokens do not divide by "
             f"parallel.tensor {tensor}; change one, or set parallel.sequence: false",
         )
-    if config.run.compile == "full" and tensor > 1:
-        yield ConfigError(
-            "run.compile",
-            f"found full with parallel.tensor {tensor}; it needs parallel.tensor 1, or use pointwise",
-        )
-    if config.run.compile == "full" and config.memory.recompute != "none":
-        # Hooks on saved tensors, and a pass that is cut short, do not go into one graph.
-        yield ConfigError(
-            "run.compile",
-            f"found full with memory.recompute {config.memory.recompute}; it needs none, or use pointwise",
-        )
-    if config.run.compile == "full" and config.model.attention_dropout:
-        yield ConfigError(
-            "run.compile",
-            f"found full with model.attention_dropout {config.model.attention_dropout}; it needs 0, or use "
-            "pointwise",
-        )
-    if config.run.compile == "full" and config.data.documents == "isolate":
+
+
+def _compiled(config: Config) -> Iterator[ConfigError]:
+    """What does not go into one graph with a block."""
+    parallel, recompute, dropout = config.parallel, config.memory.recompute, config.model.attention_dropout
+    isolated = "isolated documents (data.documents isolate, or data.packing of whole ones)"
+    refused = (
+        (parallel.context > 1, f"parallel.context {parallel.context}; it needs parallel.context 1"),
+        (parallel.tensor > 1, f"parallel.tensor {parallel.tensor}; it needs parallel.tensor 1"),
+        # Hooks on saved tensors, and a pass that is cut short.
+        (recompute != "none", f"memory.recompute {recompute}; it needs none"),
+        (dropout > 0, f"model.attention_dropout {dropout}; it needs 0"),
         # Every number of documents would be a graph of its own.
-        yield ConfigError(
-            "run.compile",
-            "found full with isolated documents (data.documents isolate, or data.packing of whole ones); it "
-            "needs documents: join and packing: cut, or use pointwise",
-        )
+        (config.data.documents == "isolate", f"{isolated}; it needs documents: join and packing: cut"),
+    )
+    for present, what in refused:
+        if present and config.run.compile == "full":
+            yield ConfigError("run.compile", f"found full with {what}, or use pointwise")
 
 
 def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
     size, per_pass = config.batch.global_, config.batch.micro * int(layout.data)
     if size % per_pass:
-        low = size // per_pass * per_pass
-        near = f"{low} or {low + per_pass}" if low else str(per_pass)
+        near = nearest_multiples(per_pass, size)
         yield ConfigError(
             "batch.global",
             f"found {size}, expected a multiple of batch.micro {config.batch.micro} x data degree "
@@ -353,10 +340,8 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
 
 
 def _recompute(config: Config) -> Iterator[ConfigError]:
-    memory, layers = config.memory, config.memory.recompute_layers
-    if layers == "all":
-        return
-    if memory.recompute == "none":
+    layers = config.memory.recompute_layers
+    if layers != "all" and config.memory.recompute == "none":
         yield ConfigError(
             "memory.recompute_layers",
             f"found {layers} with memory.recompute none; remove it, or set recompute: selective or full",
@@ -436,14 +421,12 @@ def _precision(config: Config) -> Iterator[ConfigError]:
 
 
 def _faults(config: Config) -> Iterator[ConfigError]:
-    settings = config.faults
-    if settings.spike is None:
-        for name in ("spike_window", "on_spike"):
-            value = getattr(settings, name)
-            if value != type(settings).model_fields[name].default:
-                yield ConfigError(
-                    f"faults.{name}", f"found {value} with faults.spike null; set faults.spike, or remove it"
-                )
+    for name in ("spike_window", "on_spike"):
+        value, default = getattr(config.faults, name), FaultSettings.model_fields[name].default
+        if config.faults.spike is None and value != default:
+            yield ConfigError(
+                f"faults.{name}", f"found {value} with faults.spike null; set faults.spike, or remove it"
+            )
 
 
 def _fp8(config: Config, tensor: int) -> Iterator[ConfigError]:
@@ -496,7 +479,9 @@ def _choices(numbers: Sequence[int]) -> str:
 
 
 def smallest_world(config: Config) -> int:
-    """Ranks of the smallest world this configuration can run in."""
+    """Ranks of the smallest world this configuration can run in: as many as both grids need."""
     parallel = config.parallel
-    data = 1 if parallel.data == "auto" else parallel.data
-    return parallel.tensor * parallel.context * parallel.pipeline * data
+    dense = parallel.tensor * parallel.context * parallel.pipeline
+    if parallel.data != "auto":
+        return dense * parallel.data
+    return lcm(dense, parallel.expert_tensor * parallel.expert * parallel.pipeline)

@@ -1,10 +1,10 @@
-"""Parameter counts and arithmetic per token of a model, without building it."""
+"""Parameter counts and arithmetic per token of a model, without building it. What its settings leave to its
+preset or family is filled in."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hexad.config import ConfigError
 from hexad.config.model import ModelSettings
@@ -37,12 +37,10 @@ class Work(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """Arithmetic per token of what a pipeline's stages are made of."""
+    """Arithmetic per token of what a pipeline's stages are made of; the embedding multiplies nothing."""
 
     layers: tuple[Work, ...]
     """Every layer."""
-    embedding: Work
-    """The embedding, part of the first stage: it moves memory but multiplies nothing."""
     head: Work
     """The output head, part of the last stage."""
 
@@ -52,7 +50,7 @@ def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
     left out.
 
     Args:
-        model: the architecture; what it leaves to its preset or family is filled in.
+        model: the architecture.
         sequence: ``data.sequence``, for ``max_positions: auto``.
 
     Raises:
@@ -62,9 +60,9 @@ def parameter_count(model: ModelSettings, sequence: int | None = None) -> int:
     return sum(prod(weight.shape) for weight in weights.values())
 
 
-def trained_count(model: ModelSettings, sequence: int | None = None) -> int:
+def trained_count(model: ModelSettings) -> int:
     """As :func:`parameter_count`, of what is trained: without frozen weights, with adapters."""
-    whole = _inventory(model, sequence)
+    whole = _inventory(model, None)
     weights = [*whole.weights().values(), *whole.adapters().values()]
     return sum(prod(weight.shape) for weight in weights if not weight.frozen)
 
@@ -79,7 +77,7 @@ def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) 
     (arXiv 2204.02311) and in Megatron-LM, halved here because a causal mask leaves half of the scores.
 
     Args:
-        model: the architecture; what it leaves to its preset or family is filled in.
+        model: the architecture.
         sequence: tokens per sample.
         attended: factor of the second term: where documents are isolated, the sum of the squares of their
             lengths over the square of the sequence's.
@@ -90,17 +88,14 @@ def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) 
 
 
 def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
-    """Arithmetic per token of every layer, of the embedding and of the output head.
+    """Arithmetic per token of every layer and of the output head.
 
     A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. The output head's three are
     all in ``F``, where the loss and its gradients are computed slice by slice. Attention computes its scores
     again in ``B``, so that the sum over the model is larger than :func:`flops_per_token`, which leaves out
     what is recomputed. Norms, activation functions and the loss count as 0. Frozen weights have no ``W``, and
-    leading layers in which nothing is trained no ``B`` either.
-
-    Args:
-        model: the architecture; what it leaves to its preset or family is filled in.
-        sequence: tokens per sample, all attended to (one document).
+    leading layers in which nothing is trained no ``B`` either. All tokens of a sample are attended to (one
+    document).
 
     Raises:
         ConfigError: ``model.vocab`` is still ``auto``.
@@ -114,7 +109,7 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
         (block, reached): Work.of([p for p in block.products(run) if reached or p.action == "F"], run.tokens)
         for block, reached in set(layers)
     }
-    return ModelWork(tuple(works[layer] for layer in layers), Work(0.0, 0.0, 0.0), head)
+    return ModelWork(tuple(works[layer] for layer in layers), head)
 
 
 def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:
@@ -126,46 +121,22 @@ def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:
     return ModelInventory(model)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A published model.
+def preset_table() -> list[dict[str, Any]]:
+    """The name, family, exact number of parameters and sizes of every preset, family after family.
 
-    Attributes:
-        name: for ``model.preset``.
-        family: of its architecture.
-        parameters: exact number, a tied embedding counted once.
-        layers, hidden, heads, kv_heads, ffn_hidden, vocab: as the settings of the same name.
-        context: tokens of the longest sequence that it was published for; None if not stated.
+    ``context``: tokens of the longest sequence that it was published for; None if not stated.
     """
-
-    name: str
-    family: str
-    parameters: int
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn_hidden: int
-    vocab: int
-    context: int | None
-
-
-def preset_table() -> list[Preset]:
-    """All presets, family after family, in the order of their declaration."""
-    return [_row(name) for name in presets()]
-
-
-def _row(name: str) -> Preset:
-    model = complete_model(ModelSettings(preset=name))
-    return Preset(
-        name=name,
-        family=model.family,
-        parameters=parameter_count(model),
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=int(model.kv_heads),
-        ffn_hidden=int(model.ffn_hidden),
-        vocab=int(model.vocab),
-        context=family(model.family).context(name),
-    )
+    rows = []
+    for name in presets():
+        model = complete_model(ModelSettings(preset=name))
+        sizes = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+        rows.append(
+            {
+                "name": name,
+                "family": model.family,
+                "parameters": parameter_count(model),
+                **{size: int(getattr(model, size)) for size in sizes},
+                "context": family(model.family).context(name),
+            }
+        )
+    return rows

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -62,18 +63,7 @@ class MemoryPlan:
 
     def as_tree(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        return {
-            "rank": self.rank,
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "master": self.master,
-            "optimizer": self.optimizer,
-            "activations": dict(self.activations),
-            "buffers": self.buffers,
-            "host": self.host,
-            "total": self.total,
-            "action": self.action,
-        }
+        return {**asdict(self), "total": self.total}
 
 
 def predict(resolved: Resolved, rank: int) -> MemoryPlan:
@@ -91,17 +81,9 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
     held = rank_parameters(stages, layout)
     buckets = rank_buckets(config, layout, held)
     numbers = {entry.parameter.name: number for number, entry in enumerate(held)}
-    count = config.memory.recompute_layers
-    memory = {
-        number: StageMemory(
-            stage,
-            run,
-            config.memory.recompute,
-            len(stage.layers) if count == "all" else min(count, len(stage.layers)),
-            numbers,
-        )
-        for number, stage in stages.items()
-    }
+    recompute, count = config.memory.recompute, config.memory.recompute_layers
+    layers = config.model.layers if count == "all" else count
+    memory = {number: StageMemory(stage, run, recompute, layers, numbers) for number, stage in stages.items()}
     buffers = StateBuffers(buckets, run, layout.state_ranks)
     peak = Step(short.schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda peak: peak.total)
@@ -114,13 +96,7 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
 
 
 def _plan(
-    rank: int,
-    config: Config,
-    run: Execution,
-    buckets: list[BucketPlan],
-    peak: Peak,
-    action: str,
-    beside: int,
+    rank: int, config: Config, run: Execution, buckets: list[BucketPlan], peak: Peak, action: str, beside: int
 ) -> MemoryPlan:
     """The peak, at ``action``, beside the state; ``beside``: bytes of buffers that are there all the time."""
     trained = [bucket for bucket in buckets if not bucket.frozen]
@@ -212,13 +188,13 @@ def rank_buckets(config: Config, layout: Layout, held: list[Held]) -> list[Bucke
     return plan_buckets(held, float(parallel.bucket_mb) * 2**20, gradient, parallel.zero, shards)
 
 
-def largest(resolved: Resolved) -> MemoryPlan:
-    """The plan of a rank that needs the most; ranks differ by their pipeline coordinate only."""
-    return max(per_pipeline_rank(resolved), key=lambda plan: plan.total)
+def largest(ranks: Sequence[MemoryPlan]) -> MemoryPlan:
+    """The plan of a rank that needs the most."""
+    return max(ranks, key=lambda plan: plan.total)
 
 
 def per_pipeline_rank(resolved: Resolved) -> list[MemoryPlan]:
-    """One rank's plan for every pipeline coordinate."""
+    """One rank's plan for every pipeline coordinate; along the other axes ranks do not differ."""
     short = shortened(resolved.plan.schedule)
     orders = transfers(short.schedule)
     return [_predict(resolved, rank, short, orders) for rank in next(resolved.layout.iter_groups("pipeline"))]

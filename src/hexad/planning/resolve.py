@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
-from hexad.config.schema import DataSettings, ParallelSettings
+from hexad.config.schema import DataSettings, ParallelSettings, Source
 from hexad.model.configuration import complete_model
 from hexad.optim.schedule import decay_steps
 from hexad.topology.devices import cpu_has_bf16
@@ -87,7 +86,8 @@ def resolved_data(config: Config) -> DataSettings:
 
 def _masked(settings: DataSettings) -> bool:
     """Whether any data has a loss mask."""
-    prefixes = list(_texts((settings.train, settings.validation)))
+    sources = (settings.train, *settings.validation_sets.values())
+    prefixes = [prefix for source in sources for prefix in _prefixes(source)]
     if not prefixes:  # where none is read, commands start without numpy
         return False
     from hexad.dataset.masks import has_mask
@@ -95,14 +95,9 @@ def _masked(settings: DataSettings) -> bool:
     return any(map(has_mask, prefixes))
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """The prefixes in the settings of data."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _texts(tuple(value.values()))
-    elif isinstance(value, Sequence):
-        yield from (text for item in value for text in _texts(item))
+def _prefixes(source: Source | None) -> list[str]:
+    """The prefixes of a source of data."""
+    return [source] if isinstance(source, str) else [prefix for _, prefix in source or ()]
 
 
 def planned_bf16(config: Config) -> bool:
@@ -112,12 +107,8 @@ def planned_bf16(config: Config) -> bool:
 
 
 def with_dtype(config: Config, bf16: bool) -> Config:
-    """With ``precision.dtype: auto`` replaced.
-
-    Args:
-        config: any.
-        bf16: whether the devices of all ranks compute bf16 in hardware.
-    """
+    """With ``precision.dtype: auto`` replaced; ``bf16``: whether the devices of all ranks compute it in
+    hardware."""
     if config.precision.dtype != "auto":
         return config
     precision = config.precision.model_copy(update={"dtype": "bf16" if bf16 else "fp32"})

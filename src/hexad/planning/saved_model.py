@@ -129,11 +129,7 @@ def saved_model(
 def generating_model(source: str, overrides: Iterable[str], ranks: int) -> SavedModel:
     """A saved model with the configuration to generate on so many ranks: tensor-parallel, unless overridden.
     ``data.sequence``, which generation does not use, is rounded to a multiple of the context degree.
-
-    Args:
-        source: from :func:`find_model`.
-        overrides: of its settings.
-        ranks: of the world.
+    ``source`` is from :func:`find_model`.
 
     Raises:
         HexadError: it cannot be read, or the overrides do not fit it or the ranks.
@@ -176,13 +172,11 @@ def _with_ranks(config: Config, tensor_given: bool, ranks: int) -> Config:
 def evaluated_model(
     source: str, data: Mapping[str, Any], overrides: Iterable[str], ranks: int
 ) -> tuple[SavedModel, Tokenizer]:
-    """A saved model, with the configuration to evaluate it on so many ranks, and its tokenizer.
+    """A saved model, configured to be evaluated on so many ranks (data-parallel unless overridden), and its
+    tokenizer.
 
-    Args:
-        source: from :func:`find_model`.
-        data: data sets by name; if there are none, those of ``data.validation``.
-        overrides: of its settings.
-        ranks: of the world; data-parallel unless overridden.
+    ``source`` is from :func:`find_model`; ``data`` are data sets by name, if there are none those of
+    ``data.validation``.
 
     Raises:
         HexadError: it cannot be read, or something does not fit.
@@ -219,8 +213,7 @@ def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> 
         HexadError: conversations that are malformed, without a chat template, or that it refuses.
     """
     begin = bos_ids(tokenizer, config.data.bos)
-    chats = any("messages" in prompt for prompt in prompts)
-    template = load_chat_template(config.data.tokenizer) if chats else None
+    template = _template(prompts, config)
     encoded_prompts: list[list[int]] = []
     for number, prompt in enumerate(prompts, 1):
         if "messages" not in prompt:
@@ -228,7 +221,10 @@ def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> 
             continue
         check_messages("messages", prompt["messages"], f"--prompts: prompt {number}", template)
         if template is None:
-            raise _no_template(config, number)
+            raise ConfigError(
+                "data.tokenizer",
+                f"{config.data.tokenizer} has no chat template for the messages of prompt {number}",
+            )
         text = template.render(prompt["messages"], prompt=True)  # which begins a text as it should
         encoded_prompts.append(_ids(tokenizer, text, number))
     return encoded_prompts
@@ -245,11 +241,8 @@ def ending_ids(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) 
     """The ids that end the text of each prompt: those of ``generation_config.json`` beside the tokenizer, and
     for a conversation the token with which its template ends an answer."""
     common = frozenset(_generation_ends(Path(config.data.tokenizer)))
-    endings = []
-    for number, prompt in enumerate(prompts, 1):
-        end = _answer_end(_template(config, number), prompt, tokenizer) if "messages" in prompt else None
-        endings.append(common if end is None else common | {end})
-    return endings
+    template = _template(prompts, config)
+    return [common | _answer_end(template, prompt, tokenizer) for prompt in prompts]
 
 
 def _generation_ends(tokenizer: Path) -> list[int]:
@@ -262,26 +255,21 @@ def _generation_ends(tokenizer: Path) -> list[int]:
     return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
 
 
-def _answer_end(template: ChatTemplate, prompt: Prompt, tokenizer: Tokenizer) -> int | None:
-    """The id of the special token that ends an answer; None where the template has none."""
+def _answer_end(template: ChatTemplate | None, prompt: Prompt, tokenizer: Tokenizer) -> set[int]:
+    """The id of the special token that ends an answer, if the template has one."""
+    if template is None or "messages" not in prompt:
+        return set()
     answered = [*prompt["messages"], {"role": "assistant", "content": "-"}]
     try:
         text, spans = template.conversation(answered)
     except HexadError:  # a template for which answers cannot be told apart
-        return None
+        return set()
     answer = text[slice(*spans[-1])] if spans else ""
-    ends = (token for token in tokenizer.specials if answer.endswith(token))
-    longest = max(ends, key=len, default=None)
-    return None if longest is None else tokenizer.specials[longest]
+    ends = sorted(filter(answer.endswith, tokenizer.specials), key=len)
+    return {tokenizer.specials[token] for token in ends[-1:]}
 
 
-def _template(config: Config, number: int) -> ChatTemplate:
-    template = load_chat_template(config.data.tokenizer)
-    if template is None:
-        raise _no_template(config, number)
-    return template
-
-
-def _no_template(config: Config, number: int) -> ConfigError:
-    problem = f"has no chat template for the messages of prompt {number}"
-    return ConfigError("data.tokenizer", f"{config.data.tokenizer} {problem}")
+def _template(prompts: Sequence[Prompt], config: Config) -> ChatTemplate | None:
+    """The tokenizer's chat template, if there is a conversation that needs it."""
+    chats = any("messages" in prompt for prompt in prompts)
+    return load_chat_template(config.data.tokenizer) if chats else None

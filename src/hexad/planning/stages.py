@@ -90,8 +90,7 @@ def stage_layers(config: Config, stages: int) -> tuple[range, ...]:
     """
     layers, work = config.model.layers, layer_costs(config.model, config.data.sequence)
     per_layer = tuple(layer.total for layer in work.layers)
-    costs = LayerCosts(work.embedding.total, per_layer, work.head.total)
-    return partition(config.parallel.split, layers, stages, costs)
+    return partition(config.parallel.split, layers, stages, LayerCosts(0.0, per_layer, work.head.total))
 
 
 def stage_costs(config: Config, layers: Sequence[range], pipeline: int) -> Costs:
@@ -103,7 +102,6 @@ def stage_costs(config: Config, layers: Sequence[range], pipeline: int) -> Costs
     def total(kind: str) -> tuple[float, ...]:
         return tuple(
             sum(getattr(work.layers[number], kind) for number in part)
-            + (getattr(work.embedding, kind) if stage == 0 else 0.0)
             + (getattr(work.head, kind) if stage == final else 0.0)
             for stage, part in enumerate(layers)
         )
@@ -133,10 +131,7 @@ def _schedule(config: Config, pipeline: int, microbatches: int) -> Schedule:
 
 
 def _by_name(
-    config: Config,
-    pipeline: int,
-    microbatches: int,
-    placement: tuple[int, ...] | None = None,
+    config: Config, pipeline: int, microbatches: int, placement: tuple[int, ...] | None = None
 ) -> Schedule:
     settings = config.parallel
     name, virtual = settings.schedule, settings.virtual_stages

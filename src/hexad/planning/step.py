@@ -142,21 +142,11 @@ class Peak:
 class StageMemory:
     """What a stage's actions hold and need, computed once.
 
-    Args:
-        stage: of the model.
-        run: how a microbatch is computed.
-        recompute: ``memory.recompute``.
-        count: layers that recompute, from the stage's first on.
-        numbers: number of each of its parameters on the rank, by name.
+    The first ``count`` layers recompute; ``numbers`` are those of its parameters on the rank, by name.
     """
 
     def __init__(
-        self,
-        stage: StageSpec,
-        run: Execution,
-        recompute: Recomputed,
-        count: int,
-        numbers: Mapping[str, int],
+        self, stage: StageSpec, run: Execution, recompute: Recomputed, count: int, numbers: Mapping[str, int]
     ) -> None:
         self.stage, self.run = stage, run
         self.stream = run.stream(stage.model.settings.hidden)
@@ -240,16 +230,10 @@ class Step:
     the first needed at the most holds for those between.
 
     Args:
-        schedule: of the step.
-        pipeline: the rank.
-        order: of its transfers, see :func:`~hexad.parallel.pipeline.transfers.transfers`.
-        stages: it holds, by number, ascending.
+        order: of the rank's transfers, see :func:`~hexad.parallel.pipeline.transfers.transfers`.
+        stages: of the rank, by number, ascending.
         held: the rank's parameters, by number.
-        buckets: of these.
-        buffers: counts what reductions and gathers need; its buffers are not part of the peak.
-
-    Attributes:
-        peak: of the step.
+        buffers: counts what reductions and gathers need; its buffers are not part of ``peak``.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from hexad.planning import Resolved
 from hexad.planning.memory import execution
 
 from .figure import PALE_GREY, PALETTE, styled
+from .memory import memory_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,27 +68,18 @@ class Division:
     source: str = ""
 
     @classmethod
-    def of(
-        cls, resolved: Resolved, title: str, documents: tuple[int, ...] | None, source: str = ""
-    ) -> Division:
-        """Divide a microbatch of a run.
-
-        Args:
-            resolved: the run.
-            title: names it.
-            documents: where documents begin, and the total; None where every sequence is one.
-            source: see the attribute.
-        """
-        config = resolved.config
-        slicing = Slicing.of(config.parallel, config.model)
+    def of(cls, resolved: Resolved, documents: tuple[int, ...] | None, source: str = "") -> Division:
+        """Divide a microbatch of a run; ``documents``: where they begin, and the total, or None where every
+        sequence is one."""
+        config, parallel = resolved.config, resolved.config.parallel
+        slicing = Slicing.of(parallel, config.model)
         slice_ = slicing.divided(config.batch.micro, config.data.sequence, documents)
-        parallel = config.parallel
         whole = ModelInventory(config.model, parallel.sequence_parallel, parallel.tensor)
         attention, run = whole.attention, execution(config, resolved.layout)
         messages = attention.over_context(run)
         exchanged = tuple(sent.nbytes for sent in messages if (sent.action, sent.axis) == ("F", "ulysses"))
         pair = attention.pair_bytes(run)
-        return cls(title, config.parallel.context_method, slicing, slice_, pair, exchanged, source)
+        return cls(memory_title(resolved), parallel.context_method, slicing, slice_, pair, exchanged, source)
 
     @property
     def documents(self) -> list[int]:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from hexad.planning import Resolved
-from hexad.planning.memory import MemoryPlan
+from hexad.planning.memory import MemoryPlan, largest
 from hexad.topology.devices import Gpu
 
 from .figure import PALETTE, styled
@@ -76,14 +76,14 @@ def memory_json(
     tree = {"dtype": resolved.config.precision.dtype, **plan.as_tree(), "pipeline": totals}
     if device is None:
         return tree
-    margin = device.capacity - max(other.total for other in ranks)
+    margin = device.capacity - largest(ranks).total
     facts = {"name": device.name, "capacity": device.capacity, "fits": margin >= 0, "margin": margin}
     return {**tree, "device": facts}
 
 
 def _verdict(ranks: Sequence[MemoryPlan], device: Device) -> str:
     """The statement whether the run fits, with the margin."""
-    need = max(plan.total for plan in ranks)
+    need = largest(ranks).total
     margin = device.capacity - need
     sizes = f"{need / _GIB:,.2f} of {device.capacity / _GIB:,.2f} GiB on {device.name}"
     part = f"{abs(margin) / _GIB:,.2f} GiB ({abs(margin) / device.capacity:.0%} of the device)"
@@ -116,10 +116,10 @@ def memory_text(
 def _shown(ranks: Sequence[MemoryPlan]) -> list[dict[str, int]]:
     """Components of every rank that any of them has, small kinds of activations added up."""
     sizes = [components(plan) for plan in ranks]
-    least = _SMALL * max(plan.total for plan in ranks)
+    least = _SMALL * largest(ranks).total
     names = dict.fromkeys(name for parts in sizes for name, size in parts.items() if size)
-    largest = {name: max(parts.get(name, 0) for parts in sizes) for name in names}
-    small = [name for name in names if name.startswith("activations: ") and largest[name] < least]
+    highest = {name: max(parts.get(name, 0) for parts in sizes) for name in names}
+    small = [name for name in names if name.startswith("activations: ") and highest[name] < least]
     kept = [name for name in names if name not in small and name != "buffers"]
     shown = []
     for parts in sizes:

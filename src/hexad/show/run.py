@@ -173,10 +173,8 @@ def readable_bytes(count: float) -> str:
 def run_figure(metrics: Metrics, references: Mapping[str, float] | None = None) -> Figure:
     """The loss over the whole width; below it gradient norm, speed, and bytes sent per axis.
 
-    Args:
-        metrics: the run.
-        references: horizontal lines in the loss panel by name, in nats per token, such as the entropy of
-            single-token frequencies.
+    ``references``: horizontal lines in the loss panel by name, in nats per token, such as the entropy of
+    single-token frequencies.
     """
     from matplotlib.figure import Figure
 

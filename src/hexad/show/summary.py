@@ -16,7 +16,7 @@ from hexad.checkpoint.kept_tokenizer import saved_form
 from hexad.config import Config, HexadError
 from hexad.planning import Resolved
 from hexad.planning.costs import parameter_count, trained_count
-from hexad.planning.memory import MemoryPlan
+from hexad.planning.memory import MemoryPlan, largest
 
 from .run import read_metrics
 
@@ -31,14 +31,11 @@ _AXES = ("tensor", "context", "pipeline", "data", "expert")
 
 
 def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
-    """The summary of a run as JSON values.
-
-    Args:
-        resolved: the run.
-        ranks: a plan for every pipeline coordinate (:func:`hexad.planning.memory.per_pipeline_rank`).
+    """The summary of a run as JSON values, given a plan for every pipeline coordinate
+    (:func:`hexad.planning.memory.per_pipeline_rank`); ``device`` is what memory and format are predicted for.
     """
     config, layout = resolved.config, resolved.layout
-    largest = max(ranks, key=lambda plan: plan.total)
+    most = largest(ranks)
     tokens = config.batch.global_ * config.data.sequence
     return {
         "family": config.model.family,
@@ -55,16 +52,16 @@ def summary(resolved: Resolved, ranks: Sequence[MemoryPlan]) -> dict[str, Any]:
         "schedule": resolved.plan.schedule.name if layout.pipeline > 1 else None,
         "microbatches": resolved.plan.schedule.microbatches,
         "dtype": config.precision.dtype,
-        "device": planned_device(config),
+        "device": "cpu" if config.run.device == "cpu" else "gpu",
         "memory_bytes": {
-            "rank": largest.rank,
-            "total": largest.total,
-            "parameters": largest.parameters,
-            "gradients": largest.gradients,
-            "optimizer": largest.master + largest.optimizer,
-            "activations": sum(largest.activations.values()),
-            "buffers": largest.buffers,
-            "host": largest.host,
+            "rank": most.rank,
+            "total": most.total,
+            "parameters": most.parameters,
+            "gradients": most.gradients,
+            "optimizer": most.master + most.optimizer,
+            "activations": sum(most.activations.values()),
+            "buffers": most.buffers,
+            "host": most.host,
         },
     }
 
@@ -97,11 +94,6 @@ def _step_seconds(config: Config) -> float | None:
     return median(seconds) if seconds else None
 
 
-def planned_device(config: Config) -> str:
-    """``cpu`` or ``gpu``: what memory and format are predicted for."""
-    return "cpu" if config.run.device == "cpu" else "gpu"
-
-
 def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]) -> list[str]:
     """The facts of :func:`summary` as lines of text; ``given``: the configuration before it was resolved."""
     config, facts = resolved.config, summary(resolved, ranks)
@@ -125,7 +117,7 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
         "parameters": f"{_both(facts['parameters'])}{trained}: {facts['family']}, {shape}",
         "tokens": f"{facts['tokens_per_step']:,} per step ({config.batch.global_:,} sequences of "
         f"{config.data.sequence:,}), {_both(facts['tokens'])} in {facts['steps']:,} steps",
-        "ranks": f"{facts['ranks']:,}{_degrees(facts['degrees'])}{state}",
+        "ranks": f"{facts['ranks']:,}{degrees_text(facts['degrees'])}{state}",
         "step": f"{passes}{schedule}",
         "precision": f"{facts['dtype']}{auto}",
         "memory": f"{most}{memory['total'] / unit:,.2f} {name} per rank in the {where}'s memory{host}",
@@ -143,7 +135,8 @@ def _time(facts: dict[str, Any], directory: str) -> str:
     )
 
 
-def _degrees(degrees: dict[str, int]) -> str:
+def degrees_text(degrees: dict[str, int]) -> str:
+    """Degrees after a number of ranks: ``: tensor 2 x data 4``; empty without any."""
     return ": " * bool(degrees) + " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
 
 

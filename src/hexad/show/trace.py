@@ -169,8 +169,7 @@ def _axis(labels: Mapping[Any, Sequence[tuple[float, float, str]]], launch: tupl
 
 def trace_json(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     """Seconds per step of every rank."""
-    rows = [{**asdict(trace), "idle": trace.idle} for trace in ranks]
-    return {"steps": ranks[0].steps, "ranks": [{**row, "exposed": dict(row["exposed"])} for row in rows]}
+    return {"steps": ranks[0].steps, "ranks": [{**asdict(trace), "idle": trace.idle} for trace in ranks]}
 
 
 def trace_text(ranks: Sequence[RankTrace]) -> Table:

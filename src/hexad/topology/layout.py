@@ -16,7 +16,7 @@ world is ever stored.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
 from itertools import product
@@ -257,7 +257,7 @@ class Layout:
     def _misfit(self, axis: str, degrees: dict[str, int]) -> str:
         product = prod(degrees.values())
         text = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-        fitting = f"start {_nearest_multiples(product, self.world)} ranks"
+        fitting = f"start {nearest_multiples(product, self.world)} ranks"
         others = product // degrees[axis]
         if self.world % others == 0:
             # A divisor of the degree: what fits the degree (heads, layers) fits its divisors too.
@@ -342,7 +342,8 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
-def _nearest_multiples(factor: int, value: int) -> str:
+def nearest_multiples(factor: int, value: int) -> str:
+    """``8 or 12``: the multiples of a number just below and above a value."""
     below = value // factor * factor
     return f"{below} or {below + factor}" if below else f"{factor}"
 
@@ -399,7 +400,3 @@ class Tree:
     levels: tuple[Level, ...]
     channel: int
     timeout: timedelta
-
-    def on(self, channel: int, timeout: timedelta | None = None) -> Tree:
-        """Use the same connections from another thread."""
-        return replace(self, channel=channel, timeout=timeout or self.timeout)

@@ -6,15 +6,12 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .layout import CHANNELS, FAN_OUT, Level, Tree, tree_groups
-
-if TYPE_CHECKING:
-    from .layout import Layout
+from .layout import CHANNELS, FAN_OUT, Layout, Level, Tree, tree_groups
 
 TRAINING_AXES = ("tensor", "context", "pipeline", "data", "expert")
 """Axes that a step's traffic is counted for."""
@@ -123,12 +120,9 @@ class Mesh:
         size 1.
         """
         members = tuple(axis.ranks[place] for place in sorted(set(places)))
-        if len(members) == 1 or members == axis.ranks:
-            return axis if members == axis.ranks else Axis(axis.name, (self.rank,))
-        mine = members if self.rank in members else (self.rank,)
-        # Ranks apart make a group too: torch names a group after how many a process has made before.
-        part = self._part(axis, mine)
-        return part if len(mine) > 1 else Axis(axis.name, mine)
+        if members == axis.ranks:
+            return axis
+        return self._part(axis, members if self.rank in members else (self.rank,))
 
     def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
         """Split an axis into two: runs of ``size`` neighbouring places, and the places across those runs.
@@ -137,11 +131,8 @@ class Mesh:
         only one, so that what is moved inside them does not queue with what goes over the axis. Every rank of
         the default process group calls this together.
         """
-        alone = Axis(axis.name, (self.rank,))
         if size == 1:
-            return alone, axis
-        if size == axis.size:
-            return self._part(axis, axis.ranks), alone
+            return Axis(axis.name, (self.rank,)), axis
         run, place = divmod(axis.rank, size)
         return (
             self._part(axis, axis.ranks[run * size : (run + 1) * size]),
@@ -205,7 +196,9 @@ class Mesh:
     def background(self, name: str, timeout: timedelta | None = None, trace: Any = None) -> Axis:
         """All ranks, for agreements that are made beside others: each of :data:`CHANNELS` by its name."""
         world = self.world
-        tree = None if world.tree is None else world.tree.on(CHANNELS.index(name), timeout)
+        tree, channel = world.tree, CHANNELS.index(name)
+        if tree is not None:  # the same connections
+            tree = replace(tree, channel=channel, timeout=timeout or tree.timeout)
         return Axis(name, world.ranks, world.rank, trace=trace, tree=tree)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -63,30 +63,3 @@ class Callback:
 
     def on_end(self, trainer: TrainerState, outcome: Outcome) -> None:
         """After the last step, or an early stop, when all is saved; not after an error."""
-
-
-class Callbacks(Callback):
-    """Several, called in order."""
-
-    def __init__(self, callbacks: Sequence[Callback]) -> None:
-        self._callbacks = tuple(callbacks)
-
-    def on_start(self, trainer: TrainerState) -> None:
-        for callback in self._callbacks:
-            callback.on_start(trainer)
-
-    def on_step(self, trainer: TrainerState, metrics: Metrics) -> None:
-        for callback in self._callbacks:
-            callback.on_step(trainer, metrics)
-
-    def on_evaluation(self, trainer: TrainerState, scores: Mapping[str, Score]) -> None:
-        for callback in self._callbacks:
-            callback.on_evaluation(trainer, scores)
-
-    def on_checkpoint(self, trainer: TrainerState, step: int) -> None:
-        for callback in self._callbacks:
-            callback.on_checkpoint(trainer, step)
-
-    def on_end(self, trainer: TrainerState, outcome: Outcome) -> None:
-        for callback in self._callbacks:
-            callback.on_end(trainer, outcome)

@@ -35,7 +35,7 @@ from hexad.planning.machine import check_packages
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
-from .callbacks import Callback, Callbacks, Outcome
+from .callbacks import Callback, Outcome
 from .pace import Pace, collected_by_step
 from .profile import StepProfile, timeline_text
 from .record import Metrics, Recorder
@@ -58,15 +58,9 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Outcome:
         return Outcome(0, None)
     with launch(config) as run, ExitStack() as stack:
         open_run_directory(config.run, run, stack)
-        if members < here.world:
-            log.info(
-                "%d of %d ranks train, %d idle (faults.idle_ranks)",
-                members,
-                here.world,
-                here.world - members,
-            )
-        about_dtype = dtype_line(config, run.resolved.config, run.mesh)
-        if about_dtype is not None:
+        if idle := here.world - members:
+            log.info("%d of %d ranks train, %d idle (faults.idle_ranks)", members, here.world, idle)
+        if about_dtype := dtype_line(config, run.resolved.config, run.mesh):
             log.info("%s", about_dtype)
         # Each host counts its own restarts: one that rejoined has made none.
         restart = merged(here.restart, run.mesh.world, max)
@@ -80,17 +74,10 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> Outcome:
 
 
 class Trainer:
-    """The state of a run on one rank.
-
-    Attributes:
-        config: resolved.
-        mesh: of the run.
-        first: this rank is the one that writes.
-        engine: the model, its gradients and optimizer.
-    """
+    """The state of a run on one rank, of which callbacks see a :class:`~.callbacks.TrainerState`."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
-        self.run, self.callbacks = run, Callbacks(callbacks)
+        self.run, self._callbacks = run, callbacks
         self.mesh = mesh = run.mesh
         self.config = config = run.resolved.config
         self.first = mesh.rank == 0
@@ -158,21 +145,18 @@ class Trainer:
         config, engine = self.config, self.engine
         # Agreed, because files may fail on the one rank that writes.
         recorder = self.run.agreed(lambda: Recorder(config, engine.step) if self.first else nullcontext())
-        if config.lr_schedule.warmup >= config.run.steps:
-            log.info(
-                "lr_schedule.warmup %d is not over by run.steps %d",
-                config.lr_schedule.warmup,
-                config.run.steps,
-            )
+        steps, warmup = config.run.steps, config.lr_schedule.warmup
+        if warmup >= steps:
+            log.info("lr_schedule.warmup %d is not over by run.steps %d", warmup, steps)
         profiled = config.log.profile.start if config.log.profile else 0
         for name, step in (("timeline", config.log.timeline), ("profile.start", profiled)):
-            if step > config.run.steps:
-                log.info("log.%s %d is after run.steps %d", name, step, config.run.steps)
-        if engine.step >= config.run.steps:
-            log.info("nothing to do: run.steps is %d; set a larger number to continue", config.run.steps)
+            if step > steps:
+                log.info("log.%s %d is after run.steps %d", name, step, steps)
+        if engine.step >= steps:
+            log.info("nothing to do: run.steps is %d; set a larger number to continue", steps)
         with recorder as sink, self._stopping as stop, collected_by_step() as collect:
-            self.callbacks.on_start(self)
-            while engine.step < config.run.steps:
+            self._notify("on_start")
+            while engine.step < steps:
                 collect(engine.step)
                 asking = stop.ask(self.saves.checkpointer.failed())
                 result, metrics = self._step()
@@ -185,7 +169,7 @@ class Trainer:
                     self._validate(metrics)
                     if sink is not None and self._log_due(metrics):
                         sink.write(metrics)
-                    self.callbacks.on_step(self, metrics)
+                    self._notify("on_step", metrics)
                 if action == "stop":
                     raise AgreedError(self._advice(result, metrics))
                 every = config.log.check_replicas
@@ -195,11 +179,11 @@ class Trainer:
                 if signal == SAVE_FAILED:
                     self.saves.checkpointer.wait()
                     signal = None  # one that arrived meanwhile is handled after the next step
-                if action != "roll_back" and self._save_due(engine.step, signal):
-                    reason = "signal" if signal else "schedule"
-                    last = bool(signal) or engine.step == config.run.steps
-                    self.saves.save(reason, last)
-                    self.callbacks.on_checkpoint(self, engine.step)
+                last = bool(signal) or engine.step == steps
+                saved = config.checkpoint.every
+                if action != "roll_back" and (last or (saved and engine.step % saved == 0)):
+                    self.saves.save("signal" if signal else "schedule", last)
+                    self._notify("on_checkpoint", engine.step)
                 if signal:
                     break
             else:
@@ -208,12 +192,14 @@ class Trainer:
             self.saves.checkpointer.wait()  # a signal must not cut the last save short
         if signal:  # after the progress bar has ended
             log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
-        return self._ended(signal)
-
-    def _ended(self, by: str | None) -> Outcome:
-        outcome = Outcome(self.engine.step, by)
-        self.callbacks.on_end(self, outcome)
+        outcome = Outcome(engine.step, signal)
+        self._notify("on_end", outcome)
         return outcome
+
+    def _notify(self, event: str, *facts: object) -> None:
+        """Call a method of every callback, in their order."""
+        for callback in self._callbacks:
+            getattr(callback, event)(self, *facts)
 
     def stop(self) -> None:
         """End the run after the step in progress or the next one, with a checkpoint; on any rank."""
@@ -264,10 +250,6 @@ class Trainer:
     def _log_due(self, metrics: Metrics) -> bool:
         due = metrics["step"] % self.config.log.every == 0 or metrics["step"] == self.config.run.steps
         return due or metrics["skipped"] or "fault" in metrics or "validation_loss" in metrics
-
-    def _save_due(self, step: int, signal: str | None) -> bool:
-        every = self.config.checkpoint.every
-        return bool(signal) or step == self.config.run.steps or (every > 0 and step % every == 0)
 
     def _step(self) -> tuple[StepResult, Metrics]:
         """One step and its metrics."""
@@ -320,7 +302,7 @@ class Trainer:
             return
         scores = self.validation.scores(self.engine, self.config.validate_.batches)
         metrics["validation_loss"] = total(scores).loss
-        self.callbacks.on_evaluation(self, scores)
+        self._notify("on_evaluation", scores)
         if isinstance(self.config.data.validation, dict):
             metrics["validation_losses"] = {name: score.loss for name, score in scores.items()}
 

@@ -36,9 +36,6 @@ class Pace:
 
     Ranks wait for each other in every step, so that the duration of a whole step is the same on all of them.
     The hosts compare the times, in the background: nothing is asked of a GPU.
-
-    Args:
-        mesh: of the run; on a CPU its trace says how long collectives were waited for.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -89,7 +86,7 @@ class Pace:
 
 
 @contextmanager
-def collected_by_step() -> Iterator[Callable[[int], None]]:
+def collected_by_step() -> Iterator[Callable[[int], object]]:
     """Without automatic garbage collection; yields what collects instead, given the number of a step, at the
     same point on all ranks: a rank that collects in the middle of a step makes all others wait for it."""
     was_enabled = gc.isenabled()
@@ -97,12 +94,8 @@ def collected_by_step() -> Iterator[Callable[[int], None]]:
     gc.freeze()  # what is there now stays: later collections need not visit it
     gc.disable()
     try:
-        yield _collect
+        yield lambda step: gc.collect(2 if step % COLLECT_EVERY == 0 else 1)
     finally:
         gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def _collect(step: int) -> None:
-    gc.collect(2 if step % COLLECT_EVERY == 0 else 1)

@@ -24,14 +24,8 @@ STEP = "hexad.step"
 
 
 class StepProfile:
-    """Profiles the steps that ``log.profile`` names.
-
-    Args:
-        settings: None: no step.
-        directory: of the run.
-        rank: this rank.
-        device: of this rank; on a GPU a snapshot of its memory's history is written too.
-        agreed: runs what may fail on one rank alone, see :meth:`hexad.launching.launch.Run.agreed`.
+    """Profiles the steps that ``log.profile`` names, if any; on a GPU a snapshot of its memory's history is
+    written too. ``agreed`` runs what may fail on one rank alone (:meth:`hexad.launching.launch.Run.agreed`).
     """
 
     def __init__(
@@ -133,13 +127,9 @@ def _planned(engine: Engine, measured: Timeline) -> Costs:
     costs = stage_costs(config, plan.layers, plan.schedule.pipeline)
     work = _busy(simulate(plan.schedule, costs))
     unit = _busy(measured) / work if work else 0.0
-
-    def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(value * unit for value in values)
-
-    return replace(
-        costs, forward=scaled(costs.forward), backward=scaled(costs.backward), weight=scaled(costs.weight)
-    )
+    passes = (costs.forward, costs.backward, costs.weight)
+    forward, backward, weight = (tuple(time * unit for time in times) for times in passes)
+    return replace(costs, forward=forward, backward=backward, weight=weight)
 
 
 def _busy(timeline: Timeline) -> float:

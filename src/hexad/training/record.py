@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -42,18 +41,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
-        self._open(last_step)
-
-    def _open(self, last_step: int) -> None:
-        path = self._path
-        if path.exists():
-            kept = [
-                line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= last_step
-            ]
-            temporary = path.with_suffix(".partial")
-            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-            os.replace(temporary, path)
         self._file = path.open("a", encoding="utf-8")
+        self.rewind(last_step)
 
     def write(self, metrics: Metrics) -> None:
         self._file.write(json.dumps(metrics) + "\n")
@@ -61,7 +50,13 @@ class MetricsFile:
 
     def rewind(self, last_step: int) -> None:
         self._file.close()
-        self._open(last_step)
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        temporary = self._path.with_suffix(".partial")
+        temporary.write_text(
+            "".join(f"{line}\n" for line in lines if _step(line) <= last_step), encoding="utf-8"
+        )
+        os.replace(temporary, self._path)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         self._file.close()
@@ -81,7 +76,6 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._directory = str(path)
-        self._make = SummaryWriter
         self._writer = SummaryWriter(self._directory)
 
     def write(self, metrics: Metrics) -> None:
@@ -90,7 +84,7 @@ class TensorBoard:
 
     def rewind(self, last_step: int) -> None:
         self._writer.close()
-        self._writer = self._make(self._directory, purge_step=last_step + 1)
+        self._writer = type(self._writer)(self._directory, purge_step=last_step + 1)
 
     def close(self) -> None:
         self._writer.close()
@@ -201,8 +195,6 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for sink in reversed(self._sinks):
             sink.close()

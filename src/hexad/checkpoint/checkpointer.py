@@ -275,10 +275,6 @@ class Checkpointer:
             raise AgreedError(
                 f"{what}: cannot be written to {self.directory.path}: {error}; earlier checkpoints are intact"
             ) from error
-        except AgreedError:
-            raise
-        except HexadError as error:
-            raise AgreedError(str(error), type(error)) from None
 
 
 def _device_of(path: Path) -> int | None:

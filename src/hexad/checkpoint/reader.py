@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from hexad.comm import agreed, from_first, handed_out
-from hexad.config import AgreedError, HexadError
+from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 from hexad.topology.mesh import Axis
 
@@ -268,10 +268,7 @@ def chosen(choose: Callable[[], Path | None], axis: Axis, where: Path) -> Path |
             raise HexadError(f"{error.filename or where}: cannot be read: {error.strerror}") from None
         return None if path is None else (path, manifest_checksum(path))
 
-    try:
-        choice = from_first(first, axis)
-    except HexadError as error:
-        raise AgreedError(str(error), type(error)) from None
+    choice = from_first(first, axis)
     if choice is None:
         return None
     agreed(lambda: wait_until_visible(*choice, _LONGEST_LAG), axis)
@@ -311,10 +308,7 @@ def load(
         complete.append(manifest)
         return replace(manifest, index=Index.empty({})), manifest.weights_only
 
-    try:
-        head, weights_only = from_first(read, axis)
-    except HexadError as error:
-        raise AgreedError(str(error), type(error)) from None
+    head, weights_only = from_first(read, axis)
     wanted = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
     need = Need.of(chunk.rectangle for chunk in wanted)
     part = handed_out(complete[0].index if complete else None, axis, need, Need.merge, Index.select)

@@ -44,11 +44,7 @@ def merged(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T:
     if axis.size == 1:
         return value
     tree = _tree(axis)
-
-    def exchange() -> T:
-        return _spread(tree, _collected(tree, value, merge))
-
-    return wait_for(axis, exchange)
+    return wait_for(axis, lambda: _spread(tree, _collected(tree, value, merge)))
 
 
 def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
@@ -88,18 +84,15 @@ def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
     if lowest.ranks[1] != lowest.ranks[0] + 1:
         return own  # the last of the world, alone in its group
     here = replace(tree, levels=(lowest,))
-
-    def exchange() -> dict[int, T]:
-        return _spread(here, _collected(here, own, lambda a, b: a | b))
-
-    return wait_for(axis, exchange)
+    return wait_for(axis, lambda: _spread(here, _collected(here, own, lambda a, b: a | b)))
 
 
 def from_first(action: Callable[[], T], axis: Axis) -> T:
     """What an action returns on the first rank, where alone it is done.
 
     Raises:
-        Exception: what the action raised, on every rank alike.
+        AgreedError: the user's error that the action raised, on every rank alike.
+        Exception: any other that it raised, likewise.
     """
     outcome: tuple[T | None, Exception | None] = None, None
     if axis.rank == 0:
@@ -110,9 +103,11 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
     if axis.size > 1:
         tree, own = _tree(axis), outcome
         outcome = wait_for(axis, lambda: _spread(tree, own))
-    result, value = outcome
-    if value is not None:
-        raise value
+    result, raised = outcome
+    if isinstance(raised, HexadError) and not isinstance(raised, AgreedError):
+        raise AgreedError(str(raised), type(raised))
+    if raised is not None:
+        raise raised
     return result  # type: ignore[return-value]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import xxhash
 
 from hexad.config import Config, HexadError, dump_config
+from hexad.dataset.files import sync_directory, write_durably
 from hexad.model.pretrained import FREE, TRAINED
 
 from .index import FileRecord, Index
@@ -232,20 +233,3 @@ def _remove(checkpoint: Path) -> None:
     doomed = checkpoint.with_name(f".{checkpoint.name}.removed")
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Write a file and flush it to disk."""
-    with open(path, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory's names to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.load import anchored
+from hexad.dataset.files import sync_directory, write_durably
 from hexad.dataset.sidecar import chat_templates, prefixes
 from hexad.dataset.text.chat import load_chat_template, template_files
 from hexad.dataset.text.tokenizer import (
@@ -27,7 +28,6 @@ from hexad.dataset.text.tokenizer import (
 )
 from hexad.model.hugging_face import CONFIG_FILE
 
-from .directory import sync_directory, write_durably
 from .hugging_face.files import byte_tokenizer_files, has_tokenizer, tokenizer_files
 from .index import FileRecord
 from .manifest import whole_file

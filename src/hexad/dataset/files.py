@@ -40,13 +40,12 @@ def temporary_name(final: Path) -> Path:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` survive a loss of power, if the file system can."""
-    with suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    """Flush a directory's names to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_and_close(stream: BinaryIO) -> None:
@@ -54,6 +53,13 @@ def sync_and_close(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
     stream.close()
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Write a file and flush it to disk."""
+    with path.open("wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+        sync_and_close(stream)
 
 
 @contextmanager
@@ -70,20 +76,14 @@ def appearing_whole(final: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("wb") as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync_and_close(stream)
         temporary.replace(final)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_directory(final.parent)
-
-
-def write_whole(final: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Call ``fill`` on a stream that becomes ``final`` by one rename."""
-    with appearing_whole(final) as stream:
-        fill(stream)
+    with suppress(OSError):  # not every file system can
+        sync_directory(final.parent)
 
 
 def lock(file: TextIO, seconds: float) -> bool | None:

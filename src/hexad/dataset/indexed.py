@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from hexad.config.errors import HexadError
 
 from .files import sampled_hash, sync_and_close, sync_directory, temporary_name
-from .masks import MaskWriter, TokenMask, has_mask, mask_path
+from .masks import MaskWriter, TokenMask, mask_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -103,8 +103,8 @@ class IndexedDataset:
         if max(sequences, boundaries) <= SMALL:
             self.verify()
         self._map_tokens()
-        files = (self._idx, self._bin)
-        self.mask = TokenMask(mask_path(prefix), len(self.tokens), files) if has_mask(prefix) else None
+        mask, files = mask_path(prefix), (self._idx, self._bin)
+        self.mask = TokenMask(mask, len(self.tokens), files) if mask.is_file() else None
 
     def _header(self) -> tuple[np.dtype[Any], int, int]:
         with self._idx.open("rb") as stream:
@@ -395,7 +395,8 @@ class IndexedWriter:
             self.mask.publish()
             self._temporary[0].replace(self._bin)
             self._temporary[1].replace(self._idx)
-            sync_directory(self._idx.parent)
+            with suppress(OSError):  # not every file system can
+                sync_directory(self._idx.parent)
         except OSError as error:
             self.discard()
             raise _unwritable(path, error) from None

@@ -32,11 +32,6 @@ def mask_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.mask")
 
 
-def has_mask(prefix: str | Path) -> bool:
-    """Whether a dataset has a loss mask."""
-    return mask_path(prefix).is_file()
-
-
 class TokenMask:
     """Which tokens of a dataset are trained, memory mapped.
 
@@ -102,10 +97,6 @@ class TokenMask:
                 f"{self.path}: damaged: {marked} tokens are marked, its header states {self.trained}; "
                 f"{_AGAIN}"
             )
-
-    def fingerprint(self) -> str:
-        """A hash of parts of the file, which identifies it."""
-        return sampled_hash(self.path)
 
 
 class MaskWriter:

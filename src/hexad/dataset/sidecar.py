@@ -16,9 +16,9 @@ from pydantic import ConfigDict, TypeAdapter
 
 from hexad.config.errors import HexadError
 
-from .files import sampled_hash, write_whole
+from .files import appearing_whole, sampled_hash
 from .indexed import IndexedDataset, bin_path, idx_path
-from .masks import has_mask, mask_path
+from .masks import mask_path
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def fingerprint(prefix: str | Path) -> str:
 
 def identity(prefix: str | Path) -> str:
     """The :func:`fingerprint`, with the loss mask if there is one: all ranks of a run must have the same."""
-    mask = [mask_path(prefix)] if has_mask(prefix) else []
-    return sampled_hash(idx_path(prefix), bin_path(prefix), *mask)
+    mask = mask_path(prefix)
+    return sampled_hash(idx_path(prefix), bin_path(prefix), *([mask] if mask.is_file() else []))
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
@@ -91,7 +91,8 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
         OSError: the directory cannot be written.
     """
     text = json.dumps(asdict(sidecar), indent=2) + "\n"
-    write_whole(sidecar_path(prefix), lambda stream: stream.write(text.encode()))
+    with appearing_whole(sidecar_path(prefix)) as stream:
+        stream.write(text.encode())
 
 
 def describe(
@@ -116,7 +117,7 @@ def describe(
         vocab=vocab,
         eod=eod,
         bos=None if bos is None else list(bos),
-        mask=None if data.mask is None else data.mask.fingerprint(),
+        mask=None if data.mask is None else sampled_hash(data.mask.path),
         chat_templates=chat_templates,
     )
 
@@ -153,12 +154,14 @@ def check_mask(data: IndexedDataset, built: Sidecar) -> None:
         HexadError: it is missing, or another one.
     """
     path = mask_path(data.prefix)
-    if built.mask is not None and data.mask is None:
+    if built.mask is None:
+        return
+    if data.mask is None:
         raise HexadError(
             f"{path}: missing: {data.prefix} was built with a loss mask "
             f"({sidecar_path(data.prefix).name}); copy it too, or build the data again"
         )
-    if built.mask is not None and data.mask is not None and data.mask.fingerprint() != built.mask:
+    if sampled_hash(path) != built.mask:
         raise HexadError(f"{path}: damaged: not what was written; build the data again, or copy it again")
 
 

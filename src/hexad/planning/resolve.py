@@ -90,9 +90,9 @@ def _masked(settings: DataSettings) -> bool:
     prefixes = list(_texts((settings.train, settings.validation)))
     if not prefixes:  # where none is read, commands start without numpy
         return False
-    from hexad.dataset.masks import has_mask
+    from hexad.dataset.masks import mask_path
 
-    return any(map(has_mask, prefixes))
+    return any(mask_path(prefix).is_file() for prefix in prefixes)
 
 
 def _texts(value: Any) -> Iterator[str]:

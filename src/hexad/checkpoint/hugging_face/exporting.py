@@ -13,6 +13,7 @@ import torch
 
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
+from hexad.dataset.files import write_durably
 from hexad.model.configuration import build_config
 from hexad.model.families import Family
 from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
@@ -21,7 +22,6 @@ from hexad.model.pretrained import HUGGING_FACE
 from hexad.model.transformer import DTYPES
 
 from ..base import Base
-from ..directory import write_durably
 from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint
 from ..merged import Weights
 from ..reader import Checkpoint

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import HexadError
+from hexad.dataset.files import write_durably
 from hexad.dataset.text.tokenizer import BYTE_END, byte_backend
 from hexad.model.hugging_face import CONFIG_FILE
 
-from ..directory import make_visible, write_durably
+from ..directory import make_visible
 
 GENERATION_FILE = "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken")

@@ -10,16 +10,17 @@ import lzma
 import os
 import shlex
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import IO, Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from hexad.config.errors import HexadError
 
-ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+_OPEN: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+ENDINGS = (*_OPEN, ".zst")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
 """Files that hold files."""
 _WINDOW = 1 << 31  # the largest that zstd --long makes
@@ -47,35 +48,24 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     kind = compression(path)
     with path.open("rb") as raw:
         try:
-            stream = _decompressing(raw, kind, path)
-            with stream:
-                yield cast(BinaryIO, stream), raw
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise _damaged(path, error) from None
-        except OSError as error:
-            if error.errno is None:  # bz2's
-                raise _damaged(path, error) from None
-            raise
+            with _decompressing(raw, kind, path) as stream:
+                yield stream, raw
         except Exception as error:
-            if type(error).__name__ == "ZstdError":
-                raise _damaged(path, error) from None
-            raise
+            damaged = isinstance(error, EOFError | zlib.error | lzma.LZMAError)
+            damaged |= isinstance(error, OSError) and error.errno is None  # gzip's and bz2's
+            if not damaged and type(error).__name__ != "ZstdError":
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise HexadError(
+                f"{path}: damaged or not a {path.suffix} file: {reason}; copy or compress it again"
+            ) from None
 
 
-def _damaged(path: Path, error: Exception) -> HexadError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return HexadError(f"{path}: damaged or not a {path.suffix} file: {reason}; copy or compress it again")
-
-
-def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> IO[bytes]:
-    if kind == ".gz":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if kind == ".bz2":
-        return bz2.BZ2File(raw)
-    if kind == ".xz":
-        return lzma.LZMAFile(raw)
+def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> BinaryIO:
     if kind is None:
         return raw
+    if kind in _OPEN:
+        return cast(BinaryIO, _OPEN[kind](raw))
     try:
         import zstandard
     except ImportError:

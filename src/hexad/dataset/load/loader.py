@@ -11,23 +11,22 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hexad.config import Config
-from hexad.config.errors import ConfigError, HexadError
+from hexad.config.errors import ConfigError, blaming
 from hexad.parallel.context.slice import Slicing
 
-from ..indexed import IndexedDataset
 from ..sidecar import open_built
 from ..text.tokenizer import Tokenizer, bos_ids
 from .microbatch import IGNORED, Microbatch
 from .order import Blend
-from .samples import OrderSettings, Samples, SampleSource, Source, part_of
-from .whole_samples import Packing, TooLong, WholeSamples, whole_documents
+from .samples import OrderSettings, Samples, Source, part_of
+from .whole_samples import Packing, TooLong, WholeSamples, source_of
 
 log = logging.getLogger("hexad")
 
@@ -104,43 +103,25 @@ class DataLoader:
         blend = [(1.0, data)] if isinstance(data, str) else list(data)
         if not blend:
             raise ConfigError(setting, "an empty blend; give a prefix or [[weight, prefix], ...]")
-        self.sequence, self.documents = sequence, documents
-        self._setting = setting
+        self.sequence, self._setting = sequence, setting
         self.micro, self.global_batch = micro, global_batch
         self.data_rank, self.data_size = data_rank, data_size
         self._slicing, self._context_rank = slicing, context_rank
         self._blend = Blend([weight for weight, _ in blend])
-        try:
+        self._sources: list[Source] = []
+        with blaming(setting):
             opened = [part_of(open_built(prefix, vocab, eod, bos), part) for _, prefix in blend]
-            self._sources = [
-                self._source(
-                    dataset,
-                    packing,
-                    too_long,
-                    seed=seed,
-                    source=number,
-                    cache_dir=cache_dir,
-                    patience=patience,
-                )
-                for number, dataset in enumerate(opened)
-            ]
-        except HexadError as error:
-            raise ConfigError(setting, str(error)) from None
+            for number, dataset in enumerate(opened):
+                order = OrderSettings(seed=seed, source=number, cache_dir=cache_dir, patience=patience)
+                source = source_of(dataset, packing, sequence, too_long, **order)
+                self._sources.append(source)
+                if isinstance(source, WholeSamples):
+                    _report(setting, source)
         self._isolates = documents == "isolate"
         self._offsets = self._isolates or any(source.isolated for source in self._sources)
         # One worker: reads are in order, and a source's caches need no lock.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-data")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
-
-    def _source(
-        self, data: IndexedDataset, packing: Packing, too_long: TooLong, **order: Unpack[OrderSettings]
-    ) -> Source:
-        """The samples of one dataset of the blend."""
-        if not whole_documents(packing, data):
-            return SampleSource(data, sequence=self.sequence, **order)
-        whole = WholeSamples(data, sequence=self.sequence, too_long=too_long, **order)
-        _report(self._setting, whole)
-        return whole
 
     @property
     def samples(self) -> int:
@@ -166,10 +147,8 @@ class DataLoader:
         for number, source in enumerate(self._sources):
             own = numbers[sources == number]
             if len(own):
-                try:
+                with blaming(self._setting):
                     self._reader.submit(source.prepare, int(own[0])).result()
-                except HexadError as error:
-                    raise ConfigError(self._setting, str(error)) from None
 
     def step(self, samples_consumed: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.

@@ -197,19 +197,22 @@ class Source(ABC):
         """Samples of one epoch."""
 
     @abstractmethod
-    def _computed(self, epoch: int) -> NDArray[np.int64]:
-        """The index by which an epoch's samples are found."""
+    def _parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:
+        """The index by which an epoch's samples are found, part by part."""
 
-    @abstractmethod
     def _write(self, path: Path, epoch: int) -> None:
         """Write an index to a file by a rename, in NumPy's format."""
+        with appearing_whole(path) as stream:
+            header = {"descr": "<i8", "fortran_order": False, "shape": (self._size,)}
+            np.lib.format.write_array_header_1_0(stream, header)
+            for part in self._parts(epoch):
+                stream.write(part.astype("<i8", copy=False).tobytes())
 
     def _loaded(self, epoch: int) -> NDArray[np.int64]:
-        return self._computed(epoch) if self.data.documents <= self._in_memory else self._stored(epoch)
-
-    def _stored(self, epoch: int) -> NDArray[np.int64]:
-        """The index from a file, which one process per file system creates if it is missing; its name is a
-        hash of all that it depends on."""
+        """The index: of many documents from a file, which one process per file system creates if it is
+        missing; its name is a hash of all that it depends on."""
+        if self.data.documents <= self._in_memory:
+            return np.concatenate(list(self._parts(epoch)))
         kind, *others = self._words
         words = (kind, self.data.identity(), *self._key, *others, epoch)
         name = blake2b(repr(words).encode(), digest_size=16).hexdigest() + ".npy"
@@ -287,20 +290,8 @@ class SampleSource(Source):
         trained = None if self.data.mask is None else self.data.mask.at(positions).reshape(-1, width)
         return Samples(tokens.reshape(-1, width), begins.reshape(-1, width), trained)
 
-    def _computed(self, epoch: int) -> NDArray[np.int64]:
-        """Where each document of an epoch's order begins in its stream, and the total; int64
-        ``[documents + 1]``."""
-        return np.concatenate(list(self._ends(epoch)))
-
-    def _write(self, path: Path, epoch: int) -> None:
-        with appearing_whole(path) as stream:
-            header = {"descr": "<i8", "fortran_order": False, "shape": (self._size,)}
-            np.lib.format.write_array_header_1_0(stream, header)
-            for ends in self._ends(epoch):
-                stream.write(ends.astype("<i8", copy=False).tobytes())
-
-    def _ends(self, epoch: int) -> Iterator[NDArray[np.int64]]:
-        """Where documents of an epoch's order end in its stream, many at a time; first 0."""
+    def _parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:
+        """Where each document of an epoch's order begins in its stream, many at a time, and the total."""
         self.data.verify()
         documents, threads = self.data.documents, min(_THREADS, os.cpu_count() or 1)
 

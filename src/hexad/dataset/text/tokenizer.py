@@ -386,10 +386,10 @@ def byte_backend() -> Any:
     """The ``byte`` tokenizer in the ``tokenizers`` package: the 256 values, then :data:`BYTE_END`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    # Byte-level tokenizers map bytes without a visible character to those from 256 on, in order.
-    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    # Byte-level tokenizers map bytes without a visible character to the characters from 256 on, in order.
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    others = map(chr, range(256, 512))
+    vocab = {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

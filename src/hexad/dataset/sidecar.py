@@ -95,17 +95,8 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
         stream.write(text.encode())
 
 
-def describe(
-    data: IndexedDataset,
-    max_token: int,
-    *,
-    tokenizer: str | None = None,
-    vocab: int | None = None,
-    eod: int | None = None,
-    bos: Sequence[int] | None = None,
-    chat_templates: Mapping[str, str] | None = None,
-) -> Sidecar:
-    """The sidecar of an open dataset."""
+def describe(data: IndexedDataset, max_token: int) -> Sidecar:
+    """The sidecar of an open dataset, of which nothing is known but its files."""
     return Sidecar(
         fingerprint=fingerprint(data.prefix),
         documents=data.documents,
@@ -113,12 +104,7 @@ def describe(
         max_token=max_token,
         dtype=data.dtype.name,
         bin_bytes=data.tokens.nbytes,
-        tokenizer=tokenizer,
-        vocab=vocab,
-        eod=eod,
-        bos=None if bos is None else list(bos),
         mask=None if data.mask is None else sampled_hash(data.mask.path),
-        chat_templates=chat_templates,
     )
 
 

@@ -51,10 +51,6 @@ class Base:
         reference = manifest.progress.get("base")
         return None if reference is None else cls(**reference)
 
-    def as_tree(self) -> dict[str, Any]:
-        """The reference as JSON values, for the checkpoint's progress."""
-        return asdict(self)
-
     def source(self, config: Config) -> str | None:
         """The weights' location: ``model.load`` if it is given, as they may have moved; of a run that it
         names, the checkpoint they were."""
@@ -213,4 +209,4 @@ def manifest_identity(path: Path) -> str:
 
 def recorded(base: Base | None) -> Mapping[str, Any]:
     """The entry of a base in a checkpoint's progress; empty without one."""
-    return {} if base is None else {"base": base.as_tree()}
+    return {} if base is None else {"base": asdict(base)}

@@ -11,10 +11,9 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from hexad.config import Config, HexadError, dump_config
 from hexad.dataset.files import sync_directory, write_durably
@@ -124,11 +123,22 @@ def write_manifest(
     text = b"{}\n" if config is None else dump_config(config).encode()
     tree = {} if config is None else config.model_dump(mode="json", by_alias=True)
     write_durably(directory / "config.yaml", text)
-    record = FileRecord(((len(text), xxhash.xxh3_128_hexdigest(text)),))
-    complete = Index.empty({"config.yaml": record, **(others or {})}).merge(index)
+    complete = Index.empty({"config.yaml": FileRecord.of(text), **(others or {})}).merge(index)
     manifest = Manifest(dict(progress), tree, complete, dict(origin))
     manifest.check_coverage(expected)
     write_durably(directory / MANIFEST_FILE, manifest.encode())
+
+
+def origin_of(reason: str, world: int = 1, layout: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Where a checkpoint that is being written comes from, for its manifest."""
+    return {
+        "world": world,
+        "layout": dict(layout or {}),
+        "reason": reason,
+        "saved_at": time.time(),
+        "hexad": version("hexad"),
+        "torch": version("torch"),
+    }
 
 
 def wait_until_visible(checkpoint: Path, checksum: bytes | None, seconds: float) -> None:

@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from hexad.parallel.rectangle import Rectangle
@@ -41,6 +42,11 @@ class FileRecord:
     sections: tuple[tuple[int, str], ...]
     header: int = 0
     blocks: bytes = b""
+
+    @classmethod
+    def of(cls, content: bytes) -> FileRecord:
+        """The record of a file without tensors."""
+        return cls(((len(content), xxhash.xxh3_128_hexdigest(content)),))
 
     @property
     def size(self) -> int:

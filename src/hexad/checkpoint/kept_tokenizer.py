@@ -30,7 +30,6 @@ from hexad.model.hugging_face import CONFIG_FILE
 
 from .hugging_face.files import byte_tokenizer_files, has_tokenizer, tokenizer_files
 from .index import FileRecord
-from .manifest import whole_file
 
 log = logging.getLogger("hexad")
 
@@ -143,7 +142,7 @@ def keep_files(checkpoint: Path, files: Mapping[str, bytes]) -> dict[str, FileRe
     folder = checkpoint / FOLDER
     folder.mkdir()
     _write(files, folder)
-    return {f"{FOLDER}/{name}": whole_file(folder / name) for name in files}
+    return {f"{FOLDER}/{name}": FileRecord.of(content) for name, content in files.items()}
 
 
 def _content(folder: Path) -> dict[str, bytes]:

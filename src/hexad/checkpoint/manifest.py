@@ -251,13 +251,6 @@ def verify_files(checkpoint: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def whole_file(path: Path) -> FileRecord:
-    """The record of a file without tensors."""
-    size = path.stat().st_size
-    (checksum,) = checksums(path, [size])
-    return FileRecord(((size, checksum),))
-
-
 def checksums(path: Path, sizes: Iterable[int]) -> list[str]:
     """XXH3-128 of each section of a file, in hexadecimal; ``sizes``: of the sections, in bytes."""
     digests, buffer = [], bytearray(2**20)

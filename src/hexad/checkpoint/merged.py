@@ -28,13 +28,13 @@ class Weights:
         where: they are, for messages.
         weights_only: whether they are no run's, but an imported model's.
         tensors: the format and shape in which each is stored.
-        values: reads a rectangle (offset, sizes) of a tensor.
+        read: reads a rectangle (name, offset, sizes) of a tensor; a HexadError says that it is damaged.
     """
 
     where: str
     weights_only: bool
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    values: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
+    read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 
     def dtype(self, name: str) -> torch.dtype:
         """The format in which a tensor is stored."""
@@ -50,14 +50,6 @@ class Weights:
         if stored != shape:
             problem = "is missing" if stored is None else f"has shape {stored}"
             raise HexadError(f"{self.where}: tensor model.{name} {problem}, the model has {shape}")
-
-    def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A rectangle of a tensor.
-
-        Raises:
-            HexadError: it is damaged or cannot be read.
-        """
-        return self.values(name, offset, sizes)
 
 
 def _saved(checkpoint: Checkpoint) -> Weights:

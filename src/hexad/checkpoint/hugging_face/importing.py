@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,11 +16,11 @@ from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.transformer import DTYPES
 from hexad.parallel.rectangle import Rectangle
 
-from ..directory import write_manifest
+from ..directory import origin_of, write_manifest
 from ..index import FileRecord, Index
 from ..kept_tokenizer import FOLDER, copied_files, keep_files
 from ..manifest import STEP_NAME
-from ..tensor_file import Part, TensorFile, dtype_name
+from ..tensor_file import Part, TensorFile, write_shard
 from .files import appearing, has_tokenizer
 from .weights import HuggingFaceModel, row_slices
 
@@ -71,7 +68,8 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
             index = _written(model, partial)
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
-        write_manifest(partial, index, expected, config, progress, origin_of_import(source), others)
+        origin = origin_of(f"imported from {source.resolve()}")
+        write_manifest(partial, index, expected, config, progress, origin, others)
     return ImportedModel(config, sizes.total(), has_tokenizer(source))
 
 
@@ -83,18 +81,6 @@ def check_target(to: Path) -> None:
     """
     if STEP_NAME.fullmatch(to.name):
         raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
-
-
-def origin_of_import(source: Path) -> dict[str, Any]:
-    """The origin in the manifest of an imported checkpoint."""
-    return {
-        "world": 1,
-        "layout": {},
-        "reason": f"imported from {source.resolve()}",
-        "saved_at": time.time(),
-        "hexad": version("hexad"),
-        "torch": str(torch.__version__),
-    }
 
 
 def with_precision(config: Config, dtype: torch.dtype) -> Config:
@@ -125,11 +111,10 @@ def with_tokenizer(
 def _written(model: HuggingFaceModel, directory: Path) -> Index:
     """Write all weights to one tensor file; returns its index."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
-    file = TensorFile.alone(
-        Part(whole.named(f"model.{name}"), dtype_name(model.dtypes[name])) for name, whole in wholes.items()
+    parts = (Part(whole.named(f"model.{name}"), model.dtypes[name]) for name, whole in wholes.items())
+    slices = (
+        model.read(whole.rows(row, row + rows))
+        for name, whole in wholes.items()
+        for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize)
     )
-    with file.open(directory) as writer:
-        for name, whole in wholes.items():
-            for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize):
-                writer.write(model.read(whole.rows(row, row + rows)))
-        return file.index(writer.close())
+    return write_shard(directory, TensorFile.alone(parts), slices)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Mapping
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +144,11 @@ class State:
 
     def _pieces(self, bucket: Bucket, kind: str, tensor: torch.Tensor) -> list[Chunk]:
         """A tensor like a bucket's master as chunks. Frozen weights are rounded to the model's format."""
+        traits = bucket.traits
+        # A copy of the embedding's weight is written by the stage with the embedding.
+        holder = None if traits.copy else self.sharding[traits.grid].holder(traits)
         return [
-            Chunk(
-                rectangle.named(f"{kind}.{rectangle.name}"),
-                values,
-                self._holder(bucket),
-                rounded=bucket.plan.frozen,
-            )
+            Chunk(rectangle.named(f"{kind}.{rectangle.name}"), values, holder, bucket.plan.frozen)
             for rectangle, values in bucket.pieces(tensor)
         ]
 
@@ -162,11 +160,6 @@ class State:
         """
         self.gatherer.settle()
         self.replicas.check()
-
-    def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
-        traits = bucket.traits
-        # A copy of the embedding's weight is written by the stage with the embedding.
-        return None if traits.copy else self.sharding[traits.grid].holder(traits)
 
     def weights(self, adapters: bool = False) -> list[Chunk]:
         """This rank's shard of the model's weights, as views: of master weights, and of frozen ones; those of
@@ -227,9 +220,8 @@ class Heap:
 
 def give_back() -> None:
     """Give back what is free."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident() -> int:
@@ -239,12 +231,3 @@ def resident() -> int:
         return (everything - files) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library
-        return None
-    return trim

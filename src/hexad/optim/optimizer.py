@@ -203,38 +203,27 @@ class AdamW(Rule):
         assert lr is not None, "AdamW has no learning rate of its own"
         divisor = self._divisor(factor)
         self._updates.add_(1)
-        for bucket, moments, gradient in zip(self.buckets, self._moments, gradients):
+        beta1, beta2 = self.settings.betas
+        for bucket, (first, second), gradient in zip(self.buckets, self._moments, gradients):
             if factor != 1 and divisor is None:
                 gradient.mul_(factor)
-            self._update(bucket, moments, gradient, lr, divisor)
+            torch._fused_adamw_(
+                [bucket.master],
+                [gradient],
+                [first],
+                [second],
+                [],
+                [self._updates],
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=self.settings.weight_decay if bucket.traits.decay else 0.0,
+                eps=self.settings.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+            )
             publish(bucket)
-
-    def _update(
-        self,
-        bucket: Bucket,
-        moments: Sequence[torch.Tensor],
-        gradient: torch.Tensor,
-        lr: float,
-        divisor: torch.Tensor | None,
-    ) -> None:
-        first, second = moments
-        beta1, beta2 = self.settings.betas
-        torch._fused_adamw_(
-            [bucket.master],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [self._updates],
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=self.settings.weight_decay if bucket.traits.decay else 0.0,
-            eps=self.settings.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-        )
 
     def _divisor(self, factor: float) -> torch.Tensor | None:
         """What AdamW's kernel divides gradients by as it reads them (``GradScaler``'s way): a float32. None

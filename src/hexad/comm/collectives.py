@@ -43,11 +43,6 @@ def sent_bytes(operation: str, size: int, nbytes: int) -> int:
     raise ValueError(f"unknown operation {operation!r}")
 
 
-def all_to_all_bytes(parts: Sequence[int], rank: int) -> int:
-    """Bytes sent by a rank in an all_to_all: its ``parts``, in bytes by receiver, but for its own."""
-    return sum(parts) - parts[rank]
-
-
 T = TypeVar("T")
 
 # torch 2.13 renamed two collectives; 2.11 and 2.12 know the old names only.
@@ -228,9 +223,8 @@ def all_to_all_async(
     if size == 1:
         return Pending(tensor)
     result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    row = tensor[:1].nbytes if rows else 0
+    away = (rows - send[axis.rank]) * (tensor[:1].nbytes if rows else 0)  # all but this rank's own
     call = partial(dist.all_to_all_single, result, tensor, receive, send, group=axis.group, async_op=True)
-    away = all_to_all_bytes([count * row for count in send], axis.rank)
     return _start("all_to_all", axis, away, result, call, tensor, sent=away)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from array import array
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -99,6 +100,8 @@ class IndexedDataset:
         self.dtype, sequences, boundaries = self._header()
         self._map_index(sequences, boundaries)
         self._check_ends()
+        self._first, self._documents, self._origin = 0, boundaries - 1, 0
+        self._is_whole = True
         self._verified = self._one_sequence_each = False
         if max(sequences, boundaries) <= SMALL:
             self.verify()
@@ -177,7 +180,7 @@ class IndexedDataset:
             if wrong.size:
                 raise self._not_contiguous(start + int(wrong[0]))
             total = int(ends[-1])
-        single = len(self.lengths) == self.documents
+        single = len(self.lengths) == len(self.boundaries) - 1
         for start in range(0, len(self.boundaries), _CHUNK):
             counts = np.diff(self.boundaries[start : start + _CHUNK + 1])
             if (counts < 0).any():
@@ -211,16 +214,38 @@ class IndexedDataset:
     @property
     def documents(self) -> int:
         """Number of documents, empty ones included."""
-        return len(self.boundaries) - 1
+        return self._documents
 
     def __len__(self) -> int:
         return self.documents
 
+    def part(self, begin: float, end: float) -> IndexedDataset:
+        """The documents between two fractions of this dataset, rounded to complete documents as in
+        Megatron-LM. Nothing is copied.
+
+        Raises:
+            HexadError: there is no document, or no token, between them.
+        """
+        first, last = (round(fraction * self.documents) for fraction in (begin, end))
+        origin, stop = self.starts(np.array([first, last])).tolist()
+        if stop <= origin:
+            raise HexadError(
+                f"{self.prefix}: data.split takes {last - first} of its {self.documents} documents, which "
+                f"have {stop - origin} tokens; give more data or another data.split"
+            )
+        part = copy(self)
+        part._is_whole = False
+        part._first, part._documents, part._origin = first, last - first, origin
+        part.tokens = self.tokens[origin:stop]
+        part.mask = None if self.mask is None else self.mask.after(origin)
+        return part
+
     def identity(self) -> tuple[object, ...]:
         """Size, time of the last change, and a hash of parts of the index: what identifies it without
-        reading all of it."""
+        reading all of it; of a part also which."""
         status = self._idx.stat()
-        return status.st_size, status.st_mtime_ns, sampled_hash(self._idx)
+        part = () if self._is_whole else (self._first, self._documents)
+        return status.st_size, status.st_mtime_ns, sampled_hash(self._idx), *part
 
     def starts(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """Position in :attr:`tokens` at which each document begins (and the one before it ends).
@@ -231,14 +256,14 @@ class IndexedDataset:
         Returns:
             int64 ``[n]``, in tokens.
         """
-        first = self.boundaries[documents]
+        first = self.boundaries[documents + self._first]
         inside = self._pointers[np.minimum(first, len(self._pointers) - 1)] // self.dtype.itemsize
-        return np.where(first < len(self._pointers), inside, self._total)
+        return np.where(first < len(self._pointers), inside, self._total) - self._origin
 
     def tokens_in(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of tokens of each document, int64 ``[n]``."""
         if self._one_sequence_each:  # a third of the random reads
-            return self.lengths[documents].astype(np.int64)
+            return self.lengths[documents + self._first].astype(np.int64)
         return self.starts(documents + 1) - self.starts(documents)
 
     def __getitem__(self, document: int) -> NDArray[Any]:

@@ -151,7 +151,13 @@ def check_mask(data: IndexedDataset, built: Sidecar) -> None:
         raise HexadError(f"{path}: damaged: not what was written; build the data again, or copy it again")
 
 
-def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
+def open_built(
+    prefix: str,
+    vocab: int | None,
+    eod: int | None,
+    bos: Sequence[int] | None,
+    part: tuple[float, float] | None = None,
+) -> IndexedDataset:
     """A dataset that fits a run by what its sidecar records; without one, only damage is found here.
 
     Args:
@@ -159,6 +165,7 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
         vocab: refuse a token id that is not below this. None: unchecked.
         eod: of the run's tokenizer; data built with another is refused. None: unchecked.
         bos: ids before each document in the run; data built with others is refused. None: unchecked.
+        part: which documents to take, as fractions; None: all.
 
     Raises:
         HexadError: it cannot be opened, or does not fit.
@@ -184,4 +191,4 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
                 f"data.tokenizer give {list(bos)}; set data.bos to {'auto' if built.bos else 'no'} or build "
                 "the data again"
             )
-    return data
+    return data if part is None else data.part(*part)

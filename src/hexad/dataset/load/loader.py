@@ -25,7 +25,7 @@ from ..sidecar import open_built
 from ..text.tokenizer import Tokenizer, bos_ids
 from .microbatch import IGNORED, Microbatch
 from .order import Blend
-from .samples import OrderSettings, Samples, Source, part_of
+from .samples import OrderSettings, Samples, Source
 from .whole_samples import Packing, TooLong, WholeSamples, source_of
 
 log = logging.getLogger("hexad")
@@ -110,7 +110,7 @@ class DataLoader:
         self._blend = Blend([weight for weight, _ in blend])
         self._sources: list[Source] = []
         with blaming(setting):
-            opened = [part_of(open_built(prefix, vocab, eod, bos), part) for _, prefix in blend]
+            opened = [open_built(prefix, vocab, eod, bos, part) for _, prefix in blend]
             for number, dataset in enumerate(opened):
                 order = OrderSettings(seed=seed, source=number, cache_dir=cache_dir, patience=patience)
                 source = source_of(dataset, packing, sequence, too_long, **order)

@@ -12,14 +12,12 @@ from typing import Any
 
 from hexad.config import HexadError
 from hexad.dataset.files import write_durably
-from hexad.dataset.text.tokenizer import BYTE_END, byte_backend
+from hexad.dataset.text.tokenizer import BYTE_END, byte_backend, vocabulary_files
 from hexad.model.hugging_face import CONFIG_FILE
 
 from ..directory import make_visible
 
 GENERATION_FILE = "generation_config.json"
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
-"""Files that make a directory a tokenizer (``data.tokenizer``)."""
 _BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -67,16 +65,12 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files of a tokenizer, and those that belong to it."""
     names = (directory / name for name in _BESIDE)
-    return [*_tokenizers(directory), *(path for path in names if path.is_file())]
+    return [*vocabulary_files(directory), *(path for path in names if path.is_file())]
 
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether a directory can be used as ``data.tokenizer``."""
-    return bool(_tokenizers(directory))
-
-
-def _tokenizers(directory: Path) -> list[Path]:
-    return [path for pattern in _TOKENIZERS for path in sorted(directory.glob(pattern)) if path.is_file()]
+    return bool(vocabulary_files(directory))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -181,7 +181,8 @@ def opened_model(directory: Path, model: ModelSettings) -> Iterator[tuple[Huggin
         HexadError: it is missing, damaged, not supported, or of another model.
     """
     with HuggingFaceModel(directory, model) as source:
-        yield source, _identity([(name, _sampled(directory / name)) for name in source.files])
+        files = [(name, _sampled(directory / name)) for name in source.files]
+        yield source, f"{len(files)} files ({xxhash.xxh3_64_hexdigest(repr(files).encode())})"
 
 
 def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
@@ -230,10 +231,6 @@ def _sampled(path: Path) -> str:
             file.seek(size * place // 64)
             checksum.update(file.read(512))
     return f"{size} {checksum.hexdigest()}"
-
-
-def _identity(files: Sequence[tuple[str, str]]) -> str:
-    return f"{len(files)} files ({xxhash.xxh3_64_hexdigest(repr(files).encode())})"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -308,20 +308,25 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise HexadError(f"tokenizer '{spec}': unknown kind of file '{path.name}'; {_ACCEPTED}")
 
 
+def vocabulary_files(directory: Path) -> list[Path]:
+    """The files that make a directory a tokenizer (``data.tokenizer``); the first is used."""
+    patterns = "tokenizer.json", "tokenizer.model", "*.tiktoken"
+    return [file for pattern in patterns for file in sorted(directory.glob(pattern)) if file.is_file()]
+
+
 def vocabulary_file(spec: str) -> Path | None:
     """The file with a tokenizer's vocabulary; None for ``byte``."""
     if spec == "byte":
         return None
-    directory = path = Path(spec)
+    path = Path(spec)
     if path.is_file():
         return path
     if not path.is_dir():
         raise HexadError(f"tokenizer '{spec}': no such file or directory; {_ACCEPTED}")
-    for pattern in ("tokenizer.json", "tokenizer.model", "*.tiktoken"):
-        if files := sorted(file for file in directory.glob(pattern) if file.is_file()):
-            return files[0]
+    if files := vocabulary_files(path):
+        return files[0]
     raise HexadError(
-        f"tokenizer '{directory}': the directory has no tokenizer.json, tokenizer.model or .tiktoken file; "
+        f"tokenizer '{path}': the directory has no tokenizer.json, tokenizer.model or .tiktoken file; "
         "save it with transformers' AutoTokenizer(...).save_pretrained"
     )
 

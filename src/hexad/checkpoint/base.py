@@ -102,13 +102,7 @@ def removal_notice(base: Base) -> str | None:
 
 def load_weights(config: Config, name: str, chunks: Sequence[Chunk], axis: Axis) -> Base:
     """Fill chunks named ``model.<global name>`` with the weights that ``name`` (as ``model.load``) names, all
-    ranks of ``axis`` together: each reads what it holds.
-
-    Args:
-        config: whose model they belong to.
-        name: of a Hugging Face directory, a run or a checkpoint.
-        chunks: of this rank; without adapters.
-        axis: of all ranks.
+    ranks of ``axis`` together: each reads what it holds. ``config``: whose model they belong to.
 
     Raises:
         AgreedError: they are missing, damaged, of another model, or not the same on all ranks.
@@ -170,13 +164,7 @@ def base_of(checkpoint: Path, manifest: Manifest) -> Base:
 
 def load_model_weights(source: Path | str, config: Config, chunks: Sequence[Chunk], axis: Axis) -> None:
     """Fill chunks with all that a model computes with, all ranks together: of a checkpoint, with the base of
-    its adapters, or of a Hugging Face directory.
-
-    Args:
-        source: a checkpoint, or ``hf:DIR``.
-        config: whose model it is.
-        chunks: of this rank, adapters among them.
-        axis: of all ranks.
+    its adapters, or of a Hugging Face directory (``hf:DIR``).
 
     Raises:
         AgreedError: as for :func:`load_weights` and :func:`load_base`.

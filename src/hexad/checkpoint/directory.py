@@ -142,12 +142,8 @@ def origin_of(reason: str, world: int = 1, layout: Mapping[str, Any] | None = No
 
 
 def wait_until_visible(checkpoint: Path, checksum: bytes | None, seconds: float) -> None:
-    """Wait until this process sees a checkpoint's manifest as another one does.
-
-    Args:
-        checkpoint: its path.
-        checksum: of the manifest, as the other one reads it; None: it sees none either.
-        seconds: to wait at most.
+    """Wait until this process sees a checkpoint's manifest as another one does, with this ``checksum`` (None:
+    there is none), for so many seconds at most.
 
     Raises:
         HexadError: it does not become visible.

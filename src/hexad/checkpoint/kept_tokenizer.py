@@ -111,7 +111,7 @@ def _replace(folder: Path, files: Mapping[str, bytes]) -> None:
     for left in (partial, old):
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
-    _write(files, partial)
+    write_files(files, partial)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
@@ -141,7 +141,7 @@ def keep_files(checkpoint: Path, files: Mapping[str, bytes]) -> dict[str, FileRe
     """
     folder = checkpoint / FOLDER
     folder.mkdir()
-    _write(files, folder)
+    write_files(files, folder)
     return {f"{FOLDER}/{name}": FileRecord.of(content) for name, content in files.items()}
 
 
@@ -151,7 +151,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def _write(files: Mapping[str, bytes], folder: Path) -> None:
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
     """Write files into a folder and flush them to disk."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

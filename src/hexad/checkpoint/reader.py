@@ -250,12 +250,7 @@ listings of directories for up to 60 by default (acdirmax)."""
 
 def chosen(choose: Callable[[], Path | None], axis: Axis, where: Path) -> Path | None:
     """What the first rank chooses, as soon as every rank sees it: each for itself, ranks of other hosts
-    could choose by old listings of a network file system.
-
-    Args:
-        choose: finds a checkpoint or None, on the first rank.
-        axis: of all ranks.
-        where: it looks, for messages.
+    could choose by old listings of a network file system. ``where`` it looks is for messages.
 
     Raises:
         AgreedError: what ``choose`` raises, or a rank does not see what was found.

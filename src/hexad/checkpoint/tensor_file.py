@@ -262,18 +262,12 @@ class TensorFile:
     own: slice
 
     @classmethod
-    def alone(cls, parts: Iterable[Part]) -> TensorFile:
-        """The only tensor file of a checkpoint, written by one process."""
-        parts = tuple(parts)
-        return cls(_name(0), parts, slice(0, len(parts)))
-
-    @classmethod
     def of_host(cls, rank: int, parts: Mapping[int, Sequence[Part]]) -> TensorFile:
-        """The file that some ranks of a host write; ``parts``: of each of them, by rank."""
+        """The file that some ranks of a host write, named by the first; ``parts``: of each, by rank."""
         ranks = sorted(parts)
         before = sum(len(parts[other]) for other in ranks if other < rank)
         together = tuple(part for other in ranks for part in parts[other])
-        return cls(_name(ranks[0]), together, slice(before, before + len(parts[rank])))
+        return cls(f"rank-{ranks[0]:05d}.safetensors", together, slice(before, before + len(parts[rank])))
 
     def index(self, record: FileRecord) -> Index:
         """The index of this rank's values; ``record``: of the section that it has written."""
@@ -283,11 +277,6 @@ class TensorFile:
             begin += part.rectangle.numel * part.dtype.itemsize
             block += block_count(part.rectangle.sizes, part.dtype.itemsize)
         return Index.of_file(self.name, record, places[self.own])
-
-
-def _name(rank: int) -> str:
-    """The name of the file of a host, by its first rank."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 def write_shard(directory: Path, file: TensorFile, values: Iterable[torch.Tensor]) -> Index:

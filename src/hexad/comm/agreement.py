@@ -34,12 +34,9 @@ _MOST_VALUES = 8
 
 
 def merged(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T:
-    """Every rank's picklable ``value``, merged in the order of the ranks, on every rank.
+    """Every rank's picklable ``value``, merged in the order of the ranks, on every rank of the mesh.
 
-    Args:
-        value: this rank's.
-        axis: of all ranks of the mesh.
-        merge: two values into one, the first of lower ranks; associative. It must not raise.
+    ``merge`` makes one of two values, the first of lower ranks; it is associative, and must not raise.
     """
     if axis.size == 1:
         return value
@@ -189,13 +186,8 @@ def first_difference(value: object, axis: Axis) -> tuple[Any, int, Any] | None:
 
 
 def identical(what: str, value: object, axis: Axis) -> None:
-    """See that all ranks have the same value.
-
-    Args:
-        what: for the message; of a tree of dictionaries the leaf that differs is named, with ``settings``
-            without a prefix.
-        value: this rank's.
-        axis: of all ranks.
+    """See that all ranks have the same value. The message names ``what``; of a tree of dictionaries the leaf
+    that differs is named, with ``settings`` without a prefix.
 
     Raises:
         AgreedError: they do not; names two ranks and what they have.

@@ -319,19 +319,13 @@ def wait_for(axis: Axis, action: Callable[[], T]) -> T:
         CommError: a peer is lost.
     """
     what = f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})"
-    made = Call(what, 0, time.time(), f"hexad.{axis.name}.agreement")
-    results: list[T] = []
-    _wait(made, axis.trace, lambda: results.append(action()))
-    return results[0]
+    return _wait(Call(what, 0, time.time(), f"hexad.{axis.name}.agreement"), axis.trace, action)
 
 
-def _wait(call: Call, trace: Trace | None, action: Callable[[], object], work: Any = None) -> None:
+def _wait(call: Call, trace: Trace | None, action: Callable[[], T], work: Any = None) -> T:
     """Wait for a call by ``action``, noted in the trace, if there is one, and labelled for the profiler."""
     try:
         with torch.profiler.record_function(f"{call.label}.wait"):
-            if trace is None:
-                action()
-            else:
-                trace.wait(call, action, work)
+            return action() if trace is None else trace.wait(call, action, work)
     except RuntimeError as error:
         raise CommError(f"{call.what} failed: {error}") from error

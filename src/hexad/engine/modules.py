@@ -127,7 +127,7 @@ class Modules:
             placement: the pipeline rank of every stage.
             mesh: of the run.
             training: refuse stages in which nothing is trained.
-            groups: of a ``torch.optim`` optimizer, of which a parameter's bucket keeps the number.
+            groups: of a ``torch.optim`` optimizer; a parameter's bucket keeps the number of its group.
             ties: plain parameters of several stages.
 
         Raises:

@@ -42,15 +42,8 @@ def formats(precision: PrecisionSettings) -> Formats:
 class State:
     """The parameters of modules in buckets, with their gradients and optimizer, on this rank.
 
-    Args:
-        stages: this rank's pipeline stages by number.
-        plan: of the pipeline.
-        config: all settings.
-        mesh: of the run; of the model's factored axes, where it has them.
-        training: False for evaluation only: there are no gradients, no optimizer state and no master values.
-        described: the stages are the model that ``config`` describes, not modules of one's own.
-        optimizer: of ``torch.optim``, with the parameters that are trained; None for AdamW by ``config``.
-        ties: see :data:`~hexad.engine.modules.Ties`.
+    Args are those of :class:`~hexad.engine.engine.Engine`, but ``mesh`` has the model's factored axes, where
+    it has them, and ``described`` tells the model that ``config`` describes from a user's modules.
 
     Attributes:
         stages, config, mesh: as given.

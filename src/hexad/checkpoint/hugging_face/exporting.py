@@ -13,7 +13,6 @@ import torch
 
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
-from hexad.dataset.files import write_durably
 from hexad.model.configuration import build_config
 from hexad.model.families import Family
 from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
@@ -22,7 +21,7 @@ from hexad.model.pretrained import HUGGING_FACE
 from hexad.model.transformer import DTYPES
 
 from ..base import Base
-from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint
+from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint, write_files
 from ..merged import Weights
 from ..reader import Checkpoint
 from ..tensor_file import Tensor, TensorFileWriter, dtype_name
@@ -188,10 +187,9 @@ def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
 def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) -> list[str]:
     """Write tokenizer and configurations beside the weights; returns notes on what is missing."""
     given = Path(config.data.tokenizer)
-    for name, content in copied_files(config.data.tokenizer).items():
-        if name != CONFIG_FILE:  # the model's own is written
-            (directory / name).parent.mkdir(exist_ok=True)
-            write_durably(directory / name, content)
+    files = copied_files(config.data.tokenizer)
+    files.pop(CONFIG_FILE, None)  # the model's own is written
+    write_files(files, directory)
     folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
     special: dict[str, Any] = special_tokens(folder, eod)
     write_json(directory / CONFIG_FILE, config_json(config.model, dtype, special))

@@ -34,11 +34,7 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 @contextmanager
 def appearing(path: Path, option: str) -> Iterator[Path]:
     """A directory to write into; it becomes ``path`` by one rename after the block, and is removed if that
-    fails.
-
-    Args:
-        path: where it will be.
-        option: that named it, for messages.
+    fails. Messages name the ``option`` that named it.
 
     Raises:
         HexadError: it exists already, or cannot be written.

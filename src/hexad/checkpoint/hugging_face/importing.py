@@ -92,17 +92,8 @@ def with_precision(config: Config, dtype: torch.dtype) -> Config:
 def with_tokenizer(
     config: Config, directory: Path, partial: Path, final: Path
 ) -> tuple[Config, dict[str, FileRecord]]:
-    """The configuration with the tokenizer of a Hugging Face directory, whose files are copied.
-
-    Args:
-        config: of the checkpoint.
-        directory: with ``config.json``, and a tokenizer if there is one.
-        partial: the checkpoint's directory while it is written.
-        final: its path afterwards.
-
-    Returns:
-        The configuration, and the records of the copied files by name.
-    """
+    """The configuration of a checkpoint with the tokenizer of a Hugging Face directory, and the records of
+    its files, which are copied to ``partial``: the checkpoint while it is written, later ``final``."""
     data = config.data.model_copy(update={"tokenizer": str(final / FOLDER)})
     records = keep_files(partial, copied_files(str(directory)))
     return config.model_copy(update={"data": data}), records
@@ -111,10 +102,10 @@ def with_tokenizer(
 def _written(model: HuggingFaceModel, directory: Path) -> Index:
     """Write all weights to one tensor file; returns its index."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
-    parts = (Part(whole.named(f"model.{name}"), model.dtypes[name]) for name, whole in wholes.items())
+    parts = [Part(whole.named(f"model.{name}"), model.dtypes[name]) for name, whole in wholes.items()]
     slices = (
         model.read(whole.rows(row, row + rows))
         for name, whole in wholes.items()
         for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize)
     )
-    return write_shard(directory, TensorFile.alone(parts), slices)
+    return write_shard(directory, TensorFile.of_host(0, {0: parts}), slices)

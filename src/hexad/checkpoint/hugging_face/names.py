@@ -82,12 +82,7 @@ def located(
     tensors: Mapping[str, PublishedTensor], present: Collection[str], model: ModelSettings, where: Path
 ) -> dict[str, str]:
     """The published name of each tensor, by our name; with or without the prefix of a model with a head.
-
-    Args:
-        tensors: from :func:`published_tensors`.
-        present: the names of their tensors.
-        model: resolved settings.
-        where: they are, for messages.
+    ``present``: the names of the tensors ``where`` they are.
 
     Raises:
         HexadError: one is missing, or there is one that the model does not have.

@@ -124,5 +124,5 @@ def write_import(
 
 
 def _written(tensors: Sequence[ForeignTensor], directory: Path) -> Index:
-    parts = (Part(Rectangle.whole(tensor.name, tensor.shape), tensor.dtype) for tensor in tensors)
-    return write_shard(directory, TensorFile.alone(parts), (tensor.read() for tensor in tensors))
+    parts = [Part(Rectangle.whole(tensor.name, tensor.shape), tensor.dtype) for tensor in tensors]
+    return write_shard(directory, TensorFile.of_host(0, {0: parts}), (tensor.read() for tensor in tensors))

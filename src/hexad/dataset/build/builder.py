@@ -78,12 +78,10 @@ class _Encoded:
     """The documents of one task.
 
     Attributes:
-        tokens: their ids, one after another.
+        tokens: their ids, one after another; ``lengths`` are those of the documents.
         trained: which of them are trained; None: all.
-        lengths: of the documents.
         framed: for each kind of document among them whether it has what begins and ends documents; a
             conversation has not.
-        skipped: what was skipped.
         size: of what was read, in bytes.
     """
 

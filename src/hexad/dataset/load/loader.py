@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from hexad.config import Config
 from hexad.config.errors import ConfigError, blaming
 from hexad.parallel.context.slice import Slicing
+from hexad.parallel.tensor.loss import IGNORED
 
 from ..sidecar import open_built
 from ..text.tokenizer import Tokenizer, bos_ids
-from .microbatch import IGNORED, Microbatch
+from .microbatch import Microbatch
 from .order import Blend
 from .samples import OrderSettings, Samples, Source
 from .whole_samples import Packing, TooLong, WholeSamples, source_of
@@ -198,12 +199,13 @@ class DataLoader:
     def _samples(self, samples: NDArray[np.int64]) -> Samples:
         """Samples of the blend; documents begin where they are isolated."""
         sources, numbers = self._blend.locate(samples)
-        parts = []
-        for number in np.unique(sources):
-            rows, source = np.flatnonzero(sources == number), self._sources[number]
+
+        def read(number: int, rows: NDArray[np.int64]) -> Samples:
+            source = self._sources[number]
             part = source.read(numbers[rows])
-            parts.append((rows, part._replace(begins=part.begins & (self._isolates or source.isolated))))
-        return Samples.gather(parts)
+            return part._replace(begins=part.begins & (self._isolates or source.isolated))
+
+        return Samples.gather(sources, read)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -219,23 +221,14 @@ class DataLoader:
 def _report(setting: str, source: WholeSamples) -> None:
     facts = source.facts
     log.info(
-        "%s: %s: %s documents in %s samples per epoch, %.1f %% of their positions; the longest has %s tokens",
-        setting,
-        source.data.prefix,
-        f"{facts.documents:,}",
-        f"{facts.samples:,}",
-        100 * facts.efficiency,
-        f"{facts.longest:,}",
+        f"{setting}: {source.data.prefix}: {facts.documents:,} documents in {facts.samples:,} samples per "
+        f"epoch, {100 * facts.efficiency:.1f} % of their positions; the longest has {facts.longest:,} tokens"
     )
     if facts.too_long:
         log.warning(
-            "%s: %s documents are longer than data.sequence %d: %s truncated, %s skipped (data.too_long %s)",
-            setting,
-            f"{facts.too_long:,}",
-            facts.sequence,
-            f"{facts.too_long - facts.left_out:,}",
-            f"{facts.left_out:,}",
-            source.too_long,
+            f"{setting}: {facts.too_long:,} documents are longer than data.sequence {facts.sequence}: "
+            f"{facts.too_long - facts.left_out:,} truncated, {facts.left_out:,} skipped (data.too_long "
+            f"{source.too_long})"
         )
 
 

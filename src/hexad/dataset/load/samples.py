@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Required, TypedDict, Unpack
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,15 +60,19 @@ class Samples(NamedTuple):
     trained: NDArray[np.bool_] | None
 
     @classmethod
-    def gather(cls, parts: Sequence[tuple[NDArray[np.int64], Samples]]) -> Samples:
-        """Samples from several places, each part with the numbers of its rows."""
+    def gather(
+        cls, places: NDArray[np.integer[Any]], read: Callable[[int, NDArray[np.int64]], Samples]
+    ) -> Samples:
+        """Samples from several places, ``[n]``: those of each are read together, given their row numbers."""
+        rows = {int(place): np.flatnonzero(places == place) for place in np.unique(places)}
+        parts = [read(place, own) for place, own in rows.items()]
         if len(parts) == 1:
-            return parts[0][1]
-        order = np.argsort(np.concatenate([rows for rows, _ in parts]))
-        tokens, begins = (np.concatenate([part[of] for _, part in parts])[order] for of in (0, 1))
-        if all(part.trained is None for _, part in parts):
+            return parts[0]
+        order = np.argsort(np.concatenate(list(rows.values())))
+        tokens, begins = (np.concatenate([part[of] for part in parts])[order] for of in (0, 1))
+        if all(part.trained is None for part in parts):
             return cls(tokens, begins, None)
-        trained = [np.ones_like(part.begins) if part.trained is None else part.trained for _, part in parts]
+        trained = [np.ones_like(part.begins) if part.trained is None else part.trained for part in parts]
         return cls(tokens, begins, np.concatenate(trained)[order])
 
 
@@ -140,8 +144,7 @@ class Source(ABC):
     def read(self, samples: NDArray[np.int64]) -> Samples:
         """The samples with these numbers, int64 ``[n]``, counted from 0 over all epochs."""
         epochs, numbers = np.divmod(samples, self.per_epoch)
-        rows = {int(epoch): np.flatnonzero(epochs == epoch) for epoch in np.unique(epochs)}
-        return Samples.gather([(own, self._cut(epoch, numbers[own])) for epoch, own in rows.items()])
+        return Samples.gather(epochs, lambda epoch, rows: self._cut(epoch, numbers[rows]))
 
     @abstractmethod
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
@@ -194,11 +197,6 @@ class Source(ABC):
 
 class SampleSource(Source):
     """The samples of a dataset whose documents are joined and cut.
-
-    Args:
-        data: the dataset.
-        sequence: inputs per sample, in tokens.
-        order: see :class:`OrderSettings`.
 
     Raises:
         HexadError: the dataset is too small for one sample.

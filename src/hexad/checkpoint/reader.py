@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,33 +163,26 @@ class Checkpoint:
 
     def _read(self, part: _Part) -> None:
         """Copy the rectangle that a chunk and a stored one have in common, block by block."""
-        held, wanted, dtype, common = part.stored, part.chunk.rectangle, part.dtype, part.common
-        width = math.prod(held.sizes[1:])
+        held, common, dtype = part.stored, part.common, part.dtype
+        row_bytes = math.prod(held.sizes[1:]) * dtype.itemsize
         step = rows_per_block(held.sizes, dtype.itemsize)
-        target = part.chunk.tensor.detach()
-        for dim in range(1, len(common.sizes)):
-            target = target.narrow(dim, common.offset[dim] - wanted.offset[dim], common.sizes[dim])
         low = common.offset[0] - held.offset[0]
-        high = low + common.sizes[0]
-        for block in range(low // step, -(-high // step)):
-            first, last = block * step, min((block + 1) * step, held.sizes[0])
-            begin, end = max(low, first), min(high, last)
-            to = target.narrow(0, held.offset[0] + begin - wanted.offset[0], end - begin)
-            place = part.begin + first * width * dtype.itemsize
+        for number in range(low // step, -(-(low + common.sizes[0]) // step)):
+            block = held.rows(number * step, min((number + 1) * step, held.sizes[0]))
+            piece = common.intersection(block)
+            assert piece is not None
+            to = _view(part.chunk.tensor.detach(), part.chunk.rectangle, piece)
+            place = part.begin + number * step * row_bytes
             # Directly into place, if the complete block belongs there unchanged.
-            whole = (begin, end) == (first, last) and common.sizes[1:] == held.sizes[1:]
-            if whole and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
-                self._block(part.file, part.block + block, place, to.flatten().view(torch.uint8))
+            if piece == block and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
+                self._block(part.file, part.block + number, place, to.flatten().view(torch.uint8))
                 continue
-            count = (last - first) * width * dtype.itemsize
+            count = block.sizes[0] * row_bytes
             if self._buffer.numel() < count:
                 self._buffer = torch.empty(count, dtype=torch.uint8)
             data = self._buffer[:count]
-            self._block(part.file, part.block + block, place, data)
-            rows = data.view(dtype).view(last - first, *held.sizes[1:])[begin - first : end - first]
-            for dim in range(1, len(common.sizes)):
-                rows = rows.narrow(dim, common.offset[dim] - held.offset[dim], common.sizes[dim])
-            to.copy_(rows)
+            self._block(part.file, part.block + number, place, data)
+            to.copy_(_view(data.view(dtype).view(block.sizes), block, piece))
 
     def _block(self, file: str, number: int, begin: int, out: torch.Tensor) -> None:
         """Read a block of a file to ``out``, bytes on the CPU, and verify it."""
@@ -234,6 +228,12 @@ class Checkpoint:
     def __exit__(self, *error: object) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+
+
+def _view(values: torch.Tensor, rectangle: Rectangle, part: Rectangle) -> torch.Tensor:
+    """The part of a rectangle's values."""
+    low = map(sub, part.offset, rectangle.offset)
+    return values[tuple(slice(begin, begin + size) for begin, size in zip(low, part.sizes))]
 
 
 def _dtype(name: str) -> torch.dtype:

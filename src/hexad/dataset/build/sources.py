@@ -253,16 +253,13 @@ def cut(files: Iterable[Found]) -> list[Piece]:
             for start in range(0, size, _JSONL_PIECE):
                 stop = min(start + _JSONL_PIECE, size)
                 pieces.append(Piece(path, "jsonl", start, stop, stop - start, named))
-        elif suffix in _LINES:
-            pieces.append(Piece(path, "jsonl", 0, size, size, named))
-        elif suffix == ".json" and named:
-            # One of a directory is most often no data: it is text, as source code is.
-            pieces.append(Piece(path, "json", 0, size, size, named))
         elif suffix == ".parquet" and not compression(path):
             groups = _parquet(path).metadata.num_row_groups
             pieces += [Piece(path, "parquet", g, g + 1, size // groups, named) for g in range(groups)]
         else:
-            pieces.append(Piece(path, "text", 0, size, size, named))
+            # A .json of a directory is most often no data: it is text, as source code is.
+            whole: Kind = "jsonl" if suffix in _LINES else "json" if suffix == ".json" and named else "text"
+            pieces.append(Piece(path, whole, 0, size, size, named))
     return pieces
 
 

@@ -104,7 +104,7 @@ class Source(ABC):
         per_epoch: samples in an epoch.
         size: entries of an epoch's index.
         words: what an index depends on, beside the data, the key of its order and the epoch.
-        seed, source, cache_dir, in_memory, patience: see :class:`OrderSettings`.
+        order: see :class:`OrderSettings`.
 
     Attributes:
         isolated: whether the documents of a sample are isolated, independent of ``data.documents``.
@@ -119,17 +119,13 @@ class Source(ABC):
         per_epoch: int,
         size: int,
         words: tuple[object, ...],
-        *,
-        seed: int,
-        source: int = 0,
-        cache_dir: str | Path | None = None,
-        in_memory: int = SMALL,
-        patience: float = 600.0,
+        **order: Unpack[OrderSettings],
     ) -> None:
         self.data, self.sequence, self.per_epoch = data, sequence, per_epoch
-        self._size, self._words, self._key = size, words, (seed, source)
-        self._in_memory, self._patience = in_memory, patience
-        self._places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
+        self._size, self._words, self._key = size, words, (order["seed"], order.get("source", 0))
+        self._in_memory, self._patience = order.get("in_memory", SMALL), order.get("patience", 600.0)
+        places = f"{data.prefix}.cache", order.get("cache_dir")
+        self._places = [Path(place) for place in places if place is not None]
         # Two: a step may span the end of an epoch, and the next step is read ahead.
         self._index = lru_cache(maxsize=2)(self._loaded)
 

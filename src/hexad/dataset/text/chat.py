@@ -69,20 +69,17 @@ class ChatTemplate:
             problem = " ".join((error.message or "").split())
             raise HexadError(f"{self.name}:{error.lineno}: not a chat template: {problem}") from None
 
-    def render(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` renders it.
 
         Args:
             messages: the conversation.
-            tools: function schemas that the template describes.
             prompt: whether the beginning of the assistant's answer follows (``add_generation_prompt``).
 
         Raises:
             HexadError: the template refuses the conversation or fails.
         """
-        return self._rendered(messages, tools, prompt)[0]
+        return self._rendered(messages, None, prompt)[0]
 
     def conversation(
         self, messages: Sequence[Message], tools: list[Any] | None = None

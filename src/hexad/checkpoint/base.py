@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from hexad.comm import agreed, first_difference, from_first
-from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
+from hexad.comm import agreed, from_first, identical
+from hexad.config import Config, ConfigError, HexadError, blaming
 from hexad.model.inventory import ModelInventory
 from hexad.model.pretrained import HUGGING_FACE, hugging_face_directory
 from hexad.parallel.sharding import fill_initial
@@ -120,13 +120,7 @@ def load_weights(config: Config, name: str, chunks: Sequence[Chunk], axis: Axis)
             source, identity = agreed(
                 lambda: stack.enter_context(opened_model(directory, config.model)), axis
             )
-            difference = first_difference(identity, axis)
-            if difference is not None:
-                first, rank, other = difference
-                raise AgreedError(
-                    f"what model.load names: rank 0 has {first}, rank {rank} has {other}; all ranks need the "
-                    "same"
-                )
+            identical("what model.load names", identity, axis)
             agreed(lambda: source.fill(chunks), axis)
             return Base(absolute(name), identity)
 

@@ -42,12 +42,10 @@ class _Part(NamedTuple):
     bytes.
 
     Attributes:
-        file: name of the file.
-        span: the bytes of it that hold the rows of the common rectangle.
-        begin: the byte where the values of the stored rectangle begin.
-        block: the number of their first block among the file's.
+        span: the bytes of the file that hold the rows of the common rectangle.
+        begin, block: the byte where the values of the stored rectangle begin, and the number of their first
+            block among the file's.
         chunk: to fill.
-        stored, common: the rectangles.
         dtype: of the stored values.
     """
 

@@ -1,4 +1,4 @@
-"""Files that are written atomically, by one of many processes, and identified by a hash."""
+"""Files that are written atomically, by one of many processes, and identified by a hash; errors of files."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def sampled_hash(*paths: Path) -> str:
                 stream.seek(offset)
                 digest.update(stream.read(_BLOCK))
     return digest.hexdigest()
+
+
+@contextmanager
+def reporting(path: Path | str, action: str = "read") -> Iterator[None]:
+    """Turn what the operating system reports into a user's error: the path cannot be read, or ``written``."""
+    try:
+        yield
+    except OSError as error:
+        raise HexadError(f"{path}: cannot be {action}: {error.strerror or error}") from None
+
+
+def one_line(error: Exception) -> str:
+    """The text of another package's error, for a message."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def temporary_name(final: Path) -> Path:

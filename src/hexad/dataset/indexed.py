@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hexad.config.errors import HexadError
 
-from .files import sampled_hash, sync_and_close, sync_directory, temporary_name
+from .files import reporting, sampled_hash, sync_and_close, sync_directory, temporary_name
 from .masks import MaskWriter, TokenMask, mask_path
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -292,10 +292,6 @@ def _missing(prefix: str, path: Path) -> str:
     return f"{message}; make them with 'hexad data build --input ... --output {prefix}'"
 
 
-def _unwritable(path: Path, error: OSError) -> HexadError:
-    return HexadError(f"{path}: cannot be written: {error.strerror}")
-
-
 class IndexedWriter:
     """Writes a dataset, one document after another; both files get their names when it is complete.
 
@@ -326,11 +322,9 @@ class IndexedWriter:
         self._boundaries = array("q", [0])
         self.tokens = 0
         self.max_token = -1
-        try:
+        with reporting(self._bin, "written"):
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._stream: BinaryIO = self._temporary[0].open("wb")
-        except OSError as error:
-            raise _unwritable(self._bin, error) from None
 
     @property
     def documents(self) -> int:
@@ -386,13 +380,10 @@ class IndexedWriter:
             if low < limits.min or high > limits.max:
                 raise ValueError(f"token ids {low} to {high} do not fit {self.dtype.name}")
             self.max_token = max(self.max_token, high)
-        path = self._bin
-        try:
+        with reporting(self._bin, "written"):
             self._stream.write(ids.astype(self.dtype, copy=False).tobytes())
-            path = self.mask.path
+        with reporting(self.mask.path, "written"):
             self.mask.add(len(ids), trained)
-        except OSError as error:
-            raise _unwritable(path, error) from None
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
         self.tokens += len(ids)
         return len(sizes)
@@ -406,25 +397,24 @@ class IndexedWriter:
         Raises:
             HexadError: the disk is full or the files cannot be written.
         """
-        path = self._bin
         try:
-            sync_and_close(self._stream)
-            path = self._idx
-            with self._temporary[1].open("wb") as stream:
+            with reporting(self._bin, "written"):
+                sync_and_close(self._stream)
+            with reporting(self._idx, "written"), self._temporary[1].open("wb") as stream:
                 self._write_index(stream)
                 sync_and_close(stream)
-            path = self.mask.path
-            self.mask.complete(self._temporary[1], self._temporary[0])
-            path = self._idx
-            self._idx.unlink(missing_ok=True)
-            self.mask.publish()
-            self._temporary[0].replace(self._bin)
-            self._temporary[1].replace(self._idx)
-            with suppress(OSError):  # not every file system can
-                sync_directory(self._idx.parent)
-        except OSError as error:
+            with reporting(self.mask.path, "written"):
+                self.mask.complete(self._temporary[1], self._temporary[0])
+            with reporting(self._idx, "written"):
+                self._idx.unlink(missing_ok=True)
+                self.mask.publish()
+                self._temporary[0].replace(self._bin)
+                self._temporary[1].replace(self._idx)
+        except HexadError:
             self.discard()
-            raise _unwritable(path, error) from None
+            raise
+        with suppress(OSError):  # not every file system can
+            sync_directory(self._idx.parent)
 
     def _write_index(self, stream: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)

@@ -88,10 +88,8 @@ class TokenMask:
         Raises:
             HexadError: they differ.
         """
-        counts = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.int64)
-        marked = 0
-        for start in range(0, len(self._bits), _CHUNK):
-            marked += int(counts[self._bits[start : start + _CHUNK]].sum())
+        parts = (self._bits[start : start + _CHUNK] for start in range(0, len(self._bits), _CHUNK))
+        marked = sum(int(np.unpackbits(part).sum()) for part in parts)
         if marked != self.trained:
             raise HexadError(
                 f"{self.path}: damaged: {marked} tokens are marked, its header states {self.trained}; "

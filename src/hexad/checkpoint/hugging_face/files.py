@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import HexadError
-from hexad.dataset.files import write_durably
+from hexad.dataset.files import reporting, write_durably
 from hexad.dataset.text.tokenizer import BYTE_END, byte_backend, vocabulary_files
 from hexad.model.hugging_face import CONFIG_FILE
 
@@ -41,7 +41,7 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
     """
     path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
-    try:
+    with reporting(f"{option}: {path}", "written"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HexadError(
                 f"{option}: {path} exists and is not empty; remove it, or name another directory"
@@ -54,8 +54,6 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    except OSError as error:
-        raise HexadError(f"{option}: {path}: cannot be written: {error.strerror or error}") from None
 
 
 def tokenizer_files(directory: Path) -> list[Path]:

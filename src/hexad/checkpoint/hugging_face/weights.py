@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from hexad.config import HexadError
 from hexad.config.model import ModelSettings
+from hexad.dataset.files import one_line
 from hexad.parallel.rectangle import Rectangle
 
 from ..tensor_file import SAFETENSORS, Chunk, dtype_name
@@ -127,7 +128,7 @@ class HuggingFaceModel:
         try:
             values: torch.Tensor = self._slices[name][place]
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise HexadError(f"{self.directory}: {name}: cannot be read: {_one_line(error)}") from None
+            raise HexadError(f"{self.directory}: {name}: cannot be read: {one_line(error)}") from None
         return values
 
     def _opened(self) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class HuggingFaceModel:
             except FileNotFoundError:
                 raise HexadError(f"{path}: missing, but {INDEX_FILE} names it") from None
             except (SafetensorError, OSError) as error:
-                raise HexadError(f"{path}: cannot be read: {_one_line(error)}") from None
+                raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
         for name, file in named.items():
             if name not in slices:
                 raise HexadError(f"{self.directory / file}: {name} is missing, but {INDEX_FILE} names it")
@@ -218,7 +219,7 @@ def _weight_files(directory: Path) -> dict[str, str]:
         if not named or not all(isinstance(file, str) and Path(file).name == file for file in named.values()):
             raise ValueError("weight_map does not give each tensor a file of the directory")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HexadError(f"{path}: not an index of tensors: {_one_line(error)}") from None
+        raise HexadError(f"{path}: not an index of tensors: {one_line(error)}") from None
     return dict(named)
 
 
@@ -235,7 +236,3 @@ def _sampled(path: Path) -> str:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from hexad.config.errors import HexadError
 
+from ..files import one_line, reporting
+
 _OPEN: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ENDINGS = (*_OPEN, ".zst")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
@@ -55,9 +57,8 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             damaged |= isinstance(error, OSError) and error.errno is None  # gzip's and bz2's
             if not damaged and type(error).__name__ != "ZstdError":
                 raise
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise HexadError(
-                f"{path}: damaged or not a {path.suffix} file: {reason}; copy or compress it again"
+                f"{path}: damaged or not a {path.suffix} file: {one_line(error)}; copy or compress it again"
             ) from None
 
 
@@ -242,10 +243,8 @@ def cut(files: Iterable[Found]) -> list[Piece]:
     """
     pieces: list[Piece] = []
     for path, named in files:
-        try:
+        with reporting(path):
             size = path.stat().st_size
-        except OSError as error:
-            raise HexadError(f"{path}: cannot be read: {error.strerror}") from None
         suffix = inner_suffix(path)
         if suffix in ARCHIVES and named:
             raise HexadError(f"{path}: an archive of files; extract it, and give the directory")
@@ -276,21 +275,12 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
             continue
         line = 1
         done = 0
-        with _reporting(piece.path), opened(piece.path) as (stream, raw):
+        with reporting(piece.path), opened(piece.path) as (stream, raw):
             while block := stream.read(_JSONL_PIECE):
                 block += stream.readline()
                 position = min(raw.tell(), piece.size)
                 yield Piece(piece.path, "jsonl", line, line, position - done, piece.named, block)
                 line, done = line + block.count(b"\n"), position
-
-
-@contextmanager
-def _reporting(path: Path) -> Iterator[None]:
-    """Turn what the operating system reports about a file into a user's error."""
-    try:
-        yield
-    except OSError as error:
-        raise HexadError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
@@ -304,7 +294,7 @@ def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]
         HexadError: the text is not UTF-8, or a line is not a JSON object; naming file and line.
         NotText: so for a file of a directory.
     """
-    with _reporting(piece.path):
+    with reporting(piece.path):
         if piece.kind == "jsonl":
             yield from _read_jsonl(piece)
         elif piece.kind == "json":
@@ -414,7 +404,7 @@ def _parquet(path: Path) -> Any:
     try:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
-        raise HexadError(f"{path}: not a readable .parquet file: {' '.join(str(error).split())}") from None
+        raise HexadError(f"{path}: not a readable .parquet file: {one_line(error)}") from None
 
 
 def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Record]:

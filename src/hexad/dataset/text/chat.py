@@ -13,6 +13,7 @@ from typing import Any
 
 from hexad.config.errors import HexadError
 
+from ..files import one_line, reporting
 from .tokenizer import tokenizer_settings
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -140,9 +141,8 @@ class ChatTemplate:
                 for part in template.generate(**variables):
                     parts += [part]  # one at a time: blocks are placed after those before
         except Exception as error:  # a template may raise anything
-            problem = " ".join(str(error).split()) or type(error).__name__
             raise HexadError(
-                f"the chat template of {self.name} refuses the conversation: {problem}"
+                f"the chat template of {self.name} refuses the conversation: {one_line(error)}"
             ) from None
         return "".join(parts), blocks
 
@@ -260,8 +260,7 @@ def _added(settings: Mapping[str, Any], directory: Path | None) -> list[str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise HexadError(f"{path}: cannot be read: {error.strerror}") from None
+        with reporting(path):
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise HexadError(f"{path}: not UTF-8 text; expected a chat template in Jinja2's language") from None

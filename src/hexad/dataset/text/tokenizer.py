@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
+from ..files import one_line
+
 Ids = NDArray[np.int32]
 
 
@@ -136,7 +138,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self.backend = Backend.from_file(str(file))
         except Exception as error:  # the package raises bare Exception
-            raise HexadError(f"{file}: not a Hugging Face tokenizer.json: {_one_line(error)}") from None
+            raise HexadError(f"{file}: not a Hugging Face tokenizer.json: {one_line(error)}") from None
         # Files saved after use may contain limits that would truncate documents.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -185,7 +187,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self.backend: Any = backend.SentencePieceProcessor(model_file=str(file))
         except Exception as error:
-            raise HexadError(f"{file}: not a SentencePiece model: {_one_line(error)}") from None
+            raise HexadError(f"{file}: not a SentencePiece model: {one_line(error)}") from None
         self.name = name
         self.vocab_size = int(self.backend.get_piece_size())
         end = int(self.backend.eos_id())
@@ -345,7 +347,7 @@ def tokenizer_settings(directory: Path) -> dict[str, Any]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError, AttributeError) as error:
-            raise HexadError(f"{directory / file}: not readable as JSON: {_one_line(error)}") from None
+            raise HexadError(f"{directory / file}: not readable as JSON: {one_line(error)}") from None
     return settings
 
 
@@ -377,10 +379,6 @@ def _extra(package: str, why: str) -> Any:
         return import_module(package)
     except ImportError:
         raise HexadError(f"{why}, which needs a package: pip install 'hexad[{package}]'") from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 BYTE_END = "<|endoftext|>"

@@ -98,12 +98,8 @@ def _merged(own: Weights, base: Weights, config: Config) -> Weights:
 
 @contextmanager
 def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = None) -> Iterator[Weights]:
-    """The weights of an opened checkpoint: its own, or merged from its adapters and their base.
-
-    Args:
-        checkpoint: opened.
-        config: its own.
-        load: location of the base, as ``model.load``, if it is not the checkpoint's.
+    """The weights of an opened checkpoint with its configuration: its own, or merged from its adapters and
+    their base, at ``load`` (as ``model.load``) if that is not the checkpoint's.
 
     Raises:
         HexadError: the base is missing, damaged, or not what the adapters were trained with; the adapters

@@ -113,14 +113,9 @@ def handed_out(
 ) -> V:
     """What this rank needs of a value of the first rank: ``select(value, need)``.
 
-    No rank but the first has all of it: a rank receives what those below it in the tree need.
-
-    Args:
-        value: on the first rank; others pass None.
-        axis: of all ranks of the mesh.
-        need: this rank's, picklable as the value is.
-        merge: two needs into one. Neither it nor ``select`` must raise.
-        select: the part of a value that is needed, or of a part that contains it.
+    No rank but the first has all of it, others pass None: a rank receives what those below it in the tree
+    need. ``merge`` makes one of two needs, ``select`` takes the part of a value, or of a part that contains
+    it; neither must raise.
     """
     if axis.size == 1:
         return select(value, need)  # type: ignore[arg-type]

@@ -98,7 +98,9 @@ def _start(
     peer: int | None = None,
 ) -> Pending:
     """Start a collective, or a message to or from ``peer``; it is charged ``sent`` bytes, by default those of
-    its formula."""
+    its formula. One rank alone has the result already."""
+    if axis.size == 1:
+        return Pending(result)
     for tensor in (result, *inputs):
         if not tensor.is_contiguous():
             raise ValueError(
@@ -127,8 +129,6 @@ def _compact(ranks: tuple[int, ...]) -> str:
 
 def all_reduce_async(tensor: torch.Tensor, axis: Axis, operator: str = "sum") -> Pending:
     """Reduce ``tensor`` in place over the axis (``sum``, ``max`` or ``min``)."""
-    if axis.size == 1:
-        return Pending(tensor)
     call = partial(dist.all_reduce, tensor, _OPERATORS[operator], group=axis.group, async_op=True)
     return _start("all_reduce", axis, tensor.nbytes, tensor, call)
 
@@ -245,8 +245,6 @@ def reduce_scatter(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrite ``tensor`` with that of the axis's rank ``source``, in place, and return it."""
-    if axis.size == 1:
-        return tensor
     call = partial(dist.broadcast, tensor, axis.ranks[source], group=axis.group, async_op=True)
     return _start("broadcast", axis, tensor.nbytes, tensor, call).wait()
 

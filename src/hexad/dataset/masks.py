@@ -33,15 +33,8 @@ def mask_path(prefix: str | Path) -> Path:
 
 
 class TokenMask:
-    """Which tokens of a dataset are trained, memory mapped.
-
-    Args:
-        path: of the file.
-        tokens: number of tokens of the dataset.
-        files: its index and tokens, to which the mask must belong.
-
-    Attributes:
-        trained: how many are.
+    """Which tokens of a dataset are trained, and how many; memory mapped. The mask must belong to a dataset
+    of so many ``tokens``, with these ``files``, index and tokens.
 
     Raises:
         HexadError: it is of another format, truncated, or of other data.
@@ -100,9 +93,6 @@ class TokenMask:
 class MaskWriter:
     """Writes ``PREFIX.mask`` beside a dataset that is being written; no file where every token is trained.
 
-    Args:
-        prefix: of the dataset.
-
     Attributes:
         trained: tokens marked so far.
         used: whether any token is not trained.
@@ -149,10 +139,7 @@ class MaskWriter:
         self._rest = bits[whole:]
 
     def complete(self, index: Path, tokens: Path) -> None:
-        """Complete the file on disk under its temporary name, if there is to be one.
-
-        Args:
-            index, tokens: the dataset's files, complete.
+        """Complete the file on disk under its temporary name, if there is to be one; the dataset's files are.
 
         Raises:
             OSError: it cannot be written.

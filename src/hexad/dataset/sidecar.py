@@ -158,13 +158,14 @@ def open_built(
     bos: Sequence[int] | None,
     part: tuple[float, float] | None = None,
 ) -> IndexedDataset:
-    """A dataset that fits a run by what its sidecar records; without one, only damage is found here.
+    """A dataset that fits a run by what its sidecar records; without one, only damage is found here. What is
+    None is not checked.
 
     Args:
         prefix: of the dataset.
-        vocab: refuse a token id that is not below this. None: unchecked.
-        eod: of the run's tokenizer; data built with another is refused. None: unchecked.
-        bos: ids before each document in the run; data built with others is refused. None: unchecked.
+        vocab: refuse a token id that is not below this.
+        eod: of the run's tokenizer; data built with another is refused.
+        bos: ids before each document in the run; data built with others is refused.
         part: which documents to take, as fractions; None: all.
 
     Raises:

@@ -70,8 +70,7 @@ class BucketOptimizer:
     Attributes:
         clip: as given; may be changed between steps.
         clip_epsilon: added to the norm that ``clip`` is divided by; 0 unless an interface of another system
-            sets
-            it (PyTorch's ``clip_grad_norm_``, DeepSpeed and Megatron-LM add 1e-6).
+            sets it (PyTorch's ``clip_grad_norm_``, DeepSpeed and Megatron-LM add 1e-6).
     """
 
     def __init__(
@@ -87,9 +86,7 @@ class BucketOptimizer:
         self.buckets, self.rule = buckets, rule
         self.clip, self.clip_epsilon = clip, 0.0
         self._norm, self._wide = norm, norm.dtype
-        self.sharding = sharding
-        self.pipeline = pipeline
-        self._axes = axes
+        self.sharding, self.pipeline, self._axes = sharding, pipeline, axes
         self._arriving: list[torch.Tensor] = []  # gradients in the host's memory
 
     def gradient_norm(self) -> torch.Tensor:
@@ -233,10 +230,8 @@ class AdamW(Rule):
         return torch.full((), 1 / factor, dtype=torch.float32, device=self._updates.device)
 
     def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
-        """Resume Adam's bias correction after this many updates."""
         self._updates.fill_(updates)
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a checkpoint, values like the master's) of all that is kept of a bucket's parameters."""
         for name, values in zip(MOMENTS, self._moments[self.buckets.index(bucket)]):
             yield f"optimizer.{name}", values

@@ -171,7 +171,6 @@ class TorchOptimizer(Rule):
         )
 
     def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
-        """As :meth:`Rule.restored`."""
         for group, saved in zip(self.optimizer.param_groups, numbers.get("groups", ())):
             for key, value in saved.items():
                 known = group.get(key)

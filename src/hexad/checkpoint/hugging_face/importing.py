@@ -43,12 +43,8 @@ class ImportedModel:
 
 
 def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> ImportedModel:
-    """Write a checkpoint with the weights of a Hugging Face directory, slice by slice.
-
-    Args:
-        source: with ``config.json`` and safetensors files.
-        to: the checkpoint's directory; it is renamed into place when all is on disk.
-        check: refuses a configuration that this version cannot run.
+    """Write a checkpoint with the weights of a Hugging Face directory, slice by slice; it is renamed into
+    place when all is on disk. ``check`` refuses a configuration that this version cannot run.
 
     Raises:
         HexadError: the model is not supported, or incomplete; or ``to`` is not empty or cannot be written.

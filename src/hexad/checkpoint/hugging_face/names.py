@@ -57,12 +57,8 @@ class PublishedTensor:
 
 
 def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[str, PublishedTensor]:
-    """The place of each global tensor, by our name, in a published state dict.
-
-    Args:
-        model: resolved: its sizes are numbers.
-        kind: the family as which the files are written; by default the model's own.
-    """
+    """The place of each global tensor, by our name, in a published state dict of a family, by default the
+    model's own. ``model`` is resolved: its sizes are numbers."""
     kind = kind or family(model.family)
     weights = ModelInventory(model).weights()
     fused: dict[str, list[Weight]] = {}

@@ -44,11 +44,8 @@ def training_texts(
     exclude: Sequence[str] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Iterator[str]:
-    """The texts that a tokenizer learns from: documents, prompts with their completions, messages.
-
-    Args:
-        inputs, json_key, include, exclude: as for :func:`~hexad.dataset.build.builder.build`.
-        progress: called with (bytes read, bytes in all) from time to time.
+    """The texts that a tokenizer learns from: documents, prompts with their completions, messages. Arguments
+    are those of :func:`~hexad.dataset.build.builder.build`.
 
     Raises:
         HexadError: an input cannot be read or decoded, naming file and line; or there is no text.

@@ -248,14 +248,8 @@ class IndexedDataset:
         return status.st_size, status.st_mtime_ns, sampled_hash(self._idx), *part
 
     def starts(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Position in :attr:`tokens` at which each document begins (and the one before it ends).
-
-        Args:
-            documents: int64 ``[n]``, values 0 to :attr:`documents`; the last gives the total.
-
-        Returns:
-            int64 ``[n]``, in tokens.
-        """
+        """Position in :attr:`tokens` at which each document begins (and the one before it ends), int64
+        ``[n]``; the number of documents gives the total."""
         first = self.boundaries[documents + self._first]
         inside = self._pointers[np.minimum(first, len(self._pointers) - 1)] // self.dtype.itemsize
         return np.where(first < len(self._pointers), inside, self._total) - self._origin

@@ -111,18 +111,13 @@ class ValidationSets:
         return {name: self._score(engine, loader, batches) for name, loader in self._loaders.items()}
 
     def _score(self, engine: Engine, loader: DataLoader, batches: int | None) -> Score:
-        size, end = loader.global_batch, None
-        if batches is None:
-            end = loader.samples
-            batches = -(-end // size)
+        size = loader.global_batch
+        end = loader.samples if batches is None else batches * size
         loss_sum, targets, count = 0.0, 0, 0
-        for index in range(batches):
-            batch = loader.step(index * size)
-            if end is not None and (index + 1) * size > end:
-                batch = [
-                    self._cut(microbatch, index * size, number, end)
-                    for number, microbatch in enumerate(batch)
-                ]
+        for first in range(0, end, size):
+            batch = loader.step(first)
+            if first + size > end:
+                batch = [self._cut(microbatch, first, number, end) for number, microbatch in enumerate(batch)]
             batch_sum, batch_targets = engine.evaluate(batch)
             loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
             count += sum(map(self._count, batch))

@@ -179,12 +179,8 @@ class BucketOptimizer:
 
 class AdamW(Rule):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) in PyTorch's fused kernel. It is called directly:
-    ``torch.optim`` imports the compiler, which takes longer than torch.
-
-    Args:
-        buckets: those whose traits say so get weight decay.
-        settings: ``optimizer`` settings.
-        device: of the update, where there is no bucket.
+    ``torch.optim`` imports the compiler, which takes longer than torch. Buckets whose traits say so get
+    weight decay; ``device`` is that of the update where there is no bucket.
     """
 
     def __init__(self, buckets: Sequence[Bucket], settings: OptimizerSettings, device: torch.device) -> None:

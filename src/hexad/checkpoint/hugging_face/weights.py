@@ -48,11 +48,8 @@ class WeightSource(Protocol):
 
 
 class HuggingFaceModel:
-    """The weights of a Hugging Face directory. Used as a context manager, which closes its files.
-
-    Args:
-        directory: with ``model.safetensors``, or shards of it and their index.
-        model: resolved settings; the files must hold exactly its tensors.
+    """The weights of a Hugging Face directory: ``model.safetensors``, or shards of it and their index, with
+    exactly the tensors of the model. Used as a context manager, which closes its files.
 
     Attributes:
         tensors: our global name -> its location.

@@ -284,11 +284,8 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
-    """The records of a piece, in order.
-
-    Args:
-        piece: what to read.
-        columns: of a .parquet, those to read where it has them, beside ``tools``; None: all.
+    """The records of a piece, in order. Of a .parquet these ``columns`` are read where it has them, beside
+    ``tools``; None: all.
 
     Raises:
         HexadError: the text is not UTF-8, or a line is not a JSON object; naming file and line.

@@ -127,8 +127,6 @@ class DataLoader:
     @property
     def samples(self) -> int:
         """Samples of one epoch; of a blend, as many as it takes to read one of its sources once."""
-        if len(self._sources) == 1:
-            return self._sources[0].per_epoch
         period, shares = self._blend.period, self._blend.shares
         return min(source.per_epoch * period // share for source, share in zip(self._sources, shares))
 

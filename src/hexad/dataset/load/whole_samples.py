@@ -39,12 +39,8 @@ class Placement(NamedTuple):
 
 
 def placements(histogram: NDArray[np.int64], capacity: int) -> Iterator[Placement]:
-    """Best-fit decreasing of documents into samples.
-
-    Args:
-        histogram: ``[longest + 1]``, how many documents have each length; none is longer than ``capacity``.
-        capacity: tokens of a sample.
-    """
+    """Best-fit decreasing of documents into samples of ``capacity`` tokens. ``histogram``, ``[longest + 1]``:
+    how many documents have each length; none is longer than a sample."""
     room: dict[int, int] = defaultdict(int)  # room left -> samples that have it
     sizes: list[int] = []  # the rooms of which there are samples, ascending
 

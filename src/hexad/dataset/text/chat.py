@@ -73,9 +73,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` renders it.
 
-        Args:
-            messages: the conversation.
-            prompt: whether the beginning of the assistant's answer follows (``add_generation_prompt``).
+        ``prompt``: the beginning of the assistant's answer follows (``add_generation_prompt``).
 
         Raises:
             HexadError: the template refuses the conversation or fails.

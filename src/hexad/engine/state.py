@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -118,22 +118,17 @@ class State:
         and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` frozen weights
         are left out: a checkpoint refers to where they came from."""
         adapters = self._described and self.config.model.lora is not None
-        chunks = [] if adapters else self._weights(lambda bucket: bucket.plan.frozen)
-        chunks += self._weights(lambda bucket: not bucket.plan.frozen)
+        chunks = [] if adapters else self.frozen()
+        chunks += self._weights(self.trained)
         for bucket in self.trained:
             for kind, tensor in self.optimizer.rule.state(bucket):
                 chunks += self._pieces(bucket, kind, tensor)
         return chunks + self.modules.chunks()
 
-    def _weights(self, wanted: Callable[[Bucket], bool]) -> list[Chunk]:
+    def _weights(self, buckets: Iterable[Bucket]) -> list[Chunk]:
         """This rank's shard of the master weights in some of the buckets."""
         self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
-        return [
-            chunk
-            for bucket in self.buckets
-            if wanted(bucket)
-            for chunk in self._pieces(bucket, "model", bucket.master)
-        ]
+        return [chunk for bucket in buckets for chunk in self._pieces(bucket, "model", bucket.master)]
 
     def _pieces(self, bucket: Bucket, kind: str, tensor: torch.Tensor) -> list[Chunk]:
         """A tensor like a bucket's master as chunks. Frozen weights are rounded to the model's format."""
@@ -157,11 +152,12 @@ class State:
     def weights(self, adapters: bool = False) -> list[Chunk]:
         """This rank's shard of the model's weights, as views: of master weights, and of frozen ones; those of
         ``adapters`` (``model.lora``) if asked for."""
-        return self._weights(lambda bucket: adapters or not bucket.adapter) + self.modules.chunks()
+        buckets = [bucket for bucket in self.buckets if adapters or not bucket.adapter]
+        return self._weights(buckets) + self.modules.chunks()
 
     def frozen(self) -> list[Chunk]:
         """This rank's shard of the frozen weights, as views."""
-        return self._weights(lambda bucket: bucket.plan.frozen)
+        return self._weights(bucket for bucket in self.buckets if bucket.plan.frozen)
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:

@@ -123,10 +123,14 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool
     ) -> tuple[str, list[Span]]:
         """The text, and the ranges of its ``{% generation %}`` blocks."""
+        from .chat_extension import Generation
+
         self.check()
         template = _compiled(self._source(tools))
         parts: list[str] = []
         blocks: list[Span] = []
+        marks = template.environment.extensions[Generation.identifier]
+        marks.parts, marks.blocks = parts, blocks
         variables = {
             **self.special,
             "messages": [_plain(message) for message in messages],
@@ -135,9 +139,8 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
         }
         try:
-            with template.environment.recording(parts, blocks):
-                for part in template.generate(**variables):
-                    parts += [part]  # one at a time: blocks are placed after those before
+            for part in template.generate(**variables):
+                parts += [part]  # one at a time: blocks are placed after those before
         except Exception as error:  # a template may raise anything
             raise HexadError(
                 f"the chat template of {self.name} refuses the conversation: {one_line(error)}"

@@ -31,7 +31,7 @@ from .manifest import (
     read_manifest,
     unreadable,
 )
-from .tensor_file import Chunk, rows_per_block
+from .tensor_file import Chunk, dtype_name, rows_per_block
 
 _OPEN_FILES = 8
 """Files of a checkpoint that are open at once: parts are read in the files' order."""
@@ -148,8 +148,7 @@ class Checkpoint:
         if not chunk.accepts(_dtype(tensor.dtype)):
             raise HexadError(
                 f"precision.dtype: checkpoint {self.path} stores {chunk.name} in {tensor.dtype}, which does "
-                f"not fit into this run's {str(chunk.tensor.dtype).removeprefix('torch.')}; set the dtype it "
-                "was trained with"
+                f"not fit into this run's {dtype_name(chunk.tensor.dtype)}; set the dtype it was trained with"
             )
 
     def _announce(self, part: _Part) -> None:

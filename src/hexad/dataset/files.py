@@ -127,13 +127,8 @@ def written_once(path: Path, read: Callable[[], T | None], write: Callable[[], N
     """What ``read`` returns of a file that one process per file system writes while the others wait.
 
     The system releases the lock of a process that dies, and the next one writes. On file systems without
-    locks each process writes.
-
-    Args:
-        path: of the file.
-        read: its content, or None while it is missing or incomplete.
-        write: creates it, complete, by a rename.
-        seconds: how long to wait for another process.
+    locks each process writes. ``read`` returns None while the file is missing or incomplete; ``write``
+    creates it, complete, by a rename; another process is waited for so many ``seconds``.
 
     Raises:
         HexadError: another process has not completed it in time.

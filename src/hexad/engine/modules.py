@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexad.checkpoint.tensor_file import Chunk
+from hexad.checkpoint.tensor_file import Chunk, dtype_name
 from hexad.comm import agreed, broadcast, merged
 from hexad.config import Config, ConfigError, HexadError
 from hexad.parallel.inventory import Grid
@@ -320,7 +320,7 @@ def _entries(
 
 def _description(tensor: torch.Tensor) -> str:
     trained = "a trained" if tensor.requires_grad else "an untrained"
-    return f"{trained} {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+    return f"{trained} {dtype_name(tensor.dtype)} tensor of shape {tuple(tensor.shape)}"
 
 
 def _names_collide(stages: Mapping[int, Entries], world: Axis) -> bool:

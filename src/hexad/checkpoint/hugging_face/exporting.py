@@ -212,11 +212,8 @@ def export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: str
     adapters become one, of the sum of their ranks: ``A`` one above the other, ``B`` block by block, ``alpha``
     in proportion.
 
-    Args:
-        checkpoint: opened.
-        config: its own.
-        to: the directory; it is renamed into place when all is on disk.
-        dtype: a key of :data:`DTYPES`, or ``auto``: as they are stored.
+    The directory is renamed into place when all is on disk. ``dtype`` is a key of :data:`DTYPES`, or
+    ``auto``: as they are stored.
 
     Raises:
         HexadError: the checkpoint has no adapters, or other trained weights besides; or ``to`` is not empty

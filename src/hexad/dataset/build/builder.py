@@ -6,7 +6,7 @@ import os
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -353,15 +353,12 @@ def _run(
             yield work(task, tokenizer)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
-    waiting = iter(tasks)
-    window: deque[Future[_Encoded]] = deque()
+    futures = (pool.submit(_work_on, work, task, tokenizer.name) for task in tasks)
     try:
-        for task in islice(waiting, 4 * workers):
-            window.append(pool.submit(_work_on, work, task, tokenizer.name))
+        window = deque(islice(futures, 4 * workers))
         while window:
             yield window.popleft().result()
-            for task in islice(waiting, 1):
-                window.append(pool.submit(_work_on, work, task, tokenizer.name))
+            window.extend(islice(futures, 1))
     except BrokenProcessPool:
         raise HexadError(
             "a tokenizing process died (most often out of memory); use fewer --workers"

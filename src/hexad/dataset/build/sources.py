@@ -34,11 +34,6 @@ def compression(path: Path) -> str | None:
     return path.suffix.lower() if path.suffix.lower() in ENDINGS else None
 
 
-def inner_suffix(path: Path) -> str:
-    """The ending of what a file holds: ``.jsonl`` of ``a.jsonl`` and of ``a.jsonl.gz``."""
-    return (Path(path.stem) if compression(path) else path).suffix.lower()
-
-
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """(stream of the decompressed content, the file itself, whose position tells how far it has been read).
@@ -245,14 +240,15 @@ def cut(files: Iterable[Found]) -> list[Piece]:
     for path, named in files:
         with reporting(path):
             size = path.stat().st_size
-        suffix = inner_suffix(path)
+        compressed = compression(path) is not None
+        suffix = Path(path.stem if compressed else path).suffix.lower()  # .jsonl of a.jsonl and of a.jsonl.gz
         if suffix in ARCHIVES and named:
             raise HexadError(f"{path}: an archive of files; extract it, and give the directory")
-        if suffix in _LINES and not compression(path):
+        if suffix in _LINES and not compressed:
             for start in range(0, size, _JSONL_PIECE):
                 stop = min(start + _JSONL_PIECE, size)
                 pieces.append(Piece(path, "jsonl", start, stop, stop - start, named))
-        elif suffix == ".parquet" and not compression(path):
+        elif suffix == ".parquet" and not compressed:
             groups = _parquet(path).metadata.num_row_groups
             pieces += [Piece(path, "parquet", g, g + 1, size // groups, named) for g in range(groups)]
         else:

@@ -99,7 +99,6 @@ class Source(ABC):
     """Random access to the samples of a dataset, over any number of epochs.
 
     Args:
-        data: the dataset.
         sequence: inputs per sample, in tokens.
         per_epoch: samples in an epoch.
         size: entries of an epoch's index.

@@ -148,7 +148,6 @@ class WholeSamples(Source):
     """Random access to the samples of whole documents of a dataset, over any number of epochs.
 
     Args:
-        data: the dataset.
         sequence: positions of a sample, in tokens. A document takes as many as it has tokens; its last one
             has no target.
         too_long: what to do with documents longer than that: ``refuse`` the data, ``truncate`` them to their

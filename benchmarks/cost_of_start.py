@@ -31,6 +31,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -105,7 +106,7 @@ def written(layout: Layout, rank: int) -> list[Part]:
         rectangle for rectangle in rectangles if first or not rectangle.name.endswith("norm.weight")
     ]
     return [
-        Part(rectangle.named(f"{kind}.{rectangle.name}"), "float32")
+        Part(rectangle.named(f"{kind}.{rectangle.name}"), torch.float32)
         for kind in KINDS
         for rectangle in rectangles
     ]

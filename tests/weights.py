@@ -50,6 +50,7 @@ def written(directory: Path, held: Sequence[Sequence[Chunk]], hosts: Sequence[in
     # The last rank is the first to write: none waits for another.
     for rank in reversed(range(len(held))):
         near = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-        parts = {other: [Part.of(chunk) for chunk in mine[other]] for other in near}
-        found[rank] = write_shard(directory, TensorFile.of_host(rank, parts), mine[rank])
+        parts = {other: [Part(c.rectangle, c.tensor.dtype) for c in mine[other]] for other in near}
+        file = TensorFile.of_host(rank, parts)
+        found[rank] = write_shard(directory, file, (chunk.tensor for chunk in mine[rank]))
     return reduce(Index.merge, [found[rank] for rank in sorted(found)], Index.empty({}))

@@ -25,7 +25,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         train, validation, tokenizer = (
             str(directory / name) for name in ("train", "validation", "tokenizer")
         )
-        return DemoData(train, validation, tokenizer, 4096, 1000, 50, 7.0)
+        return DemoData(train, validation, tokenizer, 4096, 1000, 7.0)
 
     def start(ranks: int, given: list[str]) -> int:
         arguments.append(given)
@@ -89,14 +89,14 @@ def test_a_run_file_that_cannot_be_written(
 def test_the_samples_exit_status_is_the_demos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = '{"step": 1, "loss": 5.0, "comm_bytes": {"tensor": 8}}'
     (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    data = DemoData("train", "validation", "byte", 4096, 1000, 50, 7.0)
+    data = DemoData("train", "validation", "byte", 4096, 1000, 7.0)
     for status in (1, 0):
         monkeypatch.setattr("hexad.cli.generate.generate.main", lambda *_, status=status, **__: status)
         assert module._report(tmp_path, data) == status
 
 
 def test_the_template_is_accepted(tmp_path: Path) -> None:
-    data = DemoData("train", "validation", "byte", 4096, 1000, 50, 7.0)
+    data = DemoData("train", "validation", "byte", 4096, 1000, 7.0)
     path = module._write_run(tmp_path, data, ())
     assert yaml.safe_load(path.read_text())["run"]["steps"] == 150
     assert run(["config", "check", str(path), "--world", "8", "--elsewhere"]) == 0

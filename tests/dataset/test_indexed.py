@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ def test_sidecar_is_believed_only_for_its_own_data(small: Path) -> None:
     ],
 )
 def test_a_malformed_sidecar_is_as_good_as_none(small: Path, field: str, values: list[Any]) -> None:
-    good = describe(IndexedDataset(small), 5, bos=[1], chat_templates={"default": "a"})
+    good = replace(describe(IndexedDataset(small), 5), bos=[1], chat_templates={"default": "a"})
     for value in values:
         sidecar_path(small).write_text(json.dumps({**asdict(good), field: value}))
         assert read_sidecar(small) is None

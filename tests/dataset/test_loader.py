@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,7 @@ def test_ids_beyond_the_vocabulary_are_found_from_the_sidecar_alone(tmp_path: Pa
     """Without one no token is read: those of a microbatch are checked when it is."""
     prefix = make(tmp_path / "a", [50] * 5)
     loader_from_config(config(prefix, "model.vocab=200"), 0, 1, load_tokenizer("byte")).close()
-    write_sidecar(prefix, describe(IndexedDataset(prefix), 249, tokenizer="other", vocab=300))
+    write_sidecar(prefix, replace(describe(IndexedDataset(prefix), 249), tokenizer="other", vocab=300))
     with pytest.raises(ConfigError, match=r"data.train: .*a holds token id 249 .*other.*expected 0 to 199"):
         loader_from_config(config(prefix, "model.vocab=200"), 0, 1, load_tokenizer("byte"))
 
@@ -281,6 +282,6 @@ def test_opening_and_reading_touch_few_pages(tmp_path: Path) -> None:
 
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     prefix = make(tmp_path / "a", [50] * 5)
-    write_sidecar(prefix, describe(IndexedDataset(prefix), 249, tokenizer="other", vocab=300, eod=0))
+    write_sidecar(prefix, replace(describe(IndexedDataset(prefix), 249), tokenizer="other", vocab=300, eod=0))
     with pytest.raises(ConfigError, match="built with tokenizer other, whose end of document is 0"):
         loader_from_config(config(prefix), 0, 1, load_tokenizer("byte"))

@@ -12,7 +12,6 @@ from hexad.config import ConfigError, HexadError
 from hexad.config.schema import DataSettings
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter
 from hexad.dataset.load.loader import DataLoader
-from hexad.dataset.load.samples import DocumentPart
 from hexad.model.configuration import load_config
 
 
@@ -44,16 +43,16 @@ def test_same_documents_as_megatron(tmp_path: Path, split: str, documents: int) 
         assert part is not None
         if begin == end:
             with pytest.raises(HexadError, match=r"data\.split takes 0 of its"):
-                DocumentPart(data, *part)
+                data.part(*part)
             continue
-        ours = DocumentPart(data, *part)
+        ours = data.part(*part)
         assert ours.documents == end - begin
         assert [int(ours[n][0]) for n in range(ours.documents)] == list(range(begin, end))
 
 
 def test_part_is_a_dataset(tmp_path: Path) -> None:
     data = write(tmp_path / "data", 50, masked=True)
-    part = DocumentPart(data, 0.2, 0.6)
+    part = data.part(0.2, 0.6)
     numbers = np.arange(part.documents)
     assert set(part.tokens.tolist()) == set(range(10, 30))
     assert part.tokens_in(numbers).tolist() == [n % 5 + 1 for n in range(10, 30)]
@@ -62,7 +61,7 @@ def test_part_is_a_dataset(tmp_path: Path) -> None:
     assert part.mask is not None and data.mask is not None
     assert part.mask.at(np.arange(len(part.tokens))).tolist() == first.tolist()
     assert data.mask.at(np.arange(1)).tolist() == [True]  # unchanged
-    assert part.identity() != DocumentPart(data, 0.2, 0.5).identity() != data.identity()
+    assert part.identity() != data.part(0.2, 0.5).identity() != data.identity()
 
 
 def test_loader_reads_its_part_only(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hexad.dataset.build.builder import inspect
 from hexad.dataset.indexed import IndexedDataset, IndexedWriter, bin_path
 from hexad.dataset.load.loader import DataLoader, loader_from_config
 from hexad.dataset.load.microbatch import IGNORED
-from hexad.dataset.load.whole_samples import PADDING, WholeSamples, assigned, count_samples
+from hexad.dataset.load.whole_samples import PADDING, WholeSamples, assigned, placements
 from hexad.dataset.masks import mask_path
 from hexad.dataset.sidecar import describe, identity, write_sidecar
 from hexad.dataset.text.tokenizer import load_tokenizer
@@ -52,7 +52,7 @@ def best_fit_decreasing(lengths: list[int], capacity: int) -> int:
 def test_packing_is_best_fit_decreasing(lengths: list[int], capacity: int) -> None:
     histogram = np.bincount(lengths, minlength=capacity + 1)
     histogram[0] = 0
-    count = count_samples(histogram, capacity)
+    count = sum(placed.samples for placed in placements(histogram, capacity) if placed.fresh)
     assert count == best_fit_decreasing(lengths, capacity)
     samples = assigned(histogram, capacity)
     used = np.array(sorted((n for n in lengths if n), reverse=True), dtype=np.int64)

@@ -55,6 +55,7 @@ def _within() -> None:
         seen.append(writer)
         return STEP in writer and seen.count(writer) == 2
 
+    TensorFileWriter.__str__ = lambda writer: str(writer._file.name)  # type: ignore[method-assign]
     TensorFileWriter.write = _when(TensorFileWriter.write, second)  # type: ignore[method-assign]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from hexad.comm import agreed, first_difference, from_first
-from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
+from hexad.comm import agreed, from_first, identical
+from hexad.config import Config, ConfigError, HexadError, blaming
 from hexad.model.inventory import ModelInventory
 from hexad.model.pretrained import HUGGING_FACE, hugging_face_directory
 from hexad.parallel.sharding import fill_initial
@@ -50,10 +50,6 @@ class Base:
         """The base weights of the adapters in a checkpoint; None for one that holds all weights."""
         reference = manifest.progress.get("base")
         return None if reference is None else cls(**reference)
-
-    def as_tree(self) -> dict[str, Any]:
-        """The reference as JSON values, for the checkpoint's progress."""
-        return asdict(self)
 
     def source(self, config: Config) -> str | None:
         """The weights' location: ``model.load`` if it is given, as they may have moved; of a run that it
@@ -106,13 +102,7 @@ def removal_notice(base: Base) -> str | None:
 
 def load_weights(config: Config, name: str, chunks: Sequence[Chunk], axis: Axis) -> Base:
     """Fill chunks named ``model.<global name>`` with the weights that ``name`` (as ``model.load``) names, all
-    ranks of ``axis`` together: each reads what it holds.
-
-    Args:
-        config: whose model they belong to.
-        name: of a Hugging Face directory, a run or a checkpoint.
-        chunks: of this rank; without adapters.
-        axis: of all ranks.
+    ranks of ``axis`` together: each reads what it holds. ``config``: whose model they belong to.
 
     Raises:
         AgreedError: they are missing, damaged, of another model, or not the same on all ranks.
@@ -130,13 +120,7 @@ def load_weights(config: Config, name: str, chunks: Sequence[Chunk], axis: Axis)
             source, identity = agreed(
                 lambda: stack.enter_context(opened_model(directory, config.model)), axis
             )
-            difference = first_difference(identity, axis)
-            if difference is not None:
-                first, rank, other = difference
-                raise AgreedError(
-                    f"what model.load names: rank 0 has {first}, rank {rank} has {other}; all ranks need the "
-                    "same"
-                )
+            identical("what model.load names", identity, axis)
             agreed(lambda: source.fill(chunks), axis)
             return Base(absolute(name), identity)
 
@@ -174,13 +158,7 @@ def base_of(checkpoint: Path, manifest: Manifest) -> Base:
 
 def load_model_weights(source: Path | str, config: Config, chunks: Sequence[Chunk], axis: Axis) -> None:
     """Fill chunks with all that a model computes with, all ranks together: of a checkpoint, with the base of
-    its adapters, or of a Hugging Face directory.
-
-    Args:
-        source: a checkpoint, or ``hf:DIR``.
-        config: whose model it is.
-        chunks: of this rank, adapters among them.
-        axis: of all ranks.
+    its adapters, or of a Hugging Face directory (``hf:DIR``).
 
     Raises:
         AgreedError: as for :func:`load_weights` and :func:`load_base`.
@@ -213,4 +191,4 @@ def manifest_identity(path: Path) -> str:
 
 def recorded(base: Base | None) -> Mapping[str, Any]:
     """The entry of a base in a checkpoint's progress; empty without one."""
-    return {} if base is None else {"base": base.as_tree()}
+    return {} if base is None else {"base": asdict(base)}

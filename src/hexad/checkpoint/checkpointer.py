@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +19,7 @@ from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
 
-from .directory import CheckpointDirectory, check_same_model, find_checkpoint, write_manifest
+from .directory import CheckpointDirectory, check_same_model, find_checkpoint, origin_of, write_manifest
 from .index import Index
 from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
 from .manifest import Manifest, check_size
@@ -205,10 +203,10 @@ class Checkpointer:
         """
         step = progress["step"]
         directory = self._on_first(lambda: self.directory.begin(step), step)
-        file = self._file([Part.of(chunk) for chunk in chunks])
+        file = self._file([Part(chunk.rectangle, chunk.tensor.dtype) for chunk in chunks])
         mine = _Written(Index.empty({}), dict(held))
         try:
-            mine = mine._replace(files=write_shard(directory, file, chunks))
+            mine = mine._replace(files=write_shard(directory, file, (chunk.tensor for chunk in chunks)))
         except OSError as error:
             mine = mine._replace(error=OSError(error.errno, f"rank {self.mesh.rank}: {error.strerror}"))
         except Exception as error:  # any error must reach every rank
@@ -251,20 +249,10 @@ class Checkpointer:
 
     def _origin(self, reason: str) -> dict[str, Any]:
         layout, parallel = self.mesh.layout, self.config.parallel
-        return {
-            "world": layout.world,
-            "layout": {
-                **{name: size for name, size in layout.degrees.items() if name != "expert_data"},
-                "zero": parallel.zero,
-                "replicas": parallel.replicas,
-                "schedule": parallel.schedule,
-                "virtual_stages": parallel.virtual_stages,
-            },
-            "reason": reason,
-            "saved_at": time.time(),
-            "hexad": version("hexad"),
-            "torch": str(torch.__version__),
-        }
+        degrees = {name: size for name, size in layout.degrees.items() if name != "expert_data"}
+        names = "zero", "replicas", "schedule", "virtual_stages"
+        settings = {name: getattr(parallel, name) for name in names}
+        return origin_of(reason, layout.world, degrees | settings)
 
     def _on_first(self, action: Callable[[], T], step: int | None = None) -> T:
         """Run an action on rank 0 only; every rank gets its result, or the same error."""
@@ -275,10 +263,6 @@ class Checkpointer:
             raise AgreedError(
                 f"{what}: cannot be written to {self.directory.path}: {error}; earlier checkpoints are intact"
             ) from error
-        except AgreedError:
-            raise
-        except HexadError as error:
-            raise AgreedError(str(error), type(error)) from None
 
 
 def _device_of(path: Path) -> int | None:

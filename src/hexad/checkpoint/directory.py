@@ -11,12 +11,12 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from hexad.config import Config, HexadError, dump_config
+from hexad.dataset.files import sync_directory, write_durably
 from hexad.model.pretrained import FREE, TRAINED
 
 from .index import FileRecord, Index
@@ -123,20 +123,27 @@ def write_manifest(
     text = b"{}\n" if config is None else dump_config(config).encode()
     tree = {} if config is None else config.model_dump(mode="json", by_alias=True)
     write_durably(directory / "config.yaml", text)
-    record = FileRecord(((len(text), xxhash.xxh3_128_hexdigest(text)),))
-    complete = Index.empty({"config.yaml": record, **(others or {})}).merge(index)
+    complete = Index.empty({"config.yaml": FileRecord.of(text), **(others or {})}).merge(index)
     manifest = Manifest(dict(progress), tree, complete, dict(origin))
     manifest.check_coverage(expected)
     write_durably(directory / MANIFEST_FILE, manifest.encode())
 
 
-def wait_until_visible(checkpoint: Path, checksum: bytes | None, seconds: float) -> None:
-    """Wait until this process sees a checkpoint's manifest as another one does.
+def origin_of(reason: str, world: int = 1, layout: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Where a checkpoint that is being written comes from, for its manifest."""
+    return {
+        "world": world,
+        "layout": dict(layout or {}),
+        "reason": reason,
+        "saved_at": time.time(),
+        "hexad": version("hexad"),
+        "torch": version("torch"),
+    }
 
-    Args:
-        checkpoint: its path.
-        checksum: of the manifest, as the other one reads it; None: it sees none either.
-        seconds: to wait at most.
+
+def wait_until_visible(checkpoint: Path, checksum: bytes | None, seconds: float) -> None:
+    """Wait until this process sees a checkpoint's manifest as another one does, with this ``checksum`` (None:
+    there is none), for so many seconds at most.
 
     Raises:
         HexadError: it does not become visible.
@@ -232,20 +239,3 @@ def _remove(checkpoint: Path) -> None:
     doomed = checkpoint.with_name(f".{checkpoint.name}.removed")
     os.rename(checkpoint, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Write a file and flush it to disk."""
-    with open(path, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Flush a directory's names to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

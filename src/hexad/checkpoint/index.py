@@ -17,6 +17,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from hexad.parallel.rectangle import Rectangle
@@ -41,6 +42,11 @@ class FileRecord:
     sections: tuple[tuple[int, str], ...]
     header: int = 0
     blocks: bytes = b""
+
+    @classmethod
+    def of(cls, content: bytes) -> FileRecord:
+        """The record of a file without tensors."""
+        return cls(((len(content), xxhash.xxh3_128_hexdigest(content)),))
 
     @property
     def size(self) -> int:
@@ -89,12 +95,9 @@ class Index:
         numbers = _numbers((part.name for part, *_ in parts), tensors).tolist()
         dims = max((len(tensor.shape) for tensor in tensors.values()), default=0)
         rows = [
-            (
-                number, 0, block, begin,
-                *part.offset, *[0] * (dims - len(part.shape)), *part.sizes, *[1] * (dims - len(part.shape)),
-            )
+            (number, 0, block, begin, *_box(part.offset, part.sizes, dims))
             for number, (part, _, block, begin) in zip(numbers, parts)
-        ]  # fmt: skip
+        ]
         return cls({name: record}, tensors, np.array(rows, dtype=np.int64).reshape(-1, _PLACE + 2 * dims))
 
     @classmethod
@@ -226,10 +229,7 @@ class Need:
                 low, high = bounds.get(part.name, (list(part.offset), ends))
                 bounds[part.name] = list(map(min, low, part.offset)), list(map(max, high, ends))
         dims = max((len(low) for low, _ in bounds.values()), default=0)
-        boxes = [
-            (number, *low, *[0] * (dims - len(low)), *high, *[1] * (dims - len(low)))
-            for number, (low, high) in enumerate(bounds.values())
-        ]
+        boxes = [(number, *_box(*both, dims)) for number, both in enumerate(bounds.values())]
         return cls(tuple(bounds), np.array(boxes, dtype=np.int64).reshape(-1, 1 + 2 * dims))
 
     @property
@@ -251,6 +251,12 @@ def _numbers(names: Iterable[str], places: Iterable[str]) -> Rows:
     """The number of each name among the places; -1 for one that is not there."""
     number = {name: index for index, name in enumerate(places)}
     return np.array([number.get(name, -1) for name in names], dtype=np.int64)
+
+
+def _box(low: Sequence[int], high: Sequence[int], dims: int) -> list[int]:
+    """A rectangle in a row of this many dims: offset and sizes, or ends; dims that it lacks have 0 and 1."""
+    missing = dims - len(low)
+    return [*low, *[0] * missing, *high, *[1] * missing]
 
 
 def _unpacked(packed: str, shape: tuple[int, ...], blocks: Rows) -> Rows:

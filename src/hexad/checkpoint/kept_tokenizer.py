@@ -16,6 +16,7 @@ from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.load import anchored
+from hexad.dataset.files import sync_directory, write_durably
 from hexad.dataset.sidecar import chat_templates, prefixes
 from hexad.dataset.text.chat import load_chat_template, template_files
 from hexad.dataset.text.tokenizer import (
@@ -27,10 +28,8 @@ from hexad.dataset.text.tokenizer import (
 )
 from hexad.model.hugging_face import CONFIG_FILE
 
-from .directory import sync_directory, write_durably
 from .hugging_face.files import byte_tokenizer_files, has_tokenizer, tokenizer_files
 from .index import FileRecord
-from .manifest import whole_file
 
 log = logging.getLogger("hexad")
 
@@ -112,7 +111,7 @@ def _replace(folder: Path, files: Mapping[str, bytes]) -> None:
     for left in (partial, old):
         shutil.rmtree(left, ignore_errors=True)
     partial.mkdir()
-    _write(files, partial)
+    write_files(files, partial)
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)
@@ -142,8 +141,8 @@ def keep_files(checkpoint: Path, files: Mapping[str, bytes]) -> dict[str, FileRe
     """
     folder = checkpoint / FOLDER
     folder.mkdir()
-    _write(files, folder)
-    return {f"{FOLDER}/{name}": whole_file(folder / name) for name in files}
+    write_files(files, folder)
+    return {f"{FOLDER}/{name}": FileRecord.of(content) for name, content in files.items()}
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -152,7 +151,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def _write(files: Mapping[str, bytes], folder: Path) -> None:
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
     """Write files into a folder and flush them to disk."""
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

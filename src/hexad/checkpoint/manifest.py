@@ -132,17 +132,12 @@ class Manifest:
             known = " and ".join(map(str, FORMATS))
             raise HexadError(f"format {body.get('format')}, this version of Hexad reads formats {known}")
         try:
-            return cls._of_body(body)
+            files = {_inside(name): _record(entry) for name, entry in body["files"].items()}
+            index = Index.unpack(files, body["tensors"])
+            config, origin, progress = (dict(body[part]) for part in ("config", "origin", "progress"))
+            progress |= {name: int(progress[name]) for name in ("step", "samples")}
         except (AttributeError, KeyError, OverflowError, TypeError) as error:
             raise ValueError(f"an entry is missing or of another kind ({error!r})") from None
-
-    @classmethod
-    def _of_body(cls, body: dict[str, Any]) -> Manifest:
-        files = {_inside(name): _record(entry) for name, entry in body["files"].items()}
-        index = Index.unpack(files, body["tensors"])
-        config, origin = dict(body["config"]), dict(body["origin"])
-        progress = dict(body["progress"])
-        progress |= {name: int(progress[name]) for name in ("step", "samples")}
         return cls(progress, config, index, origin)
 
 
@@ -249,13 +244,6 @@ def verify_files(checkpoint: Path, manifest: Manifest) -> list[str]:
         except HexadError as error:
             problems.append(str(error))
     return problems
-
-
-def whole_file(path: Path) -> FileRecord:
-    """The record of a file without tensors."""
-    size = path.stat().st_size
-    (checksum,) = checksums(path, [size])
-    return FileRecord(((size, checksum),))
 
 
 def checksums(path: Path, sizes: Iterable[int]) -> list[str]:

@@ -28,13 +28,13 @@ class Weights:
         where: they are, for messages.
         weights_only: whether they are no run's, but an imported model's.
         tensors: the format and shape in which each is stored.
-        values: reads a rectangle (offset, sizes) of a tensor.
+        read: reads a rectangle (name, offset, sizes) of a tensor; a HexadError says that it is damaged.
     """
 
     where: str
     weights_only: bool
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    values: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
+    read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 
     def dtype(self, name: str) -> torch.dtype:
         """The format in which a tensor is stored."""
@@ -50,14 +50,6 @@ class Weights:
         if stored != shape:
             problem = "is missing" if stored is None else f"has shape {stored}"
             raise HexadError(f"{self.where}: tensor model.{name} {problem}, the model has {shape}")
-
-    def read(self, name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A rectangle of a tensor.
-
-        Raises:
-            HexadError: it is damaged or cannot be read.
-        """
-        return self.values(name, offset, sizes)
 
 
 def _saved(checkpoint: Checkpoint) -> Weights:
@@ -106,12 +98,8 @@ def _merged(own: Weights, base: Weights, config: Config) -> Weights:
 
 @contextmanager
 def opened_weights(checkpoint: Checkpoint, config: Config, load: str | None = None) -> Iterator[Weights]:
-    """The weights of an opened checkpoint: its own, or merged from its adapters and their base.
-
-    Args:
-        checkpoint: opened.
-        config: its own.
-        load: location of the base, as ``model.load``, if it is not the checkpoint's.
+    """The weights of an opened checkpoint with its configuration: its own, or merged from its adapters and
+    their base, at ``load`` (as ``model.load``) if that is not the checkpoint's.
 
     Raises:
         HexadError: the base is missing, damaged, or not what the adapters were trained with; the adapters

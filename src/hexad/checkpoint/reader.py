@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 import xxhash
 
 from hexad.comm import agreed, from_first, handed_out
-from hexad.config import AgreedError, HexadError
+from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 from hexad.topology.mesh import Axis
 
@@ -30,7 +31,7 @@ from .manifest import (
     read_manifest,
     unreadable,
 )
-from .tensor_file import Chunk, rows_per_block
+from .tensor_file import Chunk, dtype_name, rows_per_block
 
 _OPEN_FILES = 8
 """Files of a checkpoint that are open at once: parts are read in the files' order."""
@@ -41,12 +42,10 @@ class _Part(NamedTuple):
     bytes.
 
     Attributes:
-        file: name of the file.
-        span: the bytes of it that hold the rows of the common rectangle.
-        begin: the byte where the values of the stored rectangle begin.
-        block: the number of their first block among the file's.
+        span: the bytes of the file that hold the rows of the common rectangle.
+        begin, block: the byte where the values of the stored rectangle begin, and the number of their first
+            block among the file's.
         chunk: to fill.
-        stored, common: the rectangles.
         dtype: of the stored values.
     """
 
@@ -149,8 +148,7 @@ class Checkpoint:
         if not chunk.accepts(_dtype(tensor.dtype)):
             raise HexadError(
                 f"precision.dtype: checkpoint {self.path} stores {chunk.name} in {tensor.dtype}, which does "
-                f"not fit into this run's {str(chunk.tensor.dtype).removeprefix('torch.')}; set the dtype it "
-                "was trained with"
+                f"not fit into this run's {dtype_name(chunk.tensor.dtype)}; set the dtype it was trained with"
             )
 
     def _announce(self, part: _Part) -> None:
@@ -162,33 +160,26 @@ class Checkpoint:
 
     def _read(self, part: _Part) -> None:
         """Copy the rectangle that a chunk and a stored one have in common, block by block."""
-        held, wanted, dtype, common = part.stored, part.chunk.rectangle, part.dtype, part.common
-        width = math.prod(held.sizes[1:])
+        held, common, dtype = part.stored, part.common, part.dtype
+        row_bytes = math.prod(held.sizes[1:]) * dtype.itemsize
         step = rows_per_block(held.sizes, dtype.itemsize)
-        target = part.chunk.tensor.detach()
-        for dim in range(1, len(common.sizes)):
-            target = target.narrow(dim, common.offset[dim] - wanted.offset[dim], common.sizes[dim])
         low = common.offset[0] - held.offset[0]
-        high = low + common.sizes[0]
-        for block in range(low // step, -(-high // step)):
-            first, last = block * step, min((block + 1) * step, held.sizes[0])
-            begin, end = max(low, first), min(high, last)
-            to = target.narrow(0, held.offset[0] + begin - wanted.offset[0], end - begin)
-            place = part.begin + first * width * dtype.itemsize
+        for number in range(low // step, -(-(low + common.sizes[0]) // step)):
+            block = held.rows(number * step, min((number + 1) * step, held.sizes[0]))
+            piece = common.intersection(block)
+            assert piece is not None
+            to = _view(part.chunk.tensor.detach(), part.chunk.rectangle, piece)
+            place = part.begin + number * step * row_bytes
             # Directly into place, if the complete block belongs there unchanged.
-            whole = (begin, end) == (first, last) and common.sizes[1:] == held.sizes[1:]
-            if whole and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
-                self._block(part.file, part.block + block, place, to.flatten().view(torch.uint8))
+            if piece == block and to.dtype == dtype and to.is_contiguous() and to.device.type == "cpu":
+                self._block(part.file, part.block + number, place, to.flatten().view(torch.uint8))
                 continue
-            count = (last - first) * width * dtype.itemsize
+            count = block.sizes[0] * row_bytes
             if self._buffer.numel() < count:
                 self._buffer = torch.empty(count, dtype=torch.uint8)
             data = self._buffer[:count]
-            self._block(part.file, part.block + block, place, data)
-            rows = data.view(dtype).view(last - first, *held.sizes[1:])[begin - first : end - first]
-            for dim in range(1, len(common.sizes)):
-                rows = rows.narrow(dim, common.offset[dim] - held.offset[dim], common.sizes[dim])
-            to.copy_(rows)
+            self._block(part.file, part.block + number, place, data)
+            to.copy_(_view(data.view(dtype).view(block.sizes), block, piece))
 
     def _block(self, file: str, number: int, begin: int, out: torch.Tensor) -> None:
         """Read a block of a file to ``out``, bytes on the CPU, and verify it."""
@@ -236,6 +227,12 @@ class Checkpoint:
             os.close(self._files.popitem()[1])
 
 
+def _view(values: torch.Tensor, rectangle: Rectangle, part: Rectangle) -> torch.Tensor:
+    """The part of a rectangle's values."""
+    low = map(sub, part.offset, rectangle.offset)
+    return values[tuple(slice(begin, begin + size) for begin, size in zip(low, part.sizes))]
+
+
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -250,12 +247,7 @@ listings of directories for up to 60 by default (acdirmax)."""
 
 def chosen(choose: Callable[[], Path | None], axis: Axis, where: Path) -> Path | None:
     """What the first rank chooses, as soon as every rank sees it: each for itself, ranks of other hosts
-    could choose by old listings of a network file system.
-
-    Args:
-        choose: finds a checkpoint or None, on the first rank.
-        axis: of all ranks.
-        where: it looks, for messages.
+    could choose by old listings of a network file system. ``where`` it looks is for messages.
 
     Raises:
         AgreedError: what ``choose`` raises, or a rank does not see what was found.
@@ -268,10 +260,7 @@ def chosen(choose: Callable[[], Path | None], axis: Axis, where: Path) -> Path |
             raise HexadError(f"{error.filename or where}: cannot be read: {error.strerror}") from None
         return None if path is None else (path, manifest_checksum(path))
 
-    try:
-        choice = from_first(first, axis)
-    except HexadError as error:
-        raise AgreedError(str(error), type(error)) from None
+    choice = from_first(first, axis)
     if choice is None:
         return None
     agreed(lambda: wait_until_visible(*choice, _LONGEST_LAG), axis)
@@ -311,10 +300,7 @@ def load(
         complete.append(manifest)
         return replace(manifest, index=Index.empty({})), manifest.weights_only
 
-    try:
-        head, weights_only = from_first(read, axis)
-    except HexadError as error:
-        raise AgreedError(str(error), type(error)) from None
+    head, weights_only = from_first(read, axis)
     wanted = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
     need = Need.of(chunk.rectangle for chunk in wanted)
     part = handed_out(complete[0].index if complete else None, axis, need, Need.merge, Index.select)

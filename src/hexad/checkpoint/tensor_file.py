@@ -141,7 +141,6 @@ class TensorFileWriter:
         self._block = xxhash.xxh3_64()
         self._missing = 0
         self._size = 0
-        self._path = path
         alone = own is None
         self._file = open(path, "xb" if alone else "wb", 0, opener=None if alone else _beside_others)  # noqa: SIM115 (closed by close)
         try:
@@ -153,9 +152,6 @@ class TensorFileWriter:
         except BaseException:
             self._file.close()
             raise
-
-    def __repr__(self) -> str:
-        return f"TensorFileWriter({self._path})"
 
     def write(self, values: torch.Tensor) -> None:
         """Write the next values, in the order declared; a tensor may come in any number of calls.
@@ -239,21 +235,10 @@ def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle in a file; ``dtype`` is torch's name."""
+    """A rectangle in a file."""
 
     rectangle: Rectangle
-    dtype: str
-
-    @classmethod
-    def of(cls, chunk: Chunk) -> Part:
-        """The part of a file that a chunk fills."""
-        return cls(chunk.rectangle, dtype_name(chunk.tensor.dtype))
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The ``torch.dtype``."""
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+    dtype: torch.dtype
 
     @property
     def key(self) -> str:
@@ -277,49 +262,35 @@ class TensorFile:
     own: slice
 
     @classmethod
-    def alone(cls, parts: Iterable[Part]) -> TensorFile:
-        """The only tensor file of a checkpoint, written by one process."""
-        parts = tuple(parts)
-        return cls(_name(0), parts, slice(0, len(parts)))
-
-    @classmethod
     def of_host(cls, rank: int, parts: Mapping[int, Sequence[Part]]) -> TensorFile:
-        """The file that some ranks of a host write; ``parts``: of each of them, by rank."""
+        """The file that some ranks of a host write, named by the first; ``parts``: of each, by rank."""
         ranks = sorted(parts)
         before = sum(len(parts[other]) for other in ranks if other < rank)
         together = tuple(part for other in ranks for part in parts[other])
-        return cls(_name(ranks[0]), together, slice(before, before + len(parts[rank])))
-
-    def open(self, directory: Path) -> TensorFileWriter:
-        """Open a writer for the values of this rank's parts, in order."""
-        tensors = [(part.key, part.torch_dtype, part.rectangle.sizes) for part in self.parts]
-        own = None if len(self.parts) == self.own.stop - self.own.start else self.own
-        return TensorFileWriter(directory / self.name, tensors, own=own)
+        return cls(f"rank-{ranks[0]:05d}.safetensors", together, slice(before, before + len(parts[rank])))
 
     def index(self, record: FileRecord) -> Index:
         """The index of this rank's values; ``record``: of the section that it has written."""
         begin, block, places = record.header, 1, []
         for part in self.parts:
-            places.append((part.rectangle, part.dtype, block, begin))
-            begin += part.rectangle.numel * part.torch_dtype.itemsize
-            block += block_count(part.rectangle.sizes, part.torch_dtype.itemsize)
+            places.append((part.rectangle, dtype_name(part.dtype), block, begin))
+            begin += part.rectangle.numel * part.dtype.itemsize
+            block += block_count(part.rectangle.sizes, part.dtype.itemsize)
         return Index.of_file(self.name, record, places[self.own])
 
 
-def _name(rank: int) -> str:
-    """The name of the file of a host, by its first rank."""
-    return f"rank-{rank:05d}.safetensors"
-
-
-def write_shard(directory: Path, file: TensorFile, chunks: Sequence[Chunk]) -> Index:
-    """Write this rank's chunks to its host's file; returns where they are.
+def write_shard(directory: Path, file: TensorFile, values: Iterable[torch.Tensor]) -> Index:
+    """Write the values of this rank's parts of a file, in order and in any slices; returns where they are.
 
     Raises:
         OSError: the disk is full, or the directory is gone or closed.
     """
-    if not chunks:
+    count = len(file.parts[file.own])
+    if not count:
         return Index.empty({})
-    with file.open(directory) as writer:
-        for chunk in chunks:
-            writer.write(chunk.tensor)
+    tensors = [(part.key, part.dtype, part.rectangle.sizes) for part in file.parts]
+    own = None if count == len(tensors) else file.own
+    with TensorFileWriter(directory / file.name, tensors, own=own) as writer:
+        for tensor in values:
+            writer.write(tensor)
         return file.index(writer.close())

@@ -76,12 +76,13 @@ def _check(tree: dict[str, Any], world: int | None) -> None:
 
 def _written(text: str, directory: Path) -> Path:
     """The configuration as a file; every rank that a launcher has started writes the same."""
-    from hexad.dataset.files import write_whole
+    from hexad.dataset.files import appearing_whole
 
     path = directory / CONFIGURATION
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda stream: stream.write(text.encode()))
+        with appearing_whole(path) as stream:
+            stream.write(text.encode())
     except OSError as error:
         raise ConfigError("--save", f"{path} cannot be written: {error.strerror}") from None
     return path

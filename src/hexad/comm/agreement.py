@@ -34,21 +34,14 @@ _MOST_VALUES = 8
 
 
 def merged(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T:
-    """Every rank's picklable ``value``, merged in the order of the ranks, on every rank.
+    """Every rank's picklable ``value``, merged in the order of the ranks, on every rank of the mesh.
 
-    Args:
-        value: this rank's.
-        axis: of all ranks of the mesh.
-        merge: two values into one, the first of lower ranks; associative. It must not raise.
+    ``merge`` makes one of two values, the first of lower ranks; it is associative, and must not raise.
     """
     if axis.size == 1:
         return value
     tree = _tree(axis)
-
-    def exchange() -> T:
-        return _spread(tree, _collected(tree, value, merge))
-
-    return wait_for(axis, exchange)
+    return wait_for(axis, lambda: _spread(tree, _collected(tree, value, merge)))
 
 
 def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
@@ -88,18 +81,15 @@ def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
     if lowest.ranks[1] != lowest.ranks[0] + 1:
         return own  # the last of the world, alone in its group
     here = replace(tree, levels=(lowest,))
-
-    def exchange() -> dict[int, T]:
-        return _spread(here, _collected(here, own, lambda a, b: a | b))
-
-    return wait_for(axis, exchange)
+    return wait_for(axis, lambda: _spread(here, _collected(here, own, lambda a, b: a | b)))
 
 
 def from_first(action: Callable[[], T], axis: Axis) -> T:
     """What an action returns on the first rank, where alone it is done.
 
     Raises:
-        Exception: what the action raised, on every rank alike.
+        AgreedError: the user's error that the action raised, on every rank alike.
+        Exception: any other that it raised, likewise.
     """
     outcome: tuple[T | None, Exception | None] = None, None
     if axis.rank == 0:
@@ -110,9 +100,11 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
     if axis.size > 1:
         tree, own = _tree(axis), outcome
         outcome = wait_for(axis, lambda: _spread(tree, own))
-    result, value = outcome
-    if value is not None:
-        raise value
+    result, raised = outcome
+    if isinstance(raised, HexadError) and not isinstance(raised, AgreedError):
+        raise AgreedError(str(raised), type(raised))
+    if raised is not None:
+        raise raised
     return result  # type: ignore[return-value]
 
 
@@ -121,14 +113,9 @@ def handed_out(
 ) -> V:
     """What this rank needs of a value of the first rank: ``select(value, need)``.
 
-    No rank but the first has all of it: a rank receives what those below it in the tree need.
-
-    Args:
-        value: on the first rank; others pass None.
-        axis: of all ranks of the mesh.
-        need: this rank's, picklable as the value is.
-        merge: two needs into one. Neither it nor ``select`` must raise.
-        select: the part of a value that is needed, or of a part that contains it.
+    No rank but the first has all of it, others pass None: a rank receives what those below it in the tree
+    need. ``merge`` makes one of two needs, ``select`` takes the part of a value, or of a part that contains
+    it; neither must raise.
     """
     if axis.size == 1:
         return select(value, need)  # type: ignore[arg-type]
@@ -194,13 +181,8 @@ def first_difference(value: object, axis: Axis) -> tuple[Any, int, Any] | None:
 
 
 def identical(what: str, value: object, axis: Axis) -> None:
-    """See that all ranks have the same value.
-
-    Args:
-        what: for the message; of a tree of dictionaries the leaf that differs is named, with ``settings``
-            without a prefix.
-        value: this rank's.
-        axis: of all ranks.
+    """See that all ranks have the same value. The message names ``what``; of a tree of dictionaries the leaf
+    that differs is named, with ``settings`` without a prefix.
 
     Raises:
         AgreedError: they do not; names two ranks and what they have.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,11 +43,6 @@ def sent_bytes(operation: str, size: int, nbytes: int) -> int:
     raise ValueError(f"unknown operation {operation!r}")
 
 
-def all_to_all_bytes(parts: Sequence[int], rank: int) -> int:
-    """Bytes sent by a rank in an all_to_all: its ``parts``, in bytes by receiver, but for its own."""
-    return sum(parts) - parts[rank]
-
-
 T = TypeVar("T")
 
 # torch 2.13 renamed two collectives; 2.11 and 2.12 know the old names only.
@@ -76,11 +72,8 @@ class Pending:
         trace: Trace | None = None,
         finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._result = result
-        self._work = work
-        self._call = call
-        self._trace = trace
-        self._finish = finish
+        self._result, self._work, self._finish = result, work, finish
+        self._call, self._trace = call, trace
 
     def wait(self) -> torch.Tensor:
         """Block until the result may be used (on a GPU: until the stream may use it)."""
@@ -102,8 +95,12 @@ def _start(
     *inputs: torch.Tensor,
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
     sent: int | None = None,
+    peer: int | None = None,
 ) -> Pending:
-    """Start a collective; it is charged ``sent`` bytes, by default those of its formula."""
+    """Start a collective, or a message to or from ``peer``; it is charged ``sent`` bytes, by default those of
+    its formula. One rank alone has the result already."""
+    if axis.size == 1:
+        return Pending(result)
     for tensor in (result, *inputs):
         if not tensor.is_contiguous():
             raise ValueError(
@@ -111,16 +108,19 @@ def _start(
             )
     axis.sent[operation] += sent_bytes(operation, axis.size, nbytes) if sent is None else sent
     axis.calls[operation] += 1
-    label = f"hexad.{axis.name}.{operation}"
-    what = f"{operation} over axis {axis.name} (ranks {_compact(axis.ranks)})"
-    made = Call(what, nbytes, time.time(), label, f"{axis.name} {_compact(axis.ranks)}")
+    label, what = f"hexad.{axis.name}.{operation}", f"{operation} over axis {axis.name}"
+    if peer is None:
+        what, queue = f"{what} (ranks {_compact(axis.ranks)})", f"{axis.name} {_compact(axis.ranks)}"
+    else:
+        what = queue = f"{what} with rank {axis.ranks[peer]}"
+    made = Call(what, nbytes, time.time(), label, queue)
     if axis.trace is not None:
         axis.trace.changes += 1
     try:
         with torch.profiler.record_function(label):
             return Pending(result, call(), made, axis.trace, finish)
     except RuntimeError as error:
-        raise CommError(f"{made.what} failed: {error}") from error
+        raise CommError(f"{what} failed: {error}") from error
 
 
 def _compact(ranks: tuple[int, ...]) -> str:
@@ -129,12 +129,7 @@ def _compact(ranks: tuple[int, ...]) -> str:
 
 def all_reduce_async(tensor: torch.Tensor, axis: Axis, operator: str = "sum") -> Pending:
     """Reduce ``tensor`` in place over the axis (``sum``, ``max`` or ``min``)."""
-    if axis.size == 1:
-        return Pending(tensor)
-
-    def call() -> Any:
-        return dist.all_reduce(tensor, _OPERATORS[operator], group=axis.group, async_op=True)
-
+    call = partial(dist.all_reduce, tensor, _OPERATORS[operator], group=axis.group, async_op=True)
     return _start("all_reduce", axis, tensor.nbytes, tensor, call)
 
 
@@ -149,21 +144,22 @@ def all_gather_async(tensor: torch.Tensor, axis: Axis, out: torch.Tensor | None 
     With ``out`` the result goes there; ``tensor`` may be this rank's own slice of it.
     """
     if axis.size == 1:
-        if out is not None and out.data_ptr() != tensor.data_ptr():
-            out.copy_(tensor)
+        return _alone(tensor, out)
+    if out is None:
+        out = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
+    call = partial(_all_gather_tensor, out, tensor, group=axis.group, async_op=True)
+    return _start("all_gather", axis, out.nbytes, out, call, tensor)
+
+
+def _alone(tensor: torch.Tensor, out: torch.Tensor | None) -> Pending:
+    """The result on one rank: what it has, in ``out`` if that is given."""
+    if out is None or out.data_ptr() == tensor.data_ptr():
         return Pending(tensor if out is None else out)
-    result = out
-    if result is None:
-        result = tensor.new_empty((axis.size * tensor.shape[0], *tensor.shape[1:]))
-
-    def call() -> Any:
-        return _all_gather_tensor(result, tensor, group=axis.group, async_op=True)
-
-    return _start("all_gather", axis, result.nbytes, result, call, tensor)
+    return Pending(out.copy_(tensor))
 
 
 def all_gather(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Concatenate every rank's ``[n, ...]`` along dim 0 to ``[size * n, ...]``."""
+    """As :func:`all_gather_async`, waited for."""
     return all_gather_async(tensor, axis).wait()
 
 
@@ -174,23 +170,17 @@ def reduce_scatter_async(tensor: torch.Tensor, axis: Axis, out: torch.Tensor | N
     stay unchanged until ``wait()``.
     """
     if axis.size == 1:
-        if out is not None and out.data_ptr() != tensor.data_ptr():
-            out.copy_(tensor)
-        return Pending(tensor if out is None else out)
+        return _alone(tensor, out)
     if tensor.shape[0] % axis.size:
         raise ValueError(
             f"reduce_scatter over axis {axis.name}: {tensor.shape[0]} rows do not divide by {axis.size}"
         )
     if tensor.device.type == "cpu":
         return _reduce_scatter_by_exchange(tensor, axis, out)
-    result = out
-    if result is None:
-        result = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
-
-    def call() -> Any:
-        return _reduce_scatter_tensor(result, tensor, group=axis.group, async_op=True)
-
-    return _start("reduce_scatter", axis, tensor.nbytes, result, call, tensor)
+    if out is None:
+        out = tensor.new_empty((tensor.shape[0] // axis.size, *tensor.shape[1:]))
+    call = partial(_reduce_scatter_tensor, out, tensor, group=axis.group, async_op=True)
+    return _start("reduce_scatter", axis, tensor.nbytes, out, call, tensor)
 
 
 def _reduce_scatter_by_exchange(tensor: torch.Tensor, axis: Axis, out: torch.Tensor | None) -> Pending:
@@ -199,9 +189,7 @@ def _reduce_scatter_by_exchange(tensor: torch.Tensor, axis: Axis, out: torch.Ten
     gloo's own took nearly twice as long (2 MiB, two ranks, torch 2.13: 4.8 and 3.7 ms against 2.5 and 2.0).
     """
     parts = torch.empty_like(tensor)
-
-    def call() -> Any:
-        return dist.all_to_all_single(parts, tensor, group=axis.group, async_op=True)
+    call = partial(dist.all_to_all_single, parts, tensor, group=axis.group, async_op=True)
 
     def add(parts: torch.Tensor) -> torch.Tensor:
         return torch.sum(parts.unflatten(0, (axis.size, -1)), 0, out=out)
@@ -235,12 +223,8 @@ def all_to_all_async(
     if size == 1:
         return Pending(tensor)
     result = tensor.new_empty((sum(receive), *tensor.shape[1:]))
-    row = tensor[:1].nbytes if rows else 0
-
-    def call() -> Any:
-        return dist.all_to_all_single(result, tensor, receive, send, group=axis.group, async_op=True)
-
-    away = all_to_all_bytes([count * row for count in send], axis.rank)
+    away = (rows - send[axis.rank]) * (tensor[:1].nbytes if rows else 0)  # all but this rank's own
+    call = partial(dist.all_to_all_single, result, tensor, receive, send, group=axis.group, async_op=True)
     return _start("all_to_all", axis, away, result, call, tensor, sent=away)
 
 
@@ -255,38 +239,26 @@ def all_to_all(
 
 
 def reduce_scatter(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum ``[size * n, ...]`` over the ranks; this rank keeps its ``[n, ...]`` slice of dim 0."""
+    """As :func:`reduce_scatter_async`, waited for."""
     return reduce_scatter_async(tensor, axis).wait()
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrite ``tensor`` with that of the axis's rank ``source``, in place, and return it."""
-    if axis.size == 1:
-        return tensor
-
-    def call() -> Any:
-        return dist.broadcast(tensor, axis.ranks[source], group=axis.group, async_op=True)
-
+    call = partial(dist.broadcast, tensor, axis.ranks[source], group=axis.group, async_op=True)
     return _start("broadcast", axis, tensor.nbytes, tensor, call).wait()
 
 
 def send_async(tensor: torch.Tensor, axis: Axis, to: int, tag: int = 0) -> Pending:
     """Send ``tensor`` to the axis's rank ``to``; keep it unchanged until ``wait()``."""
-
-    def call() -> Any:
-        return dist.isend(tensor, axis.ranks[to], group=axis.group, tag=tag)
-
-    axis.sent["send"] += tensor.nbytes
-    return _start_p2p("send", axis, to, tensor, call)
+    call = partial(dist.isend, tensor, axis.ranks[to], group=axis.group, tag=tag)
+    return _start("send", axis, tensor.nbytes, tensor, call, sent=tensor.nbytes, peer=to)
 
 
 def receive_async(tensor: torch.Tensor, axis: Axis, source: int, tag: int = 0) -> Pending:
     """Receive into ``tensor`` from the axis's rank ``source``."""
-
-    def call() -> Any:
-        return dist.irecv(tensor, axis.ranks[source], group=axis.group, tag=tag)
-
-    return _start_p2p("receive", axis, source, tensor, call)
+    call = partial(dist.irecv, tensor, axis.ranks[source], group=axis.group, tag=tag)
+    return _start("receive", axis, tensor.nbytes, tensor, call, sent=0, peer=source)
 
 
 def exchange_async(
@@ -328,24 +300,6 @@ class _Together:
         return all(work.is_completed() for work in self._works)
 
 
-def _start_p2p(
-    operation: str, axis: Axis, peer: int, tensor: torch.Tensor, call: Callable[[], Any]
-) -> Pending:
-    if not tensor.is_contiguous():
-        raise ValueError(f"{operation} over axis {axis.name}: the tensor is not contiguous")
-    axis.calls[operation] += 1
-    what = f"{operation} over axis {axis.name} with rank {axis.ranks[peer]}"
-    label = f"hexad.{axis.name}.{operation}"
-    made = Call(what, tensor.nbytes, time.time(), label, what)
-    if axis.trace is not None:
-        axis.trace.changes += 1
-    try:
-        with torch.profiler.record_function(label):
-            return Pending(tensor, call(), made, axis.trace)
-    except RuntimeError as error:
-        raise CommError(f"{what} failed: {error}") from error
-
-
 def gather_objects(value: object, axis: Axis) -> list[Any]:
     """Every rank's picklable ``value``, in rank order. For set-up, not for the training step; over all ranks
     see :mod:`hexad.comm.agreement`."""
@@ -363,19 +317,13 @@ def wait_for(axis: Axis, action: Callable[[], T]) -> T:
         CommError: a peer is lost.
     """
     what = f"agreement over axis {axis.name} (ranks {_compact(axis.ranks)})"
-    made = Call(what, 0, time.time(), f"hexad.{axis.name}.agreement")
-    results: list[T] = []
-    _wait(made, axis.trace, lambda: results.append(action()))
-    return results[0]
+    return _wait(Call(what, 0, time.time(), f"hexad.{axis.name}.agreement"), axis.trace, action)
 
 
-def _wait(call: Call, trace: Trace | None, action: Callable[[], object], work: Any = None) -> None:
+def _wait(call: Call, trace: Trace | None, action: Callable[[], T], work: Any = None) -> T:
     """Wait for a call by ``action``, noted in the trace, if there is one, and labelled for the profiler."""
     try:
         with torch.profiler.record_function(f"{call.label}.wait"):
-            if trace is None:
-                action()
-            else:
-                trace.wait(call, action, work)
+            return action() if trace is None else trace.wait(call, action, work)
     except RuntimeError as error:
         raise CommError(f"{call.what} failed: {error}") from error

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Call(NamedTuple):
@@ -62,14 +64,13 @@ class Trace:
     _enqueued: dict[str, _Enqueued] = field(default_factory=dict)
     _followed: dict[str, _Enqueued] = field(default_factory=dict)
 
-    def wait(self, call: Call, action: Callable[[], object], work: Any = None) -> None:
-        """Wait for a call by ``action``; one that fails stays the one that is waited for.
-
-        Without ``work`` (torch's) it is completed when ``action`` returns.
+    def wait(self, call: Call, action: Callable[[], T], work: Any = None) -> T:
+        """Wait for a call by ``action``, and return what it returns; one that fails stays the one that is
+        waited for. Without ``work`` (torch's) it is completed when ``action`` returns.
         """
         self.waiting = call
         begin = time.perf_counter()
-        action()
+        result = action()
         self.waited += time.perf_counter() - begin
         self.waiting = None
         if work is None or work.is_completed():
@@ -77,6 +78,7 @@ class Trace:
         else:
             self._enqueued[call.queue] = _Enqueued(call, work)
         self.changes += 1
+        return result
 
     def unfinished(self) -> list[Call]:
         """Calls that were waited for but that a device has not completed, at most one per queue, oldest

@@ -1,4 +1,4 @@
-"""Files that are written atomically, by one of many processes, and identified by a hash."""
+"""Files that are written atomically, by one of many processes, and identified by a hash; errors of files."""
 
 from __future__ import annotations
 
@@ -34,19 +34,32 @@ def sampled_hash(*paths: Path) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def reporting(path: Path | str, action: str = "read") -> Iterator[None]:
+    """Turn what the operating system reports into a user's error: the path cannot be read, or ``written``."""
+    try:
+        yield
+    except OSError as error:
+        raise HexadError(f"{path}: cannot be {action}: {error.strerror or error}") from None
+
+
+def one_line(error: Exception) -> str:
+    """The text of another package's error, for a message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def temporary_name(final: Path) -> Path:
     """A name beside ``final`` that no other process or host uses; hidden, so that no glob picks it up."""
     return final.with_name(f".{final.name}.{os.getpid()}-{uuid4().hex[:8]}.tmp")
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in ``directory`` survive a loss of power, if the file system can."""
-    with suppress(OSError):
-        handle = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    """Flush a directory's names to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_and_close(stream: BinaryIO) -> None:
@@ -54,6 +67,13 @@ def sync_and_close(stream: BinaryIO) -> None:
     stream.flush()
     os.fsync(stream.fileno())
     stream.close()
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Write a file and flush it to disk."""
+    with path.open("wb") as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+        sync_and_close(stream)
 
 
 @contextmanager
@@ -70,20 +90,14 @@ def appearing_whole(final: Path) -> Iterator[BinaryIO]:
     try:
         with temporary.open("wb") as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync_and_close(stream)
         temporary.replace(final)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_directory(final.parent)
-
-
-def write_whole(final: Path, fill: Callable[[BinaryIO], object]) -> None:
-    """Call ``fill`` on a stream that becomes ``final`` by one rename."""
-    with appearing_whole(final) as stream:
-        fill(stream)
+    with suppress(OSError):  # not every file system can
+        sync_directory(final.parent)
 
 
 def lock(file: TextIO, seconds: float) -> bool | None:
@@ -113,13 +127,8 @@ def written_once(path: Path, read: Callable[[], T | None], write: Callable[[], N
     """What ``read`` returns of a file that one process per file system writes while the others wait.
 
     The system releases the lock of a process that dies, and the next one writes. On file systems without
-    locks each process writes.
-
-    Args:
-        path: of the file.
-        read: its content, or None while it is missing or incomplete.
-        write: creates it, complete, by a rename.
-        seconds: how long to wait for another process.
+    locks each process writes. ``read`` returns None while the file is missing or incomplete; ``write``
+    creates it, complete, by a rename; another process is waited for so many ``seconds``.
 
     Raises:
         HexadError: another process has not completed it in time.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import struct
 from array import array
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,8 +29,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from hexad.config.errors import HexadError
 
-from .files import sampled_hash, sync_and_close, sync_directory, temporary_name
-from .masks import MaskWriter, TokenMask, has_mask, mask_path
+from .files import reporting, sampled_hash, sync_and_close, sync_directory, temporary_name
+from .masks import MaskWriter, TokenMask, mask_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -99,12 +100,14 @@ class IndexedDataset:
         self.dtype, sequences, boundaries = self._header()
         self._map_index(sequences, boundaries)
         self._check_ends()
+        self._first, self._documents, self._origin = 0, boundaries - 1, 0
+        self._is_whole = True
         self._verified = self._one_sequence_each = False
         if max(sequences, boundaries) <= SMALL:
             self.verify()
         self._map_tokens()
-        files = (self._idx, self._bin)
-        self.mask = TokenMask(mask_path(prefix), len(self.tokens), files) if has_mask(prefix) else None
+        mask, files = mask_path(prefix), (self._idx, self._bin)
+        self.mask = TokenMask(mask, len(self.tokens), files) if mask.is_file() else None
 
     def _header(self) -> tuple[np.dtype[Any], int, int]:
         with self._idx.open("rb") as stream:
@@ -177,7 +180,7 @@ class IndexedDataset:
             if wrong.size:
                 raise self._not_contiguous(start + int(wrong[0]))
             total = int(ends[-1])
-        single = len(self.lengths) == self.documents
+        single = len(self.lengths) == len(self.boundaries) - 1
         for start in range(0, len(self.boundaries), _CHUNK):
             counts = np.diff(self.boundaries[start : start + _CHUNK + 1])
             if (counts < 0).any():
@@ -211,34 +214,50 @@ class IndexedDataset:
     @property
     def documents(self) -> int:
         """Number of documents, empty ones included."""
-        return len(self.boundaries) - 1
+        return self._documents
 
     def __len__(self) -> int:
         return self.documents
 
+    def part(self, begin: float, end: float) -> IndexedDataset:
+        """The documents between two fractions of this dataset, rounded to complete documents as in
+        Megatron-LM. Nothing is copied.
+
+        Raises:
+            HexadError: there is no document, or no token, between them.
+        """
+        first, last = (round(fraction * self.documents) for fraction in (begin, end))
+        origin, stop = self.starts(np.array([first, last])).tolist()
+        if stop <= origin:
+            raise HexadError(
+                f"{self.prefix}: data.split takes {last - first} of its {self.documents} documents, which "
+                f"have {stop - origin} tokens; give more data or another data.split"
+            )
+        part = copy(self)
+        part._is_whole = False
+        part._first, part._documents, part._origin = first, last - first, origin
+        part.tokens = self.tokens[origin:stop]
+        part.mask = None if self.mask is None else self.mask.after(origin)
+        return part
+
     def identity(self) -> tuple[object, ...]:
         """Size, time of the last change, and a hash of parts of the index: what identifies it without
-        reading all of it."""
+        reading all of it; of a part also which."""
         status = self._idx.stat()
-        return status.st_size, status.st_mtime_ns, sampled_hash(self._idx)
+        part = () if self._is_whole else (self._first, self._documents)
+        return status.st_size, status.st_mtime_ns, sampled_hash(self._idx), *part
 
     def starts(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Position in :attr:`tokens` at which each document begins (and the one before it ends).
-
-        Args:
-            documents: int64 ``[n]``, values 0 to :attr:`documents`; the last gives the total.
-
-        Returns:
-            int64 ``[n]``, in tokens.
-        """
-        first = self.boundaries[documents]
+        """Position in :attr:`tokens` at which each document begins (and the one before it ends), int64
+        ``[n]``; the number of documents gives the total."""
+        first = self.boundaries[documents + self._first]
         inside = self._pointers[np.minimum(first, len(self._pointers) - 1)] // self.dtype.itemsize
-        return np.where(first < len(self._pointers), inside, self._total)
+        return np.where(first < len(self._pointers), inside, self._total) - self._origin
 
     def tokens_in(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """The number of tokens of each document, int64 ``[n]``."""
         if self._one_sequence_each:  # a third of the random reads
-            return self.lengths[documents].astype(np.int64)
+            return self.lengths[documents + self._first].astype(np.int64)
         return self.starts(documents + 1) - self.starts(documents)
 
     def __getitem__(self, document: int) -> NDArray[Any]:
@@ -265,10 +284,6 @@ def _missing(prefix: str, path: Path) -> str:
     if known:
         return f"{message}; datasets in {parent}: {', '.join(known[:8])}"
     return f"{message}; make them with 'hexad data build --input ... --output {prefix}'"
-
-
-def _unwritable(path: Path, error: OSError) -> HexadError:
-    return HexadError(f"{path}: cannot be written: {error.strerror}")
 
 
 class IndexedWriter:
@@ -301,11 +316,9 @@ class IndexedWriter:
         self._boundaries = array("q", [0])
         self.tokens = 0
         self.max_token = -1
-        try:
+        with reporting(self._bin, "written"):
             self._bin.parent.mkdir(parents=True, exist_ok=True)
             self._stream: BinaryIO = self._temporary[0].open("wb")
-        except OSError as error:
-            raise _unwritable(self._bin, error) from None
 
     @property
     def documents(self) -> int:
@@ -361,13 +374,10 @@ class IndexedWriter:
             if low < limits.min or high > limits.max:
                 raise ValueError(f"token ids {low} to {high} do not fit {self.dtype.name}")
             self.max_token = max(self.max_token, high)
-        path = self._bin
-        try:
+        with reporting(self._bin, "written"):
             self._stream.write(ids.astype(self.dtype, copy=False).tobytes())
-            path = self.mask.path
+        with reporting(self.mask.path, "written"):
             self.mask.add(len(ids), trained)
-        except OSError as error:
-            raise _unwritable(path, error) from None
         self._lengths.frombytes(sizes.astype(np.int32).tobytes())
         self.tokens += len(ids)
         return len(sizes)
@@ -381,24 +391,24 @@ class IndexedWriter:
         Raises:
             HexadError: the disk is full or the files cannot be written.
         """
-        path = self._bin
         try:
-            sync_and_close(self._stream)
-            path = self._idx
-            with self._temporary[1].open("wb") as stream:
+            with reporting(self._bin, "written"):
+                sync_and_close(self._stream)
+            with reporting(self._idx, "written"), self._temporary[1].open("wb") as stream:
                 self._write_index(stream)
                 sync_and_close(stream)
-            path = self.mask.path
-            self.mask.complete(self._temporary[1], self._temporary[0])
-            path = self._idx
-            self._idx.unlink(missing_ok=True)
-            self.mask.publish()
-            self._temporary[0].replace(self._bin)
-            self._temporary[1].replace(self._idx)
-            sync_directory(self._idx.parent)
-        except OSError as error:
+            with reporting(self.mask.path, "written"):
+                self.mask.complete(self._temporary[1], self._temporary[0])
+            with reporting(self._idx, "written"):
+                self._idx.unlink(missing_ok=True)
+                self.mask.publish()
+                self._temporary[0].replace(self._bin)
+                self._temporary[1].replace(self._idx)
+        except HexadError:
             self.discard()
-            raise _unwritable(path, error) from None
+            raise
+        with suppress(OSError):  # not every file system can
+            sync_directory(self._idx.parent)
 
     def _write_index(self, stream: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)

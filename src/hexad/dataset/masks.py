@@ -32,21 +32,9 @@ def mask_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.mask")
 
 
-def has_mask(prefix: str | Path) -> bool:
-    """Whether a dataset has a loss mask."""
-    return mask_path(prefix).is_file()
-
-
 class TokenMask:
-    """Which tokens of a dataset are trained, memory mapped.
-
-    Args:
-        path: of the file.
-        tokens: number of tokens of the dataset.
-        files: its index and tokens, to which the mask must belong.
-
-    Attributes:
-        trained: how many are.
+    """Which tokens of a dataset are trained, and how many; memory mapped. The mask must belong to a dataset
+    of so many ``tokens``, with these ``files``, index and tokens.
 
     Raises:
         HexadError: it is of another format, truncated, or of other data.
@@ -93,26 +81,17 @@ class TokenMask:
         Raises:
             HexadError: they differ.
         """
-        counts = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.int64)
-        marked = 0
-        for start in range(0, len(self._bits), _CHUNK):
-            marked += int(counts[self._bits[start : start + _CHUNK]].sum())
+        parts = (self._bits[start : start + _CHUNK] for start in range(0, len(self._bits), _CHUNK))
+        marked = sum(int(np.unpackbits(part).sum()) for part in parts)
         if marked != self.trained:
             raise HexadError(
                 f"{self.path}: damaged: {marked} tokens are marked, its header states {self.trained}; "
                 f"{_AGAIN}"
             )
 
-    def fingerprint(self) -> str:
-        """A hash of parts of the file, which identifies it."""
-        return sampled_hash(self.path)
-
 
 class MaskWriter:
     """Writes ``PREFIX.mask`` beside a dataset that is being written; no file where every token is trained.
-
-    Args:
-        prefix: of the dataset.
 
     Attributes:
         trained: tokens marked so far.
@@ -160,10 +139,7 @@ class MaskWriter:
         self._rest = bits[whole:]
 
     def complete(self, index: Path, tokens: Path) -> None:
-        """Complete the file on disk under its temporary name, if there is to be one.
-
-        Args:
-            index, tokens: the dataset's files, complete.
+        """Complete the file on disk under its temporary name, if there is to be one; the dataset's files are.
 
         Raises:
             OSError: it cannot be written.

@@ -16,9 +16,9 @@ from pydantic import ConfigDict, TypeAdapter
 
 from hexad.config.errors import HexadError
 
-from .files import sampled_hash, write_whole
+from .files import appearing_whole, sampled_hash
 from .indexed import IndexedDataset, bin_path, idx_path
-from .masks import has_mask, mask_path
+from .masks import mask_path
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def fingerprint(prefix: str | Path) -> str:
 
 def identity(prefix: str | Path) -> str:
     """The :func:`fingerprint`, with the loss mask if there is one: all ranks of a run must have the same."""
-    mask = [mask_path(prefix)] if has_mask(prefix) else []
-    return sampled_hash(idx_path(prefix), bin_path(prefix), *mask)
+    mask = mask_path(prefix)
+    return sampled_hash(idx_path(prefix), bin_path(prefix), *([mask] if mask.is_file() else []))
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
@@ -91,20 +91,12 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
         OSError: the directory cannot be written.
     """
     text = json.dumps(asdict(sidecar), indent=2) + "\n"
-    write_whole(sidecar_path(prefix), lambda stream: stream.write(text.encode()))
+    with appearing_whole(sidecar_path(prefix)) as stream:
+        stream.write(text.encode())
 
 
-def describe(
-    data: IndexedDataset,
-    max_token: int,
-    *,
-    tokenizer: str | None = None,
-    vocab: int | None = None,
-    eod: int | None = None,
-    bos: Sequence[int] | None = None,
-    chat_templates: Mapping[str, str] | None = None,
-) -> Sidecar:
-    """The sidecar of an open dataset."""
+def describe(data: IndexedDataset, max_token: int) -> Sidecar:
+    """The sidecar of an open dataset, of which nothing is known but its files."""
     return Sidecar(
         fingerprint=fingerprint(data.prefix),
         documents=data.documents,
@@ -112,12 +104,7 @@ def describe(
         max_token=max_token,
         dtype=data.dtype.name,
         bin_bytes=data.tokens.nbytes,
-        tokenizer=tokenizer,
-        vocab=vocab,
-        eod=eod,
-        bos=None if bos is None else list(bos),
-        mask=None if data.mask is None else data.mask.fingerprint(),
-        chat_templates=chat_templates,
+        mask=None if data.mask is None else sampled_hash(data.mask.path),
     )
 
 
@@ -153,23 +140,33 @@ def check_mask(data: IndexedDataset, built: Sidecar) -> None:
         HexadError: it is missing, or another one.
     """
     path = mask_path(data.prefix)
-    if built.mask is not None and data.mask is None:
+    if built.mask is None:
+        return
+    if data.mask is None:
         raise HexadError(
             f"{path}: missing: {data.prefix} was built with a loss mask "
             f"({sidecar_path(data.prefix).name}); copy it too, or build the data again"
         )
-    if built.mask is not None and data.mask is not None and data.mask.fingerprint() != built.mask:
+    if sampled_hash(path) != built.mask:
         raise HexadError(f"{path}: damaged: not what was written; build the data again, or copy it again")
 
 
-def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[int] | None) -> IndexedDataset:
-    """A dataset that fits a run by what its sidecar records; without one, only damage is found here.
+def open_built(
+    prefix: str,
+    vocab: int | None,
+    eod: int | None,
+    bos: Sequence[int] | None,
+    part: tuple[float, float] | None = None,
+) -> IndexedDataset:
+    """A dataset that fits a run by what its sidecar records; without one, only damage is found here. What is
+    None is not checked.
 
     Args:
         prefix: of the dataset.
-        vocab: refuse a token id that is not below this. None: unchecked.
-        eod: of the run's tokenizer; data built with another is refused. None: unchecked.
-        bos: ids before each document in the run; data built with others is refused. None: unchecked.
+        vocab: refuse a token id that is not below this.
+        eod: of the run's tokenizer; data built with another is refused.
+        bos: ids before each document in the run; data built with others is refused.
+        part: which documents to take, as fractions; None: all.
 
     Raises:
         HexadError: it cannot be opened, or does not fit.
@@ -195,4 +192,4 @@ def open_built(prefix: str, vocab: int | None, eod: int | None, bos: Sequence[in
                 f"data.tokenizer give {list(bos)}; set data.bos to {'auto' if built.bos else 'no'} or build "
                 "the data again"
             )
-    return data
+    return data if part is None else data.part(*part)

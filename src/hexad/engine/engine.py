@@ -104,16 +104,8 @@ class Engine(State):
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
             self._compute, self._boundary = compute, boundary
-        super().__init__(
-            self.stages,
-            self.plan,
-            self.config,
-            self.mesh,
-            training,
-            described=self.language is not None,
-            optimizer=optimizer,
-            ties=ties,
-        )
+        described = self.language is not None
+        super().__init__(self.stages, self.plan, self.config, self.mesh, training, described, optimizer, ties)
         self.step = self.updates = self.samples = 0
         if initialise:
             self.initialise()
@@ -267,25 +259,15 @@ class Engine(State):
         losses = all_reduce_async(losses.wait(), self.mesh.pipeline)
         schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
         lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
-        limit, loss_scale = self.guard.limit, self.scaler.scale
-        veto = None if limit is None else self._veto(losses, limit * work.targets)
-        norm, updated, sums = self._update(lr, veto, work.targets / work.divisor, losses.wait())
+        targets, limit, scale = work.targets, self.guard.limit, self.scaler.scale
+        veto = None if limit is None else self._veto(losses, limit * targets)
+        norm, updated, sums = self._update(lr, veto, targets / work.divisor, losses.wait())
         self.samples += work.sequences * self.mesh.data.size
-        loss, auxiliary = sums[0] / work.targets, language.means(sums[1:], len(work.tasks))
+        loss, auxiliary = sums[0] / targets, language.means(sums[1:], len(work.tasks))
         fault = self._fault(norm, updated)
         self.guard.record(self.step, loss, updated, fault)
         return StepResult(
-            self.step,
-            loss,
-            norm,
-            lr,
-            work.targets,
-            work.pairs,
-            not updated,
-            loss_scale,
-            fault,
-            limit,
-            auxiliary,
+            self.step, loss, norm, lr, targets, work.pairs, not updated, scale, fault, limit, auxiliary
         )
 
     def _fault(self, norm: float, updated: bool) -> Fault | None:

@@ -16,9 +16,10 @@ from hexad.checkpoint.base import load_model_weights
 from hexad.comm import agreed, all_reduce
 from hexad.config import Config
 from hexad.dataset.load.loader import DataLoader, loader_from_config
-from hexad.dataset.load.microbatch import IGNORED, Microbatch
+from hexad.dataset.load.microbatch import Microbatch
 from hexad.dataset.text.token_bytes import token_bytes
 from hexad.dataset.text.tokenizer import Tokenizer
+from hexad.parallel.tensor.loss import IGNORED
 from hexad.planning import Resolved
 from hexad.topology.mesh import Mesh
 
@@ -110,18 +111,13 @@ class ValidationSets:
         return {name: self._score(engine, loader, batches) for name, loader in self._loaders.items()}
 
     def _score(self, engine: Engine, loader: DataLoader, batches: int | None) -> Score:
-        size, end = loader.global_batch, None
-        if batches is None:
-            end = loader.samples
-            batches = -(-end // size)
+        size = loader.global_batch
+        end = loader.samples if batches is None else batches * size
         loss_sum, targets, count = 0.0, 0, 0
-        for index in range(batches):
-            batch = loader.step(index * size)
-            if end is not None and (index + 1) * size > end:
-                batch = [
-                    self._cut(microbatch, index * size, number, end)
-                    for number, microbatch in enumerate(batch)
-                ]
+        for first in range(0, end, size):
+            batch = loader.step(first)
+            if first + size > end:
+                batch = [self._cut(microbatch, first, number, end) for number, microbatch in enumerate(batch)]
             batch_sum, batch_targets = engine.evaluate(batch)
             loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
             count += sum(map(self._count, batch))
@@ -158,15 +154,8 @@ def total(scores: Mapping[str, Score]) -> Score:
 def evaluate_weights(
     resolved: Resolved, mesh: Mesh, source: Path | str, tokenizer: Tokenizer, batches: int | None
 ) -> dict[str, Score]:
-    """Evaluate given weights on ``data.validation``, all ranks together: in any layout, without gradients or
-    optimizer state.
-
-    Args:
-        resolved: the configuration to evaluate with; ``model`` is that of the weights.
-        mesh: of all ranks.
-        source: a checkpoint, or ``hf:DIR``.
-        tokenizer: of ``data.tokenizer``.
-        batches: see :meth:`ValidationSets.scores`.
+    """Evaluate the weights of a checkpoint, or of ``hf:DIR``, on ``data.validation``, all ranks together: in
+    any layout, without gradients or optimizer state. ``batches``: see :meth:`ValidationSets.scores`.
 
     Raises:
         AgreedError: the weights or the data cannot be used.

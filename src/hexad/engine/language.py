@@ -139,10 +139,6 @@ def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: fl
 class LanguageModel:
     """From one rank's microbatches to what its stages compute: checks, counts, dropout keys, divisors.
 
-    Args:
-        config: resolved.
-        mesh: of the run.
-
     Attributes:
         shard: which shard of every layer this rank holds, and how.
         axis: ranks that have other tokens.

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import zip_longest
+from operator import itemgetter, or_
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from hexad.checkpoint.tensor_file import Chunk
+from hexad.checkpoint.tensor_file import Chunk, dtype_name
 from hexad.comm import agreed, broadcast, merged
 from hexad.config import Config, ConfigError, HexadError
 from hexad.parallel.inventory import Grid
@@ -126,7 +127,7 @@ class Modules:
             placement: the pipeline rank of every stage.
             mesh: of the run.
             training: refuse stages in which nothing is trained.
-            groups: of a ``torch.optim`` optimizer, of which a parameter's bucket keeps the number.
+            groups: of a ``torch.optim`` optimizer; a parameter's bucket keeps the number of its group.
             ties: plain parameters of several stages.
 
         Raises:
@@ -319,28 +320,7 @@ def _entries(
 
 def _description(tensor: torch.Tensor) -> str:
     trained = "a trained" if tensor.requires_grad else "an untrained"
-    return f"{trained} {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
-
-
-class _Held(NamedTuple):
-    """What is known of a stage's entries: the first rank that holds it, a hash of what that has, whether it
-    has anything, and the first rank that has something else."""
-
-    rank: int
-    digest: bytes
-    some: bool
-    other: int | None = None
-
-
-def _same_stages(one: dict[int, _Held], two: dict[int, _Held]) -> dict[int, _Held]:
-    """What is known of the stages of some ranks, and of those of higher ranks, in one."""
-    stages = two | one
-    for number in one.keys() & two.keys():
-        first, second = one[number], two[number]
-        if first.other is None:
-            other = second.other if first.digest == second.digest else second.rank
-            stages[number] = first._replace(other=other)
-    return stages
+    return f"{trained} {dtype_name(tensor.dtype)} tensor of shape {tuple(tensor.shape)}"
 
 
 def _names_collide(stages: Mapping[int, Entries], world: Axis) -> bool:
@@ -350,25 +330,22 @@ def _names_collide(stages: Mapping[int, Entries], world: Axis) -> bool:
     Raises:
         HexadError: ranks hold other plain values of the same stage.
     """
-    mine = {
-        number: _Held(world.rank, sha256(repr(entries).encode()).digest(), bool(entries))
-        for number, entries in stages.items()
-    }
-    held = merged(mine, world, _same_stages)
-    differing = [(entry.other, number) for number, entry in held.items() if entry.other is not None]
+    hashes = {(n, sha256(repr(entries).encode()).digest()): world.rank for n, entries in stages.items()}
+    # The lowest rank with each kind of entries of a stage: the first dictionary is that of lower ranks.
+    lowest = merged(hashes, world, lambda a, b: b | a)
+    ranks: dict[int, list[int]] = {}
+    for (number, _), rank in sorted(lowest.items(), key=itemgetter(1)):
+        ranks.setdefault(number, []).append(rank)
+    differing = [(others[0], number) for number, (_, *others) in ranks.items() if others]
     if differing:
         rank, number = min(differing)
-        pair = {held[number].rank, rank}
-        shown = {world.rank: stages[number]} if world.rank in pair else {}
-        both = merged(shown, world, lambda a, b: a | b)
-        raise HexadError(_difference(number, min(pair), both[min(pair)], rank, both[rank]))
-    shown = {number: stages[number] for number in stages if held[number].rank == world.rank}
-    if not any(entry.some for entry in held.values()):
-        return False
-    entries = merged(shown, world, lambda a, b: a | b)
-    return any(
-        count > 1 for count in Counter(name for entry in entries.values() for name, _ in entry).values()
-    )
+        other = ranks[number][0]
+        shown = {world.rank: stages[number]} if world.rank in (other, rank) else {}
+        both = merged(shown, world, or_)
+        raise HexadError(_difference(number, other, both[other], rank, both[rank]))
+    shown = {n: entries for n, entries in stages.items() if entries and ranks[n][0] == world.rank}
+    counts = Counter(name for entries in merged(shown, world, or_).values() for name, _ in entries)
+    return any(count > 1 for count in counts.values())
 
 
 def _difference(number: int, other: int, known: Entries, rank: int, entries: Entries) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,8 @@ def formats(precision: PrecisionSettings) -> Formats:
 class State:
     """The parameters of modules in buckets, with their gradients and optimizer, on this rank.
 
-    Args:
-        stages: this rank's pipeline stages by number.
-        plan: of the pipeline.
-        config: all settings.
-        mesh: of the run; of the model's factored axes, where it has them.
-        training: False for evaluation only: there are no gradients, no optimizer state and no master values.
-        described: the stages are the model that ``config`` describes, not modules of one's own.
-        optimizer: of ``torch.optim``, with the parameters that are trained; None for AdamW by ``config``.
-        ties: see :data:`~hexad.engine.modules.Ties`.
+    Args are those of :class:`~hexad.engine.engine.Engine`, but ``mesh`` has the model's factored axes, where
+    it has them, and ``described`` tells the model that ``config`` describes from a user's modules.
 
     Attributes:
         stages, config, mesh: as given.
@@ -125,32 +118,25 @@ class State:
         and what plain modules have besides, buffers and frozen parameters. With ``model.lora`` frozen weights
         are left out: a checkpoint refers to where they came from."""
         adapters = self._described and self.config.model.lora is not None
-        chunks = [] if adapters else self._weights(lambda bucket: bucket.plan.frozen)
-        chunks += self._weights(lambda bucket: not bucket.plan.frozen)
+        chunks = [] if adapters else self.frozen()
+        chunks += self._weights(self.trained)
         for bucket in self.trained:
             for kind, tensor in self.optimizer.rule.state(bucket):
                 chunks += self._pieces(bucket, kind, tensor)
         return chunks + self.modules.chunks()
 
-    def _weights(self, wanted: Callable[[Bucket], bool]) -> list[Chunk]:
+    def _weights(self, buckets: Iterable[Bucket]) -> list[Chunk]:
         """This rank's shard of the master weights in some of the buckets."""
         self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
-        return [
-            chunk
-            for bucket in self.buckets
-            if wanted(bucket)
-            for chunk in self._pieces(bucket, "model", bucket.master)
-        ]
+        return [chunk for bucket in buckets for chunk in self._pieces(bucket, "model", bucket.master)]
 
     def _pieces(self, bucket: Bucket, kind: str, tensor: torch.Tensor) -> list[Chunk]:
         """A tensor like a bucket's master as chunks. Frozen weights are rounded to the model's format."""
+        traits = bucket.traits
+        # A copy of the embedding's weight is written by the stage with the embedding.
+        holder = None if traits.copy else self.sharding[traits.grid].holder(traits)
         return [
-            Chunk(
-                rectangle.named(f"{kind}.{rectangle.name}"),
-                values,
-                self._holder(bucket),
-                rounded=bucket.plan.frozen,
-            )
+            Chunk(rectangle.named(f"{kind}.{rectangle.name}"), values, holder, bucket.plan.frozen)
             for rectangle, values in bucket.pieces(tensor)
         ]
 
@@ -163,19 +149,15 @@ class State:
         self.gatherer.settle()
         self.replicas.check()
 
-    def _holder(self, bucket: Bucket) -> tuple[int, int] | None:
-        traits = bucket.traits
-        # A copy of the embedding's weight is written by the stage with the embedding.
-        return None if traits.copy else self.sharding[traits.grid].holder(traits)
-
     def weights(self, adapters: bool = False) -> list[Chunk]:
         """This rank's shard of the model's weights, as views: of master weights, and of frozen ones; those of
         ``adapters`` (``model.lora``) if asked for."""
-        return self._weights(lambda bucket: adapters or not bucket.adapter) + self.modules.chunks()
+        buckets = [bucket for bucket in self.buckets if adapters or not bucket.adapter]
+        return self._weights(buckets) + self.modules.chunks()
 
     def frozen(self) -> list[Chunk]:
         """This rank's shard of the frozen weights, as views."""
-        return self._weights(lambda bucket: bucket.plan.frozen)
+        return self._weights(bucket for bucket in self.buckets if bucket.plan.frozen)
 
     @torch.no_grad()
     def load_weights(self, source: WeightSource) -> None:
@@ -227,9 +209,8 @@ class Heap:
 
 def give_back() -> None:
     """Give back what is free."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident() -> int:
@@ -239,12 +220,3 @@ def resident() -> int:
         return (everything - files) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # another C library
-        return None
-    return trim

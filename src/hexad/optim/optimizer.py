@@ -70,8 +70,7 @@ class BucketOptimizer:
     Attributes:
         clip: as given; may be changed between steps.
         clip_epsilon: added to the norm that ``clip`` is divided by; 0 unless an interface of another system
-            sets
-            it (PyTorch's ``clip_grad_norm_``, DeepSpeed and Megatron-LM add 1e-6).
+            sets it (PyTorch's ``clip_grad_norm_``, DeepSpeed and Megatron-LM add 1e-6).
     """
 
     def __init__(
@@ -87,9 +86,7 @@ class BucketOptimizer:
         self.buckets, self.rule = buckets, rule
         self.clip, self.clip_epsilon = clip, 0.0
         self._norm, self._wide = norm, norm.dtype
-        self.sharding = sharding
-        self.pipeline = pipeline
-        self._axes = axes
+        self.sharding, self.pipeline, self._axes = sharding, pipeline, axes
         self._arriving: list[torch.Tensor] = []  # gradients in the host's memory
 
     def gradient_norm(self) -> torch.Tensor:
@@ -182,12 +179,8 @@ class BucketOptimizer:
 
 class AdamW(Rule):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) in PyTorch's fused kernel. It is called directly:
-    ``torch.optim`` imports the compiler, which takes longer than torch.
-
-    Args:
-        buckets: those whose traits say so get weight decay.
-        settings: ``optimizer`` settings.
-        device: of the update, where there is no bucket.
+    ``torch.optim`` imports the compiler, which takes longer than torch. Buckets whose traits say so get
+    weight decay; ``device`` is that of the update where there is no bucket.
     """
 
     def __init__(self, buckets: Sequence[Bucket], settings: OptimizerSettings, device: torch.device) -> None:
@@ -203,38 +196,27 @@ class AdamW(Rule):
         assert lr is not None, "AdamW has no learning rate of its own"
         divisor = self._divisor(factor)
         self._updates.add_(1)
-        for bucket, moments, gradient in zip(self.buckets, self._moments, gradients):
+        beta1, beta2 = self.settings.betas
+        for bucket, (first, second), gradient in zip(self.buckets, self._moments, gradients):
             if factor != 1 and divisor is None:
                 gradient.mul_(factor)
-            self._update(bucket, moments, gradient, lr, divisor)
+            torch._fused_adamw_(
+                [bucket.master],
+                [gradient],
+                [first],
+                [second],
+                [],
+                [self._updates],
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=self.settings.weight_decay if bucket.traits.decay else 0.0,
+                eps=self.settings.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+            )
             publish(bucket)
-
-    def _update(
-        self,
-        bucket: Bucket,
-        moments: Sequence[torch.Tensor],
-        gradient: torch.Tensor,
-        lr: float,
-        divisor: torch.Tensor | None,
-    ) -> None:
-        first, second = moments
-        beta1, beta2 = self.settings.betas
-        torch._fused_adamw_(
-            [bucket.master],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [self._updates],
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=self.settings.weight_decay if bucket.traits.decay else 0.0,
-            eps=self.settings.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=divisor,
-        )
 
     def _divisor(self, factor: float) -> torch.Tensor | None:
         """What AdamW's kernel divides gradients by as it reads them (``GradScaler``'s way): a float32. None
@@ -244,10 +226,8 @@ class AdamW(Rule):
         return torch.full((), 1 / factor, dtype=torch.float32, device=self._updates.device)
 
     def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
-        """Resume Adam's bias correction after this many updates."""
         self._updates.fill_(updates)
 
     def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a checkpoint, values like the master's) of all that is kept of a bucket's parameters."""
         for name, values in zip(MOMENTS, self._moments[self.buckets.index(bucket)]):
             yield f"optimizer.{name}", values

@@ -51,7 +51,7 @@ class TorchOptimizer(Rule):
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         self.optimizer, self.buckets = optimizer, buckets
         flat = is_elementwise(optimizer) or any(bucket.plan.shards > 1 for bucket in buckets)
-        self._held = [_whole(bucket) if flat else _one_by_one(bucket) for bucket in buckets]
+        self._held = [_given(bucket, flat) for bucket in buckets]
         optimizer.state.clear()
         for number, group in enumerate(optimizer.param_groups):
             members = [held for held in zip(buckets, self._held) if held[0].traits.group == number]
@@ -96,7 +96,10 @@ class TorchOptimizer(Rule):
     def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """State as large as the values, by name; none before the first step or :meth:`prepare`."""
         held, states = self._held[self.buckets.index(bucket)], self.optimizer.state
-        for key in _as_large(held, states):
+        as_large = (
+            key for _, tensor in held for key, value in states[tensor].items() if _alike(value, tensor)
+        )
+        for key in dict.fromkeys(as_large):  # in order of appearance
             flat = torch.zeros_like(bucket.master)
             for member, tensor in held:
                 if member is None:
@@ -168,7 +171,6 @@ class TorchOptimizer(Rule):
         )
 
     def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
-        """As :meth:`Rule.restored`."""
         for group, saved in zip(self.optimizer.param_groups, numbers.get("groups", ())):
             for key, value in saved.items():
                 known = group.get(key)
@@ -190,22 +192,12 @@ Held = list[tuple[int | None, torch.Tensor]]
 """What an optimizer is given of a bucket: its members by number, or all as one."""
 
 
-def _whole(bucket: Bucket) -> Held:
-    return [(None, bucket.master)]
-
-
-def _one_by_one(bucket: Bucket) -> Held:
+def _given(bucket: Bucket, flat: bool) -> Held:
+    if flat:
+        return [(None, bucket.master)]
     views = [bucket.view(bucket.master, member) for member in range(len(bucket.members))]
     # State of a single number would be taken for a count of steps.
     return [(member, view if view.dim() else view.view(1)) for member, view in enumerate(views)]
-
-
-def _as_large(held: Held, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> list[str]:
-    """The keys of state of the values' shape, in order of appearance."""
-    names = {
-        key: None for _, tensor in held for key, value in states[tensor].items() if _alike(value, tensor)
-    }
-    return list(names)
 
 
 def _alike(value: Any, tensor: torch.Tensor) -> bool:

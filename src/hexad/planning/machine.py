@@ -10,8 +10,7 @@ import yaml
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
 from hexad.config import Config, ConfigError, blaming
-from hexad.dataset.load.samples import part_of
-from hexad.dataset.load.whole_samples import check_samples
+from hexad.dataset.load.whole_samples import source_of
 from hexad.dataset.sidecar import open_built, prefixes
 from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
 
@@ -79,8 +78,8 @@ def check_data(config: Config) -> int:
         for prefix in prefixes(data):
             with blaming(field):
                 part = settings.part(field == "data.train")
-                opened = part_of(open_built(prefix, vocab, tokenizer.eod, bos), part)
-                check_samples(opened, settings.packing, settings.sequence, settings.too_long)
+                opened = open_built(prefix, vocab, tokenizer.eod, bos, part)
+                source_of(opened, settings.packing, settings.sequence, settings.too_long, seed=0)
     training_templates(config)
     return tokenizer.vocab_size
 

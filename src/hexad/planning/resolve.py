@@ -90,9 +90,9 @@ def _masked(settings: DataSettings) -> bool:
     prefixes = [prefix for source in sources for prefix in _prefixes(source)]
     if not prefixes:  # where none is read, commands start without numpy
         return False
-    from hexad.dataset.masks import has_mask
+    from hexad.dataset.masks import mask_path
 
-    return any(map(has_mask, prefixes))
+    return any(mask_path(prefix).is_file() for prefix in prefixes)
 
 
 def _prefixes(source: Source | None) -> list[str]:

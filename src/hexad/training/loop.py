@@ -12,10 +12,10 @@ from types import TracebackType
 
 import torch
 
-from hexad.checkpoint.directory import write_durably
 from hexad.checkpoint.kept_tokenizer import training_templates
 from hexad.comm import CommError, merged
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
+from hexad.dataset.files import write_durably
 from hexad.dataset.load.loader import DataLoader, loader_from_config
 from hexad.dataset.sidecar import identity, prefixes
 from hexad.dataset.text.tokenizer import load_tokenizer

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from hexad.checkpoint.base import Base, base_of, load_base, load_weights, recorded, removal_notice
 from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.checkpoint.directory import changed_settings, write_durably
+from hexad.checkpoint.directory import changed_settings
 from hexad.checkpoint.kept_tokenizer import FOLDER, keep_tokenizer, saved_form
 from hexad.checkpoint.manifest import DamagedCheckpoint, Manifest
 from hexad.config import AgreedError, ConfigError, HexadError, dump_config
+from hexad.dataset.files import write_durably
 from hexad.engine.engine import Engine
 from hexad.launching.launch import Run
 from hexad.planning.costs import parameter_count, trained_count

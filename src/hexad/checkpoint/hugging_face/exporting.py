@@ -3,7 +3,7 @@ adapters as PEFT reads them: ``adapter_config.json`` and ``adapter_model.safeten
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -21,11 +21,10 @@ from hexad.model.pretrained import HUGGING_FACE
 from hexad.model.transformer import DTYPES
 
 from ..base import Base
-from ..directory import write_durably
-from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint
+from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint, write_files
 from ..merged import Weights
 from ..reader import Checkpoint
-from ..tensor_file import TensorFileWriter, dtype_name
+from ..tensor_file import Tensor, TensorFileWriter, dtype_name
 from .files import GENERATION_FILE, appearing, has_tokenizer, special_tokens, write_json
 from .names import PublishedTensor, published_tensors
 from .weights import INDEX_FILE, SINGLE_FILE, row_slices
@@ -111,7 +110,9 @@ def export_model(
     with appearing(to, "--to") as partial:
         shards = _shards(targets, shard_bytes)
         for file, members in shards.items():
-            _write_shard(weights, partial / file, members)
+            described = [(target.name, target.dtype, target.shape) for target in members]
+            slices = (part for target in members for part in _slices(weights, target))
+            _write(partial / file, described, slices)
         if len(shards) > 1:
             places = {target.name: file for file, members in shards.items() for target in members}
             total = sum(target.nbytes for target in targets)
@@ -150,27 +151,27 @@ def _shards(targets: Sequence[_Target], limit: int) -> dict[str, list[_Target]]:
     return {f"{stem}-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
 
 
-def _write_shard(weights: Weights, path: Path, targets: Sequence[_Target]) -> None:
-    tensors = [(target.name, target.dtype, target.shape) for target in targets]
-    with TensorFileWriter(path, tensors, {"format": "pt"}) as writer:
-        for target in targets:
-            for values in _slices(weights, target):
-                writer.write(_converted(values, target))
+def _write(path: Path, described: Sequence[Tensor], values: Iterable[torch.Tensor]) -> None:
+    """Write a file of weights; ``values``: of the tensors, in their order and in any slices."""
+    with TensorFileWriter(path, described, {"format": "pt"}) as writer:
+        for part in values:
+            writer.write(part)
         writer.close()
 
 
 def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
-    """Yield a published tensor slice by slice."""
+    """Yield a published tensor slice by slice, in its format."""
     if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
         for row, rows in row_slices(target.shape, 8):
             columns = [
                 weights.read(ours, (0, row), (place.shape[0], rows)).t() for ours, place in target.parts
             ]
-            yield torch.cat(columns, dim=1)
+            yield _converted(torch.cat(columns, dim=1), target)
         return
     for ours, place in target.parts:
         for row, rows in row_slices(place.shape, 8):
-            yield weights.read(ours, (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:]))
+            offset, sizes = (row, *(0 for _ in place.shape[1:])), (rows, *place.shape[1:])
+            yield _converted(weights.read(ours, offset, sizes), target)
 
 
 def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
@@ -186,10 +187,9 @@ def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
 def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) -> list[str]:
     """Write tokenizer and configurations beside the weights; returns notes on what is missing."""
     given = Path(config.data.tokenizer)
-    for name, content in copied_files(config.data.tokenizer).items():
-        if name != CONFIG_FILE:  # the model's own is written
-            (directory / name).parent.mkdir(exist_ok=True)
-            write_durably(directory / name, content)
+    files = copied_files(config.data.tokenizer)
+    files.pop(CONFIG_FILE, None)  # the model's own is written
+    write_files(files, directory)
     folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
     special: dict[str, Any] = special_tokens(folder, eod)
     write_json(directory / CONFIG_FILE, config_json(config.model, dtype, special))
@@ -212,11 +212,8 @@ def export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: str
     adapters become one, of the sum of their ranks: ``A`` one above the other, ``B`` block by block, ``alpha``
     in proportion.
 
-    Args:
-        checkpoint: opened.
-        config: its own.
-        to: the directory; it is renamed into place when all is on disk.
-        dtype: a key of :data:`DTYPES`, or ``auto``: as they are stored.
+    The directory is renamed into place when all is on disk. ``dtype`` is a key of :data:`DTYPES`, or
+    ``auto``: as they are stored.
 
     Raises:
         HexadError: the checkpoint has no adapters, or other trained weights besides; or ``to`` is not empty
@@ -246,10 +243,7 @@ def export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: str
     base = Base.of(checkpoint.manifest)
     with appearing(to, "--to") as partial:
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-        with TensorFileWriter(partial / WEIGHTS_FILE, described, {"format": "pt"}) as writer:
-            for tensor in tensors.values():
-                writer.write(tensor)
-            writer.close()
+        _write(partial / WEIGHTS_FILE, described, tensors.values())
         write_json(partial / ADAPTER_CONFIG_FILE, _config(config, kind, ranks, base))
     word = dtype_name(next(iter(tensors.values())).dtype)
     return Exported(kind.name, word, [WEIGHTS_FILE], sum(map(torch.numel, tensors.values())), [])

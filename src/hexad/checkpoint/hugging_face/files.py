@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import HexadError
-from hexad.dataset.text.tokenizer import BYTE_END, byte_backend
+from hexad.dataset.files import reporting, write_durably
+from hexad.dataset.text.tokenizer import BYTE_END, byte_backend, vocabulary_files
 from hexad.model.hugging_face import CONFIG_FILE
 
-from ..directory import make_visible, write_durably
+from ..directory import make_visible
 
 GENERATION_FILE = "generation_config.json"
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "*.tiktoken")
-"""Files that make a directory a tokenizer (``data.tokenizer``)."""
 _BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,18 +34,14 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 @contextmanager
 def appearing(path: Path, option: str) -> Iterator[Path]:
     """A directory to write into; it becomes ``path`` by one rename after the block, and is removed if that
-    fails.
-
-    Args:
-        path: where it will be.
-        option: that named it, for messages.
+    fails. Messages name the ``option`` that named it.
 
     Raises:
         HexadError: it exists already, or cannot be written.
     """
     path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
-    try:
+    with reporting(f"{option}: {path}", "written"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HexadError(
                 f"{option}: {path} exists and is not empty; remove it, or name another directory"
@@ -59,23 +54,17 @@ def appearing(path: Path, option: str) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    except OSError as error:
-        raise HexadError(f"{option}: {path}: cannot be written: {error.strerror or error}") from None
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files of a tokenizer, and those that belong to it."""
     names = (directory / name for name in _BESIDE)
-    return [*_tokenizers(directory), *(path for path in names if path.is_file())]
+    return [*vocabulary_files(directory), *(path for path in names if path.is_file())]
 
 
 def has_tokenizer(directory: Path) -> bool:
     """Whether a directory can be used as ``data.tokenizer``."""
-    return bool(_tokenizers(directory))
-
-
-def _tokenizers(directory: Path) -> list[Path]:
-    return [path for pattern in _TOKENIZERS for path in sorted(directory.glob(pattern)) if path.is_file()]
+    return bool(vocabulary_files(directory))
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,11 +16,11 @@ from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.model.transformer import DTYPES
 from hexad.parallel.rectangle import Rectangle
 
-from ..directory import write_manifest
+from ..directory import origin_of, write_manifest
 from ..index import FileRecord, Index
 from ..kept_tokenizer import FOLDER, copied_files, keep_files
 from ..manifest import STEP_NAME
-from ..tensor_file import Part, TensorFile, dtype_name
+from ..tensor_file import Part, TensorFile, write_shard
 from .files import appearing, has_tokenizer
 from .weights import HuggingFaceModel, row_slices
 
@@ -46,12 +43,8 @@ class ImportedModel:
 
 
 def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> ImportedModel:
-    """Write a checkpoint with the weights of a Hugging Face directory, slice by slice.
-
-    Args:
-        source: with ``config.json`` and safetensors files.
-        to: the checkpoint's directory; it is renamed into place when all is on disk.
-        check: refuses a configuration that this version cannot run.
+    """Write a checkpoint with the weights of a Hugging Face directory, slice by slice; it is renamed into
+    place when all is on disk. ``check`` refuses a configuration that this version cannot run.
 
     Raises:
         HexadError: the model is not supported, or incomplete; or ``to`` is not empty or cannot be written.
@@ -71,7 +64,8 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
             index = _written(model, partial)
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
-        write_manifest(partial, index, expected, config, progress, origin_of_import(source), others)
+        origin = origin_of(f"imported from {source.resolve()}")
+        write_manifest(partial, index, expected, config, progress, origin, others)
     return ImportedModel(config, sizes.total(), has_tokenizer(source))
 
 
@@ -85,18 +79,6 @@ def check_target(to: Path) -> None:
         raise HexadError(f"--to: found {to.name}, the name of a run's checkpoint; choose another")
 
 
-def origin_of_import(source: Path) -> dict[str, Any]:
-    """The origin in the manifest of an imported checkpoint."""
-    return {
-        "world": 1,
-        "layout": {},
-        "reason": f"imported from {source.resolve()}",
-        "saved_at": time.time(),
-        "hexad": version("hexad"),
-        "torch": str(torch.__version__),
-    }
-
-
 def with_precision(config: Config, dtype: torch.dtype) -> Config:
     """The configuration with the weights' format as ``precision.dtype``."""
     precision = config.precision.model_copy(update={"dtype": _PRECISIONS[dtype]})
@@ -106,17 +88,8 @@ def with_precision(config: Config, dtype: torch.dtype) -> Config:
 def with_tokenizer(
     config: Config, directory: Path, partial: Path, final: Path
 ) -> tuple[Config, dict[str, FileRecord]]:
-    """The configuration with the tokenizer of a Hugging Face directory, whose files are copied.
-
-    Args:
-        config: of the checkpoint.
-        directory: with ``config.json``, and a tokenizer if there is one.
-        partial: the checkpoint's directory while it is written.
-        final: its path afterwards.
-
-    Returns:
-        The configuration, and the records of the copied files by name.
-    """
+    """The configuration of a checkpoint with the tokenizer of a Hugging Face directory, and the records of
+    its files, which are copied to ``partial``: the checkpoint while it is written, later ``final``."""
     data = config.data.model_copy(update={"tokenizer": str(final / FOLDER)})
     records = keep_files(partial, copied_files(str(directory)))
     return config.model_copy(update={"data": data}), records
@@ -125,11 +98,10 @@ def with_tokenizer(
 def _written(model: HuggingFaceModel, directory: Path) -> Index:
     """Write all weights to one tensor file; returns its index."""
     wholes = {name: Rectangle.whole(name, place.shape) for name, place in model.tensors.items()}
-    file = TensorFile.alone(
-        Part(whole.named(f"model.{name}"), dtype_name(model.dtypes[name])) for name, whole in wholes.items()
+    parts = [Part(whole.named(f"model.{name}"), model.dtypes[name]) for name, whole in wholes.items()]
+    slices = (
+        model.read(whole.rows(row, row + rows))
+        for name, whole in wholes.items()
+        for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize)
     )
-    with file.open(directory) as writer:
-        for name, whole in wholes.items():
-            for row, rows in row_slices(whole.shape, model.dtypes[name].itemsize):
-                writer.write(model.read(whole.rows(row, row + rows)))
-        return file.index(writer.close())
+    return write_shard(directory, TensorFile.of_host(0, {0: parts}), slices)

@@ -57,12 +57,8 @@ class PublishedTensor:
 
 
 def published_tensors(model: ModelSettings, kind: Family | None = None) -> dict[str, PublishedTensor]:
-    """The place of each global tensor, by our name, in a published state dict.
-
-    Args:
-        model: resolved: its sizes are numbers.
-        kind: the family as which the files are written; by default the model's own.
-    """
+    """The place of each global tensor, by our name, in a published state dict of a family, by default the
+    model's own. ``model`` is resolved: its sizes are numbers."""
     kind = kind or family(model.family)
     weights = ModelInventory(model).weights()
     fused: dict[str, list[Weight]] = {}
@@ -82,12 +78,7 @@ def located(
     tensors: Mapping[str, PublishedTensor], present: Collection[str], model: ModelSettings, where: Path
 ) -> dict[str, str]:
     """The published name of each tensor, by our name; with or without the prefix of a model with a head.
-
-    Args:
-        tensors: from :func:`published_tensors`.
-        present: the names of their tensors.
-        model: resolved settings.
-        where: they are, for messages.
+    ``present``: the names of the tensors ``where`` they are.
 
     Raises:
         HexadError: one is missing, or there is one that the model does not have.

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from hexad.config import HexadError
 from hexad.config.model import ModelSettings
+from hexad.dataset.files import one_line
 from hexad.parallel.rectangle import Rectangle
 
 from ..tensor_file import SAFETENSORS, Chunk, dtype_name
@@ -47,11 +48,8 @@ class WeightSource(Protocol):
 
 
 class HuggingFaceModel:
-    """The weights of a Hugging Face directory. Used as a context manager, which closes its files.
-
-    Args:
-        directory: with ``model.safetensors``, or shards of it and their index.
-        model: resolved settings; the files must hold exactly its tensors.
+    """The weights of a Hugging Face directory: ``model.safetensors``, or shards of it and their index, with
+    exactly the tensors of the model. Used as a context manager, which closes its files.
 
     Attributes:
         tensors: our global name -> its location.
@@ -127,7 +125,7 @@ class HuggingFaceModel:
         try:
             values: torch.Tensor = self._slices[name][place]
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise HexadError(f"{self.directory}: {name}: cannot be read: {_one_line(error)}") from None
+            raise HexadError(f"{self.directory}: {name}: cannot be read: {one_line(error)}") from None
         return values
 
     def _opened(self) -> dict[str, Any]:
@@ -143,7 +141,7 @@ class HuggingFaceModel:
             except FileNotFoundError:
                 raise HexadError(f"{path}: missing, but {INDEX_FILE} names it") from None
             except (SafetensorError, OSError) as error:
-                raise HexadError(f"{path}: cannot be read: {_one_line(error)}") from None
+                raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
         for name, file in named.items():
             if name not in slices:
                 raise HexadError(f"{self.directory / file}: {name} is missing, but {INDEX_FILE} names it")
@@ -181,7 +179,8 @@ def opened_model(directory: Path, model: ModelSettings) -> Iterator[tuple[Huggin
         HexadError: it is missing, damaged, not supported, or of another model.
     """
     with HuggingFaceModel(directory, model) as source:
-        yield source, _identity([(name, _sampled(directory / name)) for name in source.files])
+        files = [(name, _sampled(directory / name)) for name in source.files]
+        yield source, f"{len(files)} files ({xxhash.xxh3_64_hexdigest(repr(files).encode())})"
 
 
 def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
@@ -217,7 +216,7 @@ def _weight_files(directory: Path) -> dict[str, str]:
         if not named or not all(isinstance(file, str) and Path(file).name == file for file in named.values()):
             raise ValueError("weight_map does not give each tensor a file of the directory")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HexadError(f"{path}: not an index of tensors: {_one_line(error)}") from None
+        raise HexadError(f"{path}: not an index of tensors: {one_line(error)}") from None
     return dict(named)
 
 
@@ -232,13 +231,5 @@ def _sampled(path: Path) -> str:
     return f"{size} {checksum.hexdigest()}"
 
 
-def _identity(files: Sequence[tuple[str, str]]) -> str:
-    return f"{len(files)} files ({xxhash.xxh3_64_hexdigest(repr(files).encode())})"
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

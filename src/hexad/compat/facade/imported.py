@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from hexad.checkpoint.directory import write_manifest
+from hexad.checkpoint.directory import origin_of, write_manifest
 from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
-from hexad.checkpoint.hugging_face.importing import origin_of_import, with_tokenizer
+from hexad.checkpoint.hugging_face.importing import with_tokenizer
 from hexad.checkpoint.index import FileRecord, Index
-from hexad.checkpoint.tensor_file import Part, TensorFile, dtype_name
+from hexad.checkpoint.tensor_file import Part, TensorFile, write_shard
 from hexad.config import Config, HexadError
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
 from hexad.parallel.rectangle import Rectangle
@@ -111,7 +111,7 @@ def write_import(
         others: dict[str, FileRecord] = {}
         if config is not None and folder is not None:
             config, others = with_tokenizer(config, folder, directory, to.resolve())
-        index, origin = _written(tensors, directory), origin_of_import(source)
+        index, origin = _written(tensors, directory), origin_of(f"imported from {source.resolve()}")
         write_manifest(directory, index, expected, config, progress, origin, others)
     return ImportResult(
         config,
@@ -124,10 +124,5 @@ def write_import(
 
 
 def _written(tensors: Sequence[ForeignTensor], directory: Path) -> Index:
-    file = TensorFile.alone(
-        Part(Rectangle.whole(tensor.name, tensor.shape), dtype_name(tensor.dtype)) for tensor in tensors
-    )
-    with file.open(directory) as writer:
-        for tensor in tensors:
-            writer.write(tensor.read())
-        return file.index(writer.close())
+    parts = [Part(Rectangle.whole(tensor.name, tensor.shape), tensor.dtype) for tensor in tensors]
+    return write_shard(directory, TensorFile.of_host(0, {0: parts}), (tensor.read() for tensor in tensors))

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hexad.checkpoint.checkpointer import Checkpointer
-from hexad.checkpoint.directory import CheckpointDirectory, make_visible, sync_directory, write_durably
+from hexad.checkpoint.directory import CheckpointDirectory, make_visible
 from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hexad.checkpoint.reader import load as load_chunks
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import from_first, merged
 from hexad.config import AgreedError, HexadError
+from hexad.dataset.files import sync_directory, write_durably
 from hexad.optim.torch_optimizer import TorchOptimizer
 from hexad.topology.mesh import Mesh
 

@@ -6,10 +6,10 @@ import os
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -78,12 +78,10 @@ class _Encoded:
     """The documents of one task.
 
     Attributes:
-        tokens: their ids, one after another.
+        tokens: their ids, one after another; ``lengths`` are those of the documents.
         trained: which of them are trained; None: all.
-        lengths: of the documents.
         framed: for each kind of document among them whether it has what begins and ends documents; a
             conversation has not.
-        skipped: what was skipped.
         size: of what was read, in bytes.
     """
 
@@ -152,10 +150,18 @@ def build(
     frame = _Frame(encoder.bos if prepend_bos else (), encoder.eod if append_eod else None)
     nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
     writer, framed, skipped = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
-    if True not in framed:
-        frame = _Frame((), None)
-    data = IndexedDataset(prefix)
-    _describe(data, writer.max_token, encoder, reading, frame, framed)
+    data, any_framed = IndexedDataset(prefix), True in framed
+    sidecar = replace(
+        describe(data, writer.max_token),
+        tokenizer=encoder.name,
+        vocab=encoder.vocab_size,
+        eod=frame.eod if any_framed else encoder.eod,
+        # A template writes what begins a conversation, independent of the run's data.bos.
+        bos=frame.bos if any_framed else None,
+        chat_templates=reading.template.named if False in framed and reading.template else None,
+    )
+    with suppress(OSError):  # the sidecar only saves time
+        write_sidecar(prefix, sidecar)
     return BuildSummary(
         prefix=str(prefix),
         documents=writer.documents,
@@ -168,33 +174,9 @@ def build(
         dtype=data.dtype.name,
         tokenizer=encoder.name,
         vocab=encoder.vocab_size,
-        eod=frame.eod,
-        bos=frame.bos,
+        eod=frame.eod if any_framed else None,
+        bos=frame.bos if any_framed else (),
     )
-
-
-def _describe(
-    data: IndexedDataset,
-    max_token: int,
-    encoder: Tokenizer,
-    reading: Reading,
-    frame: _Frame,
-    framed: set[bool],
-) -> None:
-    """Write the sidecar of a dataset; ``framed`` as of :class:`_Encoded`, of all documents."""
-    template = reading.template.named if False in framed and reading.template is not None else None
-    # A template writes what begins a conversation, independent of the run's data.bos.
-    sidecar = describe(
-        data,
-        max_token,
-        tokenizer=encoder.name,
-        vocab=encoder.vocab_size,
-        eod=frame.eod if True in framed else encoder.eod,
-        bos=frame.bos if True in framed else None,
-        chat_templates=template,
-    )
-    with suppress(OSError):  # the sidecar only saves time
-        write_sidecar(data.prefix, sidecar)
 
 
 def _write(
@@ -215,7 +197,8 @@ def _write(
     """
     dtype, total = dtype_for(encoder.vocab_size), sum(piece.size for piece in pieces)
     work = partial(_encode, reading=reading, frame=frame, dtype=dtype)
-    count = min(workers or _usable_cores(), max(1, total // _TASK_BYTES + 1, len(list(_group(pieces)))))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(workers or cores, max(1, total // _TASK_BYTES + 1, len(list(_group(pieces)))))
     done, framed, skipped = 0, set[bool](), Counter[str]()
     with IndexedWriter(prefix, dtype) as writer:
         for encoded in _run(work, _group(streamed(pieces)), encoder, count):
@@ -304,14 +287,9 @@ def _encode(
             framed.add(document.framed)
     tokens = np.concatenate(parts) if parts else np.empty(0, dtype)
     mask = np.concatenate(marks) if marks else None
-    return _Encoded(
-        tokens,
-        None if mask is None or mask.all() else mask,
-        np.array(lengths, dtype=np.int64),
-        framed,
-        skipped,
-        sum(p.size for p in pieces),
-    )
+    marked = None if mask is None or mask.all() else mask
+    size = sum(piece.size for piece in pieces)
+    return _Encoded(tokens, marked, np.array(lengths, dtype=np.int64), framed, skipped, size)
 
 
 def _documents(pieces: Sequence[Piece], reading: Reading, skipped: Counter[str]) -> Iterator[Document]:
@@ -327,11 +305,11 @@ def _tokenized(
     batch: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
     """The ids of each document's text, and which of them are trained: those with a trained character."""
-    plain = iter(tokenizer.encode_batch([one.text for one in batch if one.trained is None]))
+    any_framed = iter(tokenizer.encode_batch([one.text for one in batch if one.trained is None]))
     marked = iter(tokenizer.encode_offsets([one.text for one in batch if one.trained is not None]))
     for document in batch:
         if document.trained is None:
-            ids = next(plain)
+            ids = next(any_framed)
             yield ids, np.ones(len(ids), dtype=np.bool_)
         else:
             places = next(marked)
@@ -363,10 +341,6 @@ def _work_on(work: Callable[[list[Piece], Tokenizer], _Encoded], task: list[Piec
     return work(task, _loaded(spec))
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _run(
     work: Callable[[list[Piece], Tokenizer], _Encoded],
     tasks: Iterable[list[Piece]],
@@ -379,15 +353,12 @@ def _run(
             yield work(task, tokenizer)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
-    waiting = iter(tasks)
-    window: deque[Future[_Encoded]] = deque()
+    futures = (pool.submit(_work_on, work, task, tokenizer.name) for task in tasks)
     try:
-        for task in islice(waiting, 4 * workers):
-            window.append(pool.submit(_work_on, work, task, tokenizer.name))
+        window = deque(islice(futures, 4 * workers))
         while window:
             yield window.popleft().result()
-            for task in islice(waiting, 1):
-                window.append(pool.submit(_work_on, work, task, tokenizer.name))
+            window.extend(islice(futures, 1))
     except BrokenProcessPool:
         raise HexadError(
             "a tokenizing process died (most often out of memory); use fewer --workers"
@@ -433,6 +404,11 @@ def inspect(
         with suppress(HexadError):  # built on another machine: the ids still show
             encoder = load_tokenizer(sidecar.tokenizer)
     ids = [int(i) for i in data.tokens[:first]]
+    packing = {}
+    if sequence is not None:
+        _, facts = packing_facts(data, sequence, "skip")
+        names = "samples", "efficiency", "longest", "too_long"
+        packing = {"packing": {name: round(getattr(facts, name), 4) for name in names}}
     return {
         "prefix": str(prefix),
         "documents": data.documents,
@@ -450,15 +426,5 @@ def inspect(
         "max_token": sidecar.max_token if sidecar else None,
         "first_tokens": ids,
         "first_text": encoder.decode(ids) if encoder else None,
-        **({} if sequence is None else {"packing": _packing(data, sequence)}),
-    }
-
-
-def _packing(data: IndexedDataset, sequence: int) -> dict[str, Any]:
-    _, facts = packing_facts(data, sequence, "skip")
-    return {
-        "samples": facts.samples,
-        "efficiency": round(facts.efficiency, 4),
-        "longest": facts.longest,
-        "too_long": facts.too_long,
+        **packing,
     }

@@ -66,7 +66,7 @@ class DemoData:
         train, validation: prefixes, to be used as ``data.train`` and ``data.validation``.
         tokenizer: directory, to be used as ``data.tokenizer``.
         vocab: size of its vocabulary.
-        train_tokens, validation_tokens: tokens in each part.
+        train_tokens: tokens in the training part.
         unigram_entropy: nats per token of the training part's token frequencies: the loss of the best model
             that ignores context.
     """
@@ -76,7 +76,6 @@ class DemoData:
     tokenizer: str
     vocab: int
     train_tokens: int
-    validation_tokens: int
     unigram_entropy: float
 
 
@@ -111,7 +110,6 @@ def build_demo_data(
         tokenizer=str(directory / "tokenizer"),
         vocab=tokenizer.vocab_size,
         train_tokens=parts["train"].tokens,
-        validation_tokens=parts["validation"].tokens,
         unigram_entropy=unigram_entropy(directory / "train"),
     )
 

@@ -137,16 +137,10 @@ def _text(key: str, content: dict[str, Any], place: Place) -> str:
 
 
 def check_messages(key: str, messages: Any, place: Place | str, template: ChatTemplate | None) -> None:
-    """Refuse what no template can render.
-
-    Args:
-        key: of the messages, for the error.
-        messages: as found.
-        place: where they stand.
-        template: may name more roles than the usual ones.
+    """Refuse messages that no template can render; ``template`` may name more roles than the usual ones.
 
     Raises:
-        HexadError: naming place and message.
+        HexadError: naming place, ``key`` and message.
     """
     if not isinstance(messages, list):
         raise HexadError(f"{place}: '{key}' is {_name(messages)}, expected a list of messages")

@@ -10,16 +10,19 @@ import lzma
 import os
 import shlex
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
-from typing import IO, Any, BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from hexad.config.errors import HexadError
 
-ENDINGS = (".gz", ".bz2", ".xz", ".zst")
+from ..files import one_line, reporting
+
+_OPEN: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+ENDINGS = (*_OPEN, ".zst")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
 """Files that hold files."""
 _WINDOW = 1 << 31  # the largest that zstd --long makes
@@ -29,11 +32,6 @@ _BLOCK = 1 << 17
 def compression(path: Path) -> str | None:
     """The ending of a compressed file, None for others."""
     return path.suffix.lower() if path.suffix.lower() in ENDINGS else None
-
-
-def inner_suffix(path: Path) -> str:
-    """The ending of what a file holds: ``.jsonl`` of ``a.jsonl`` and of ``a.jsonl.gz``."""
-    return (Path(path.stem) if compression(path) else path).suffix.lower()
 
 
 @contextmanager
@@ -47,35 +45,23 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     kind = compression(path)
     with path.open("rb") as raw:
         try:
-            stream = _decompressing(raw, kind, path)
-            with stream:
-                yield cast(BinaryIO, stream), raw
-        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise _damaged(path, error) from None
-        except OSError as error:
-            if error.errno is None:  # bz2's
-                raise _damaged(path, error) from None
-            raise
+            with _decompressing(raw, kind, path) as stream:
+                yield stream, raw
         except Exception as error:
-            if type(error).__name__ == "ZstdError":
-                raise _damaged(path, error) from None
-            raise
+            damaged = isinstance(error, EOFError | zlib.error | lzma.LZMAError)
+            damaged |= isinstance(error, OSError) and error.errno is None  # gzip's and bz2's
+            if not damaged and type(error).__name__ != "ZstdError":
+                raise
+            raise HexadError(
+                f"{path}: damaged or not a {path.suffix} file: {one_line(error)}; copy or compress it again"
+            ) from None
 
 
-def _damaged(path: Path, error: Exception) -> HexadError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return HexadError(f"{path}: damaged or not a {path.suffix} file: {reason}; copy or compress it again")
-
-
-def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> IO[bytes]:
-    if kind == ".gz":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if kind == ".bz2":
-        return bz2.BZ2File(raw)
-    if kind == ".xz":
-        return lzma.LZMAFile(raw)
+def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> BinaryIO:
     if kind is None:
         return raw
+    if kind in _OPEN:
+        return cast(BinaryIO, _OPEN[kind](raw))
     try:
         import zstandard
     except ImportError:
@@ -252,27 +238,23 @@ def cut(files: Iterable[Found]) -> list[Piece]:
     """
     pieces: list[Piece] = []
     for path, named in files:
-        try:
+        with reporting(path):
             size = path.stat().st_size
-        except OSError as error:
-            raise HexadError(f"{path}: cannot be read: {error.strerror}") from None
-        suffix = inner_suffix(path)
+        compressed = compression(path) is not None
+        suffix = Path(path.stem if compressed else path).suffix.lower()  # .jsonl of a.jsonl and of a.jsonl.gz
         if suffix in ARCHIVES and named:
             raise HexadError(f"{path}: an archive of files; extract it, and give the directory")
-        if suffix in _LINES and not compression(path):
+        if suffix in _LINES and not compressed:
             for start in range(0, size, _JSONL_PIECE):
                 stop = min(start + _JSONL_PIECE, size)
                 pieces.append(Piece(path, "jsonl", start, stop, stop - start, named))
-        elif suffix in _LINES:
-            pieces.append(Piece(path, "jsonl", 0, size, size, named))
-        elif suffix == ".json" and named:
-            # One of a directory is most often no data: it is text, as source code is.
-            pieces.append(Piece(path, "json", 0, size, size, named))
-        elif suffix == ".parquet" and not compression(path):
+        elif suffix == ".parquet" and not compressed:
             groups = _parquet(path).metadata.num_row_groups
             pieces += [Piece(path, "parquet", g, g + 1, size // groups, named) for g in range(groups)]
         else:
-            pieces.append(Piece(path, "text", 0, size, size, named))
+            # A .json of a directory is most often no data: it is text, as source code is.
+            whole: Kind = "jsonl" if suffix in _LINES else "json" if suffix == ".json" and named else "text"
+            pieces.append(Piece(path, whole, 0, size, size, named))
     return pieces
 
 
@@ -289,7 +271,7 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
             continue
         line = 1
         done = 0
-        with _reporting(piece.path), opened(piece.path) as (stream, raw):
+        with reporting(piece.path), opened(piece.path) as (stream, raw):
             while block := stream.read(_JSONL_PIECE):
                 block += stream.readline()
                 position = min(raw.tell(), piece.size)
@@ -297,27 +279,15 @@ def streamed(pieces: Iterable[Piece]) -> Iterator[Piece]:
                 line, done = line + block.count(b"\n"), position
 
 
-@contextmanager
-def _reporting(path: Path) -> Iterator[None]:
-    """Turn what the operating system reports about a file into a user's error."""
-    try:
-        yield
-    except OSError as error:
-        raise HexadError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
 def read(piece: Piece, columns: Sequence[str] | None = None) -> Iterator[Record]:
-    """The records of a piece, in order.
-
-    Args:
-        piece: what to read.
-        columns: of a .parquet, those to read where it has them, beside ``tools``; None: all.
+    """The records of a piece, in order. Of a .parquet these ``columns`` are read where it has them, beside
+    ``tools``; None: all.
 
     Raises:
         HexadError: the text is not UTF-8, or a line is not a JSON object; naming file and line.
         NotText: so for a file of a directory.
     """
-    with _reporting(piece.path):
+    with reporting(piece.path):
         if piece.kind == "jsonl":
             yield from _read_jsonl(piece)
         elif piece.kind == "json":
@@ -427,7 +397,7 @@ def _parquet(path: Path) -> Any:
     try:
         return ParquetFile(path)
     except (ArrowException, OSError) as error:
-        raise HexadError(f"{path}: not a readable .parquet file: {' '.join(str(error).split())}") from None
+        raise HexadError(f"{path}: not a readable .parquet file: {one_line(error)}") from None
 
 
 def _read_parquet(piece: Piece, columns: Sequence[str] | None) -> Iterator[Record]:

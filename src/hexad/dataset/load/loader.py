@@ -11,23 +11,23 @@ import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from hexad.config import Config
-from hexad.config.errors import ConfigError, HexadError
+from hexad.config.errors import ConfigError, blaming
 from hexad.parallel.context.slice import Slicing
+from hexad.parallel.tensor.loss import IGNORED
 
-from ..indexed import IndexedDataset
 from ..sidecar import open_built
 from ..text.tokenizer import Tokenizer, bos_ids
-from .microbatch import IGNORED, Microbatch
+from .microbatch import Microbatch
 from .order import Blend
-from .samples import OrderSettings, Samples, SampleSource, Source, part_of
-from .whole_samples import Packing, TooLong, WholeSamples, whole_documents
+from .samples import OrderSettings, Samples, Source
+from .whole_samples import Packing, TooLong, WholeSamples, source_of
 
 log = logging.getLogger("hexad")
 
@@ -104,49 +104,29 @@ class DataLoader:
         blend = [(1.0, data)] if isinstance(data, str) else list(data)
         if not blend:
             raise ConfigError(setting, "an empty blend; give a prefix or [[weight, prefix], ...]")
-        self.sequence, self.documents = sequence, documents
-        self._setting = setting
+        self.sequence, self._setting = sequence, setting
         self.micro, self.global_batch = micro, global_batch
         self.data_rank, self.data_size = data_rank, data_size
         self._slicing, self._context_rank = slicing, context_rank
         self._blend = Blend([weight for weight, _ in blend])
-        try:
-            opened = [part_of(open_built(prefix, vocab, eod, bos), part) for _, prefix in blend]
-            self._sources = [
-                self._source(
-                    dataset,
-                    packing,
-                    too_long,
-                    seed=seed,
-                    source=number,
-                    cache_dir=cache_dir,
-                    patience=patience,
-                )
-                for number, dataset in enumerate(opened)
-            ]
-        except HexadError as error:
-            raise ConfigError(setting, str(error)) from None
+        self._sources: list[Source] = []
+        with blaming(setting):
+            opened = [open_built(prefix, vocab, eod, bos, part) for _, prefix in blend]
+            for number, dataset in enumerate(opened):
+                order = OrderSettings(seed=seed, source=number, cache_dir=cache_dir, patience=patience)
+                source = source_of(dataset, packing, sequence, too_long, **order)
+                self._sources.append(source)
+                if isinstance(source, WholeSamples):
+                    _report(setting, source)
         self._isolates = documents == "isolate"
         self._offsets = self._isolates or any(source.isolated for source in self._sources)
         # One worker: reads are in order, and a source's caches need no lock.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hexad-data")
         self._ahead: tuple[int, Future[list[Microbatch]]] | None = None
 
-    def _source(
-        self, data: IndexedDataset, packing: Packing, too_long: TooLong, **order: Unpack[OrderSettings]
-    ) -> Source:
-        """The samples of one dataset of the blend."""
-        if not whole_documents(packing, data):
-            return SampleSource(data, sequence=self.sequence, **order)
-        whole = WholeSamples(data, sequence=self.sequence, too_long=too_long, **order)
-        _report(self._setting, whole)
-        return whole
-
     @property
     def samples(self) -> int:
         """Samples of one epoch; of a blend, as many as it takes to read one of its sources once."""
-        if len(self._sources) == 1:
-            return self._sources[0].per_epoch
         period, shares = self._blend.period, self._blend.shares
         return min(source.per_epoch * period // share for source, share in zip(self._sources, shares))
 
@@ -166,10 +146,8 @@ class DataLoader:
         for number, source in enumerate(self._sources):
             own = numbers[sources == number]
             if len(own):
-                try:
+                with blaming(self._setting):
                     self._reader.submit(source.prepare, int(own[0])).result()
-                except HexadError as error:
-                    raise ConfigError(self._setting, str(error)) from None
 
     def step(self, samples_consumed: int) -> list[Microbatch]:
         """This rank's microbatches of the step that begins at ``samples_consumed``; on the CPU.
@@ -219,12 +197,13 @@ class DataLoader:
     def _samples(self, samples: NDArray[np.int64]) -> Samples:
         """Samples of the blend; documents begin where they are isolated."""
         sources, numbers = self._blend.locate(samples)
-        parts = []
-        for number in np.unique(sources):
-            rows, source = np.flatnonzero(sources == number), self._sources[number]
+
+        def read(number: int, rows: NDArray[np.int64]) -> Samples:
+            source = self._sources[number]
             part = source.read(numbers[rows])
-            parts.append((rows, part._replace(begins=part.begins & (self._isolates or source.isolated))))
-        return Samples.gather(parts)
+            return part._replace(begins=part.begins & (self._isolates or source.isolated))
+
+        return Samples.gather(sources, read)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -240,23 +219,14 @@ class DataLoader:
 def _report(setting: str, source: WholeSamples) -> None:
     facts = source.facts
     log.info(
-        "%s: %s: %s documents in %s samples per epoch, %.1f %% of their positions; the longest has %s tokens",
-        setting,
-        source.data.prefix,
-        f"{facts.documents:,}",
-        f"{facts.samples:,}",
-        100 * facts.efficiency,
-        f"{facts.longest:,}",
+        f"{setting}: {source.data.prefix}: {facts.documents:,} documents in {facts.samples:,} samples per "
+        f"epoch, {100 * facts.efficiency:.1f} % of their positions; the longest has {facts.longest:,} tokens"
     )
     if facts.too_long:
         log.warning(
-            "%s: %s documents are longer than data.sequence %d: %s truncated, %s skipped (data.too_long %s)",
-            setting,
-            f"{facts.too_long:,}",
-            facts.sequence,
-            f"{facts.too_long - facts.left_out:,}",
-            f"{facts.left_out:,}",
-            source.too_long,
+            f"{setting}: {facts.too_long:,} documents are longer than data.sequence {facts.sequence}: "
+            f"{facts.too_long - facts.left_out:,} truncated, {facts.left_out:,} skipped (data.too_long "
+            f"{source.too_long})"
         )
 
 

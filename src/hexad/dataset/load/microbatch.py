@@ -13,8 +13,6 @@ from hexad.parallel.context.slice import Slice, Slicing
 from hexad.parallel.context.spans import Spans, moved
 from hexad.parallel.tensor.loss import IGNORED
 
-__all__ = ["IGNORED", "Microbatch"]
-
 
 @dataclass(frozen=True)
 class Microbatch:

@@ -71,10 +71,7 @@ _BLOCK = 1 << 14
 
 
 class Blend:
-    """The order in which sources alternate.
-
-    Args:
-        weights: positive, in any unit; only their ratios count.
+    """The order in which sources alternate by positive weights, of which only the ratios count.
 
     Attributes:
         shares: the weights in lowest terms.

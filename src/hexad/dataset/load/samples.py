@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Required, TypedDict, Unpack
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,55 +46,6 @@ def document_order(
     return permute(places, documents, *key, epoch, "documents")
 
 
-class DocumentPart(IndexedDataset):
-    """The documents between two fractions of a dataset, rounded to complete documents as in Megatron-LM.
-
-    Nothing is copied: tokens and index remain those of the complete dataset.
-
-    Args:
-        data: the complete dataset.
-        begin, end: fractions of its documents, from 0 to 1.
-
-    Raises:
-        HexadError: there is no document, or no token, between them.
-    """
-
-    def __init__(self, data: IndexedDataset, begin: float, end: float) -> None:
-        self._whole = data
-        self.prefix, self.dtype = data.prefix, data.dtype
-        self._first, last = (round(fraction * data.documents) for fraction in (begin, end))
-        self._documents = last - self._first
-        self._origin, stop = data.starts(np.array([self._first, last])).tolist()
-        if stop <= self._origin:
-            raise HexadError(
-                f"{data.prefix}: data.split takes {self._documents} of its {data.documents} documents, which "
-                f"have {stop - self._origin} tokens; give more data or another data.split"
-            )
-        self.tokens = data.tokens[self._origin : stop]
-        self.mask = None if data.mask is None else data.mask.after(self._origin)
-
-    @property
-    def documents(self) -> int:
-        return self._documents
-
-    def verify(self) -> None:
-        self._whole.verify()
-
-    def identity(self) -> tuple[object, ...]:
-        return (*self._whole.identity(), self._first, self._documents)
-
-    def starts(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._whole.starts(documents + self._first) - self._origin
-
-    def tokens_in(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._whole.tokens_in(documents + self._first)
-
-
-def part_of(data: IndexedDataset, part: tuple[float, float] | None) -> IndexedDataset:
-    """The documents between two fractions of a dataset; all of it for None."""
-    return data if part is None else DocumentPart(data, *part)
-
-
 class Samples(NamedTuple):
     """Some samples, each with one token more than it has inputs: the label of the last one.
 
@@ -109,15 +60,19 @@ class Samples(NamedTuple):
     trained: NDArray[np.bool_] | None
 
     @classmethod
-    def gather(cls, parts: Sequence[tuple[NDArray[np.int64], Samples]]) -> Samples:
-        """Samples from several places, each part with the numbers of its rows."""
+    def gather(
+        cls, places: NDArray[np.integer[Any]], read: Callable[[int, NDArray[np.int64]], Samples]
+    ) -> Samples:
+        """Samples from several places, ``[n]``: those of each are read together, given their row numbers."""
+        rows = {int(place): np.flatnonzero(places == place) for place in np.unique(places)}
+        parts = [read(place, own) for place, own in rows.items()]
         if len(parts) == 1:
-            return parts[0][1]
-        order = np.argsort(np.concatenate([rows for rows, _ in parts]))
-        tokens, begins = (np.concatenate([part[of] for _, part in parts])[order] for of in (0, 1))
-        if all(part.trained is None for _, part in parts):
+            return parts[0]
+        order = np.argsort(np.concatenate(list(rows.values())))
+        tokens, begins = (np.concatenate([part[of] for part in parts])[order] for of in (0, 1))
+        if all(part.trained is None for part in parts):
             return cls(tokens, begins, None)
-        trained = [np.ones_like(part.begins) if part.trained is None else part.trained for _, part in parts]
+        trained = [np.ones_like(part.begins) if part.trained is None else part.trained for part in parts]
         return cls(tokens, begins, np.concatenate(trained)[order])
 
 
@@ -144,12 +99,11 @@ class Source(ABC):
     """Random access to the samples of a dataset, over any number of epochs.
 
     Args:
-        data: the dataset.
         sequence: inputs per sample, in tokens.
         per_epoch: samples in an epoch.
         size: entries of an epoch's index.
         words: what an index depends on, beside the data, the key of its order and the epoch.
-        seed, source, cache_dir, in_memory, patience: see :class:`OrderSettings`.
+        order: see :class:`OrderSettings`.
 
     Attributes:
         isolated: whether the documents of a sample are isolated, independent of ``data.documents``.
@@ -164,17 +118,13 @@ class Source(ABC):
         per_epoch: int,
         size: int,
         words: tuple[object, ...],
-        *,
-        seed: int,
-        source: int = 0,
-        cache_dir: str | Path | None = None,
-        in_memory: int = SMALL,
-        patience: float = 600.0,
+        **order: Unpack[OrderSettings],
     ) -> None:
         self.data, self.sequence, self.per_epoch = data, sequence, per_epoch
-        self._size, self._words, self._key = size, words, (seed, source)
-        self._in_memory, self._patience = in_memory, patience
-        self._places = [Path(f"{data.prefix}.cache"), *([Path(cache_dir)] if cache_dir is not None else [])]
+        self._size, self._words, self._key = size, words, (order["seed"], order.get("source", 0))
+        self._in_memory, self._patience = order.get("in_memory", SMALL), order.get("patience", 600.0)
+        places = f"{data.prefix}.cache", order.get("cache_dir")
+        self._places = [Path(place) for place in places if place is not None]
         # Two: a step may span the end of an epoch, and the next step is read ahead.
         self._index = lru_cache(maxsize=2)(self._loaded)
 
@@ -189,27 +139,29 @@ class Source(ABC):
     def read(self, samples: NDArray[np.int64]) -> Samples:
         """The samples with these numbers, int64 ``[n]``, counted from 0 over all epochs."""
         epochs, numbers = np.divmod(samples, self.per_epoch)
-        rows = {int(epoch): np.flatnonzero(epochs == epoch) for epoch in np.unique(epochs)}
-        return Samples.gather([(own, self._cut(epoch, numbers[own])) for epoch, own in rows.items()])
+        return Samples.gather(epochs, lambda epoch, rows: self._cut(epoch, numbers[rows]))
 
     @abstractmethod
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
         """Samples of one epoch."""
 
     @abstractmethod
-    def _computed(self, epoch: int) -> NDArray[np.int64]:
-        """The index by which an epoch's samples are found."""
+    def _parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:
+        """The index by which an epoch's samples are found, part by part."""
 
-    @abstractmethod
     def _write(self, path: Path, epoch: int) -> None:
         """Write an index to a file by a rename, in NumPy's format."""
+        with appearing_whole(path) as stream:
+            header = {"descr": "<i8", "fortran_order": False, "shape": (self._size,)}
+            np.lib.format.write_array_header_1_0(stream, header)
+            for part in self._parts(epoch):
+                stream.write(part.astype("<i8", copy=False).tobytes())
 
     def _loaded(self, epoch: int) -> NDArray[np.int64]:
-        return self._computed(epoch) if self.data.documents <= self._in_memory else self._stored(epoch)
-
-    def _stored(self, epoch: int) -> NDArray[np.int64]:
-        """The index from a file, which one process per file system creates if it is missing; its name is a
-        hash of all that it depends on."""
+        """The index: of many documents from a file, which one process per file system creates if it is
+        missing; its name is a hash of all that it depends on."""
+        if self.data.documents <= self._in_memory:
+            return np.concatenate(list(self._parts(epoch)))
         kind, *others = self._words
         words = (kind, self.data.identity(), *self._key, *others, epoch)
         name = blake2b(repr(words).encode(), digest_size=16).hexdigest() + ".npy"
@@ -240,11 +192,6 @@ class Source(ABC):
 
 class SampleSource(Source):
     """The samples of a dataset whose documents are joined and cut.
-
-    Args:
-        data: the dataset.
-        sequence: inputs per sample, in tokens.
-        order: see :class:`OrderSettings`.
 
     Raises:
         HexadError: the dataset is too small for one sample.
@@ -287,20 +234,8 @@ class SampleSource(Source):
         trained = None if self.data.mask is None else self.data.mask.at(positions).reshape(-1, width)
         return Samples(tokens.reshape(-1, width), begins.reshape(-1, width), trained)
 
-    def _computed(self, epoch: int) -> NDArray[np.int64]:
-        """Where each document of an epoch's order begins in its stream, and the total; int64
-        ``[documents + 1]``."""
-        return np.concatenate(list(self._ends(epoch)))
-
-    def _write(self, path: Path, epoch: int) -> None:
-        with appearing_whole(path) as stream:
-            header = {"descr": "<i8", "fortran_order": False, "shape": (self._size,)}
-            np.lib.format.write_array_header_1_0(stream, header)
-            for ends in self._ends(epoch):
-                stream.write(ends.astype("<i8", copy=False).tobytes())
-
-    def _ends(self, epoch: int) -> Iterator[NDArray[np.int64]]:
-        """Where documents of an epoch's order end in its stream, many at a time; first 0."""
+    def _parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:
+        """Where each document of an epoch's order begins in its stream, many at a time, and the total."""
         self.data.verify()
         documents, threads = self.data.documents, min(_THREADS, os.cpu_count() or 1)
 

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Literal, NamedTuple, Unpack
 
 import numpy as np
@@ -24,7 +23,6 @@ from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
-from ..files import write_whole
 from ..indexed import IndexedDataset
 from .order import permute
 from .samples import OrderSettings, Samples, SampleSource, Source, document_order, ranges
@@ -41,12 +39,8 @@ class Placement(NamedTuple):
 
 
 def placements(histogram: NDArray[np.int64], capacity: int) -> Iterator[Placement]:
-    """Best-fit decreasing of documents into samples.
-
-    Args:
-        histogram: ``[longest + 1]``, how many documents have each length; none is longer than ``capacity``.
-        capacity: tokens of a sample.
-    """
+    """Best-fit decreasing of documents into samples of ``capacity`` tokens. ``histogram``, ``[longest + 1]``:
+    how many documents have each length; none is longer than a sample."""
     room: dict[int, int] = defaultdict(int)  # room left -> samples that have it
     sizes: list[int] = []  # the rooms of which there are samples, ascending
 
@@ -78,11 +72,6 @@ def placements(histogram: NDArray[np.int64], capacity: int) -> Iterator[Placemen
             for number in range(documents if samples else 0):
                 yield Placement(length, samples, capacity - number * length, number == 0)
             leave(capacity - documents * length, samples)
-
-
-def count_samples(histogram: NDArray[np.int64], capacity: int) -> int:
-    """The number of samples that the documents fill."""
-    return sum(placement.samples for placement in placements(histogram, capacity) if placement.fresh)
 
 
 def assigned(histogram: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
@@ -159,7 +148,6 @@ class WholeSamples(Source):
     """Random access to the samples of whole documents of a dataset, over any number of epochs.
 
     Args:
-        data: the dataset.
         sequence: positions of a sample, in tokens. A document takes as many as it has tokens; its last one
             has no target.
         too_long: what to do with documents longer than that: ``refuse`` the data, ``truncate`` them to their
@@ -201,7 +189,7 @@ class WholeSamples(Source):
         ends = np.cumsum(np.bincount(samples, minlength=self.per_epoch))
         return np.argsort(samples, kind="stable"), np.concatenate([[0], ends])
 
-    def _computed(self, epoch: int) -> NDArray[np.int64]:
+    def _parts(self, epoch: int) -> Iterator[NDArray[np.int64]]:
         """``per_epoch + 1`` places where samples begin, then the documents of all samples in order."""
         documents = self.data.documents
         self.data.verify()
@@ -211,11 +199,7 @@ class WholeSamples(Source):
         # The longest first; among equals the order of the epoch.
         order = order[used][np.argsort(-lengths[used], kind="stable")]
         slots, begins = self._slots
-        return np.concatenate([begins, order[slots]])
-
-    def _write(self, path: Path, epoch: int) -> None:
-        index = self._computed(epoch)
-        write_whole(path, lambda stream: np.save(stream, index))
+        yield from (begins, order[slots])
 
     def _cut(self, epoch: int, numbers: NDArray[np.int64]) -> Samples:
         """Samples of one epoch, all gathered at once."""
@@ -244,21 +228,17 @@ class WholeSamples(Source):
         return Samples(tokens.reshape(shape), begins.reshape(shape), trained.reshape(shape))
 
 
-def whole_documents(packing: Packing, data: IndexedDataset) -> bool:
-    """Whether ``data.packing`` takes whole documents of a dataset."""
-    return packing == "whole" or (packing == "auto" and data.mask is not None)
-
-
-def check_samples(data: IndexedDataset, packing: Packing, sequence: int, too_long: TooLong) -> None:
-    """Refuse data of which no samples can be made, without making them.
+def source_of(
+    data: IndexedDataset, packing: Packing, sequence: int, too_long: TooLong, **order: Unpack[OrderSettings]
+) -> Source:
+    """The samples of a dataset by ``data.packing``; they are made when they are read.
 
     Raises:
         HexadError: as for :class:`~hexad.dataset.load.samples.SampleSource` and :class:`WholeSamples`.
     """
-    if whole_documents(packing, data):
-        WholeSamples(data, sequence=sequence, too_long=too_long, seed=0)
-    else:
-        SampleSource(data, sequence=sequence, seed=0)
+    if packing == "whole" or (packing == "auto" and data.mask is not None):
+        return WholeSamples(data, sequence=sequence, too_long=too_long, **order)
+    return SampleSource(data, sequence=sequence, **order)
 
 
 def _positions(
@@ -290,7 +270,7 @@ def packing_facts(
         histogram += np.bincount(positions, minlength=sequence + 1)
     histogram[0] = 0
     return histogram, PackingFacts(
-        samples=count_samples(histogram, sequence),
+        samples=sum(placed.samples for placed in placements(histogram, sequence) if placed.fresh),
         documents=int(histogram.sum()),
         tokens=int((histogram * np.arange(sequence + 1)).sum()),
         too_long=longer,

@@ -13,6 +13,7 @@ from typing import Any
 
 from hexad.config.errors import HexadError
 
+from ..files import one_line, reporting
 from .tokenizer import tokenizer_settings
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -69,20 +70,15 @@ class ChatTemplate:
             problem = " ".join((error.message or "").split())
             raise HexadError(f"{self.name}:{error.lineno}: not a chat template: {problem}") from None
 
-    def render(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The text of a conversation, as ``apply_chat_template(..., tokenize=False)`` renders it.
 
-        Args:
-            messages: the conversation.
-            tools: function schemas that the template describes.
-            prompt: whether the beginning of the assistant's answer follows (``add_generation_prompt``).
+        ``prompt``: the beginning of the assistant's answer follows (``add_generation_prompt``).
 
         Raises:
             HexadError: the template refuses the conversation or fails.
         """
-        return self._rendered(messages, tools, prompt)[0]
+        return self._rendered(messages, None, prompt)[0]
 
     def conversation(
         self, messages: Sequence[Message], tools: list[Any] | None = None
@@ -127,10 +123,14 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool
     ) -> tuple[str, list[Span]]:
         """The text, and the ranges of its ``{% generation %}`` blocks."""
+        from .chat_extension import Generation
+
         self.check()
         template = _compiled(self._source(tools))
         parts: list[str] = []
         blocks: list[Span] = []
+        marks = template.environment.extensions[Generation.identifier]
+        marks.parts, marks.blocks = parts, blocks
         variables = {
             **self.special,
             "messages": [_plain(message) for message in messages],
@@ -139,13 +139,11 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
         }
         try:
-            with template.environment.recording(parts, blocks):
-                for part in template.generate(**variables):
-                    parts += [part]  # one at a time: blocks are placed after those before
+            for part in template.generate(**variables):
+                parts += [part]  # one at a time: blocks are placed after those before
         except Exception as error:  # a template may raise anything
-            problem = " ".join(str(error).split()) or type(error).__name__
             raise HexadError(
-                f"the chat template of {self.name} refuses the conversation: {problem}"
+                f"the chat template of {self.name} refuses the conversation: {one_line(error)}"
             ) from None
         return "".join(parts), blocks
 
@@ -263,8 +261,7 @@ def _added(settings: Mapping[str, Any], directory: Path | None) -> list[str]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise HexadError(f"{path}: cannot be read: {error.strerror}") from None
+        with reporting(path):
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise HexadError(f"{path}: not UTF-8 text; expected a chat template in Jinja2's language") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import Environment, nodes
@@ -14,17 +12,17 @@ from jinja2.parser import Parser
 class Generation(Extension):
     """Renders the blocks as if they were not marked, and records where they stand in the text.
 
-    ``environment.recording(parts, blocks)``: while a template's ``parts`` are collected, (start, end) of each
-    block is appended to ``blocks``.
+    Attributes:
+        parts: the text so far, collected by whoever renders it.
+        blocks: (start, end) of each block.
     """
 
     tags = {"generation"}
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
-        environment.extend(recording=self._recording)
-        self._parts: list[str] | None = None
-        self._blocks: list[tuple[int, int]] = []
+        self.parts: list[str] = []
+        self.blocks: list[tuple[int, int]] = []
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -33,15 +31,6 @@ class Generation(Extension):
 
     def _record(self, caller: Any) -> str:
         text = str(caller())
-        if self._parts is not None:
-            start = len("".join(self._parts))
-            self._blocks.append((start, start + len(text)))
+        start = sum(map(len, self.parts))
+        self.blocks.append((start, start + len(text)))
         return text
-
-    @contextmanager
-    def _recording(self, parts: list[str], blocks: list[tuple[int, int]]) -> Iterator[None]:
-        self._parts, self._blocks = parts, blocks
-        try:
-            yield
-        finally:
-            self._parts, self._blocks = None, []

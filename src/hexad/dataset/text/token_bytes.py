@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,14 +29,13 @@ def token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64] | None:
         return np.array([1] * 256 + [0], dtype=np.int64)
     if isinstance(tokenizer, TiktokenTokenizer):
         ranks = tokenizer.backend.token_byte_values()
-        lengths_of = {tokenizer.backend.encode_single_token(value): len(value) for value in ranks}
-        return _table(tokenizer.vocab_size, lengths_of.items())
+        lengths = {tokenizer.backend.encode_single_token(value): len(value) for value in ranks}
+        return _table(tokenizer, lengths)
     if isinstance(tokenizer, SentencePieceTokenizer):
         backend = tokenizer.backend
-        pieces = ((number, backend.id_to_piece(number)) for number in range(tokenizer.vocab_size))
-        lengths = ((number, _piece_bytes(piece, backend.is_byte(number))) for number, piece in pieces)
-        special = set(tokenizer.specials.values()) | {backend.unk_id()}
-        return _table(tokenizer.vocab_size, ((n, size) for n, size in lengths if n not in special))
+        numbers = set(range(tokenizer.vocab_size)) - {*tokenizer.specials.values(), backend.unk_id()}
+        sizes = {n: _piece_bytes(backend.id_to_piece(n), backend.is_byte(n)) for n in numbers}
+        return _table(tokenizer, sizes)
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     return _hugging_face(tokenizer)
 
@@ -56,7 +55,7 @@ def _hugging_face(tokenizer: HuggingFaceTokenizer) -> NDArray[np.int64] | None:
             lengths[number] = _piece_bytes(token, re.fullmatch("<0x..>", token) is not None)
         else:
             return None
-    return _table(tokenizer.vocab_size, lengths.items())
+    return _table(tokenizer, lengths)
 
 
 def _kinds(decoder: Any) -> Iterable[str]:
@@ -71,8 +70,5 @@ def _piece_bytes(piece: str, byte: bool) -> int:
     return 1 if byte else len(piece.replace(_SPACE, " ").encode())
 
 
-def _table(size: int, lengths: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
-    table = np.zeros(size, dtype=np.int64)
-    for number, length in lengths:
-        table[number] = length
-    return table
+def _table(tokenizer: Tokenizer, lengths: Mapping[int, int]) -> NDArray[np.int64]:
+    return np.array([lengths.get(number, 0) for number in range(tokenizer.vocab_size)], dtype=np.int64)

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from hexad.config.errors import HexadError
 
+from ..files import one_line
+
 Ids = NDArray[np.int32]
 
 
@@ -136,7 +138,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self.backend = Backend.from_file(str(file))
         except Exception as error:  # the package raises bare Exception
-            raise HexadError(f"{file}: not a Hugging Face tokenizer.json: {_one_line(error)}") from None
+            raise HexadError(f"{file}: not a Hugging Face tokenizer.json: {one_line(error)}") from None
         # Files saved after use may contain limits that would truncate documents.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -185,7 +187,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self.backend: Any = backend.SentencePieceProcessor(model_file=str(file))
         except Exception as error:
-            raise HexadError(f"{file}: not a SentencePiece model: {_one_line(error)}") from None
+            raise HexadError(f"{file}: not a SentencePiece model: {one_line(error)}") from None
         self.name = name
         self.vocab_size = int(self.backend.get_piece_size())
         end = int(self.backend.eos_id())
@@ -308,20 +310,25 @@ def load_tokenizer(spec: str) -> Tokenizer:
     raise HexadError(f"tokenizer '{spec}': unknown kind of file '{path.name}'; {_ACCEPTED}")
 
 
+def vocabulary_files(directory: Path) -> list[Path]:
+    """The files that make a directory a tokenizer (``data.tokenizer``); the first is used."""
+    patterns = "tokenizer.json", "tokenizer.model", "*.tiktoken"
+    return [file for pattern in patterns for file in sorted(directory.glob(pattern)) if file.is_file()]
+
+
 def vocabulary_file(spec: str) -> Path | None:
     """The file with a tokenizer's vocabulary; None for ``byte``."""
     if spec == "byte":
         return None
-    directory = path = Path(spec)
+    path = Path(spec)
     if path.is_file():
         return path
     if not path.is_dir():
         raise HexadError(f"tokenizer '{spec}': no such file or directory; {_ACCEPTED}")
-    for pattern in ("tokenizer.json", "tokenizer.model", "*.tiktoken"):
-        if files := sorted(file for file in directory.glob(pattern) if file.is_file()):
-            return files[0]
+    if files := vocabulary_files(path):
+        return files[0]
     raise HexadError(
-        f"tokenizer '{directory}': the directory has no tokenizer.json, tokenizer.model or .tiktoken file; "
+        f"tokenizer '{path}': the directory has no tokenizer.json, tokenizer.model or .tiktoken file; "
         "save it with transformers' AutoTokenizer(...).save_pretrained"
     )
 
@@ -340,7 +347,7 @@ def tokenizer_settings(directory: Path) -> dict[str, Any]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError, AttributeError) as error:
-            raise HexadError(f"{directory / file}: not readable as JSON: {_one_line(error)}") from None
+            raise HexadError(f"{directory / file}: not readable as JSON: {one_line(error)}") from None
     return settings
 
 
@@ -374,10 +381,6 @@ def _extra(package: str, why: str) -> Any:
         raise HexadError(f"{why}, which needs a package: pip install 'hexad[{package}]'") from None
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
 BYTE_END = "<|endoftext|>"
 """Its end-of-document token, whose id is 256."""
 
@@ -386,10 +389,10 @@ def byte_backend() -> Any:
     """The ``byte`` tokenizer in the ``tokenizers`` package: the 256 values, then :data:`BYTE_END`."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    # Byte-level tokenizers map bytes without a visible character to those from 256 on, in order.
-    vocab = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    # Byte-level tokenizers map bytes without a visible character to the characters from 256 on, in order.
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    others = map(chr, range(256, 512))
+    vocab = {chr(byte) if chr(byte) in alphabet else next(others): byte for byte in range(256)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from hexad.config.errors import HexadError
 
 from ..build.records import Reading
 from ..build.sources import NotText, cut, find_files, read, streamed
+from ..files import reporting
 from .chat import ChatTemplate
 from .tokenizer import END_NAMES, HuggingFaceTokenizer
 
@@ -44,11 +44,8 @@ def training_texts(
     exclude: Sequence[str] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Iterator[str]:
-    """The texts that a tokenizer learns from: documents, prompts with their completions, messages.
-
-    Args:
-        inputs, json_key, include, exclude: as for :func:`~hexad.dataset.build.builder.build`.
-        progress: called with (bytes read, bytes in all) from time to time.
+    """The texts that a tokenizer learns from: documents, prompts with their completions, messages. Arguments
+    are those of :func:`~hexad.dataset.build.builder.build`.
 
     Raises:
         HexadError: an input cannot be read or decoded, naming file and line; or there is no text.
@@ -120,7 +117,7 @@ def train_bpe(
         show_progress=False,
     )
     directory = Path(path)
-    with _writing(directory):  # before the work, which takes a while
+    with reporting(directory, "written"):  # before the work, which takes a while
         directory.mkdir(parents=True, exist_ok=True)
     reader = _CountedText(texts)
     backend.train_from_iterator(reader, trainer)
@@ -134,7 +131,7 @@ def train_bpe(
         "clean_up_tokenization_spaces": False,
         **({"extra_special_tokens": special[1:]} if special[1:] else {}),
     }
-    with _writing(directory):
+    with reporting(directory, "written"):
         (directory / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
@@ -158,11 +155,3 @@ class _CountedText:
                 yield text
         except HexadError as error:
             self.error = error
-
-
-@contextmanager
-def _writing(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise HexadError(f"{directory}: cannot be written: {error.strerror}") from None

@@ -55,6 +55,18 @@ def test_collectives_and_the_bytes_they_are_charged(pool: Pool, world: int) -> N
         assert sent["broadcast"] == share
 
 
+def _sums_over_places() -> list[float]:
+    """Sums over some places of an axis, as stages have that share one weight and another."""
+    mesh = Mesh.create(Layout(world=3, pipeline=3), torch.device("cpu"), timeout=30.0)
+    parts = [mesh.some(mesh.pipeline, *places) for places in ((0, 2), (1,), (1, 2))]
+    return [comm.all_reduce(torch.tensor(10.0**mesh.rank), part).item() for part in parts]
+
+
+def test_ranks_that_share_nothing_are_apart(pool: Pool) -> None:
+    """torch names groups after how many a process has made: all ranks must have made as many."""
+    assert pool.run(3, _sums_over_places) == [[101.0, 1.0, 1.0], [10.0, 10.0, 110.0], [101.0, 100.0, 110.0]]
+
+
 def _exchanged(counts: list[list[int]]) -> int:
     """Rank r sends ``counts[r][s]`` rows to rank s, even where that is none."""
     axis = _mesh(len(counts)).tensor

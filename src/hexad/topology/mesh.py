@@ -122,7 +122,11 @@ class Mesh:
         members = tuple(axis.ranks[place] for place in sorted(set(places)))
         if members == axis.ranks:
             return axis
-        return self._part(axis, members if self.rank in members else (self.rank,))
+        if self.rank in members:
+            return self._part(axis, members)
+        if len(members) > 1:  # torch names a group after how many a process has made before: as many here
+            _new_group(axis.name, (self.rank,), self.device, self.timeout, f"apart from {axis.name}")
+        return self._part(axis, (self.rank,))
 
     def split(self, axis: Axis, size: int) -> tuple[Axis, Axis]:
         """Split an axis into two: runs of ``size`` neighbouring places, and the places across those runs.

@@ -183,12 +183,12 @@ def measure(ranks: int, hidden: int, rounds: int, directory: Path) -> dict[str, 
     for number in range(rounds):
         for name in STEPS:
             program.step("drop" if name.endswith("_cold") else "settle")
-            found = program.step(name)
+            figures = program.step(name)
             if number:
-                seconds[name].append(wall(found))
-                transient[name] = max(transient.get(name, 0), *(rank["transient_bytes"] for rank in found))
-    share = max(rank["share_bytes"] for rank in found)
-    total = sum(rank["share_bytes"] for rank in found)
+                seconds[name].append(wall(figures))
+                transient[name] = max(transient.get(name, 0), *(rank["transient_bytes"] for rank in figures))
+    share = max(rank["share_bytes"] for rank in figures)
+    total = sum(rank["share_bytes"] for rank in figures)
     program.close()
     medians = {name: median(values) for name, values in seconds.items()}
     return {

@@ -93,16 +93,16 @@ def torch_attention(tokens: int) -> Step:
     whole = [torch.randn(1, 2, tokens, 64, generator=generator) for _ in range(3)]
 
     def step(_: str) -> dict[str, Any]:
-        parts = [each.clone() for each in whole]
+        parts = [tensor.clone() for tensor in whole]
         try:
             with context_parallel(mesh, buffers=parts, buffer_seq_dims=[2, 2, 2]):
                 # By the module's name: the context replaces the module's function.
                 out = F.scaled_dot_product_attention(*parts, is_causal=True)
-                (found,) = context_parallel_unshard(mesh, [out], [2])
+                (gathered,) = context_parallel_unshard(mesh, [out], [2])
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             return {"loss": None, "verdict": f"{type(error).__name__}: {lines[0]}"}
-        error = float((found - F.scaled_dot_product_attention(*whole, is_causal=True)).abs().max())
+        error = float((gathered - F.scaled_dot_product_attention(*whole, is_causal=True)).abs().max())
         return {"loss": None, "verdict": f"largest error of the output {error:.1e}"}
 
     return step
@@ -152,13 +152,13 @@ def torch_verdict(tokens: int) -> str:
     program = Program([command("torch", tokens)] * 2)
     try:
         program.wait()
-        found = str(program.step()[0]["verdict"])
+        verdict = str(program.step()[0]["verdict"])
         program.close()
     except RuntimeError:
-        found = "a rank died"
+        verdict = "a rank died"
     finally:
         program.kill()
-    return found
+    return verdict
 
 
 def over_link(link: Link, method: str, tokens: int, rounds: int, megabits: float) -> dict[str, Any]:
@@ -172,10 +172,10 @@ def over_link(link: Link, method: str, tokens: int, rounds: int, megabits: float
         program.close()
     finally:
         program.kill()
-    found: dict[str, Any] = {name: median(times) for name, times in seconds.items()}
-    found |= {f"exposed_{name}": exposed(seconds, name) for name in ("overlapped", "waiting")}
+    figures: dict[str, Any] = {name: median(times) for name, times in seconds.items()}
+    figures |= {f"exposed_{name}": exposed(seconds, name) for name in ("overlapped", "waiting")}
     ideal = max(sent) * 8 / (megabits * 1e6)
-    return found | {"sent_bytes": max(sent), "short_bytes": max(short), "ideal": ideal}
+    return figures | {"sent_bytes": max(sent), "short_bytes": max(short), "ideal": ideal}
 
 
 def main() -> None:
@@ -201,27 +201,27 @@ def main() -> None:
 
 def alone(options: argparse.Namespace) -> dict[str, Any]:
     """Step times of all methods."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for tokens in options.tokens:
-        found[str(tokens)] = step_times(tokens, options.rounds)
-        for name, row in found[str(tokens)].items():
+        figures[str(tokens)] = step_times(tokens, options.rounds)
+        for name, row in figures[str(tokens)].items():
             print(
                 f"{tokens:6d} {name:10s} {row['seconds']:8.2f} s  {row['ratio']:.3f}  {row['loss']:.6f}",
                 flush=True,
             )
-    found["torch"] = torch_verdict(1024)
-    print(f"PyTorch's context parallel: {found['torch']}")
-    return found
+    figures["torch"] = torch_verdict(1024)
+    print(f"PyTorch's context parallel: {figures['torch']}")
+    return figures
 
 
 def linked(options: argparse.Namespace) -> dict[str, Any]:
     """Every method but one process over the link."""
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     with Link() as link:
         for tokens in options.tokens:
             for method in METHODS[1:]:
                 row = over_link(link, method, tokens, options.rounds, options.megabits)
-                found.setdefault(str(tokens), {})[method] = row
+                measured.setdefault(str(tokens), {})[method] = row
                 names = (
                     "free",
                     "full",
@@ -234,7 +234,7 @@ def linked(options: argparse.Namespace) -> dict[str, Any]:
                 figures = "  ".join(f"{name} {row[name]:.3f}" for name in names)
                 sent = f"{row['sent_bytes'] / 1e6:.1f} MB, short documents {row['short_bytes'] / 1e6:.2f} MB"
                 print(f"{tokens:6d} {method:10s} {figures}  {sent}", flush=True)
-    return found
+    return measured
 
 
 if __name__ == "__main__":

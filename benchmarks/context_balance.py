@@ -53,14 +53,14 @@ def main() -> None:
     parser.add_argument("--json", help="write the JSON document to this file too")
     parser.add_argument("--pictures", help="directory for the pictures of a sample of BPE tokens")
     args = parser.parse_args()
-    found: dict[str, Any] = {**facts(), "sequence": args.sequence, "ranks": args.ranks, "sets": {}}
+    figures: dict[str, Any] = {**facts(), "sequence": args.sequence, "ranks": args.ranks, "sets": {}}
     with tempfile.TemporaryDirectory() as directory:
         for name, make in SETS.items():
             samples = list(documents(make(Path(directory)), args.sequence, args.samples))
-            found["sets"][name] = measured(samples, args.ranks)
+            figures["sets"][name] = measured(samples, args.ranks)
             if args.pictures and name == "source, BPE":
                 draw(samples[0], args.ranks, Path(args.pictures))
-    text = json.dumps(found, indent=2)
+    text = json.dumps(figures, indent=2)
     print(text)
     if args.json:
         Path(args.json).write_text(text + "\n", encoding="utf-8")
@@ -111,7 +111,7 @@ def documents(prefix: str, sequence: int, count: int) -> Iterator[Bounds]:
 def measured(samples: list[Bounds], ranks: int) -> dict[str, Any]:
     """Figures of a data set."""
     lengths = np.concatenate([np.diff(bounds) for bounds in samples])
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "samples": len(samples),
         "documents_per_sample": len(lengths) / len(samples),
         "document_tokens": {"median": float(np.median(lengths)), "largest": int(lengths.max())},
@@ -119,7 +119,7 @@ def measured(samples: list[Bounds], ranks: int) -> dict[str, Any]:
     for balance in BALANCES:
         rows = [_divided(bounds, ranks, balance) for bounds in samples]
         slowest, part, milliseconds = (np.array(column) for column in zip(*rows))
-        found[balance] = {
+        figures[balance] = {
             "slowest": {"median": float(np.median(slowest)), "largest": float(slowest.max())},
             "received": float(part.mean()),
             "milliseconds": {
@@ -127,7 +127,7 @@ def measured(samples: list[Bounds], ranks: int) -> dict[str, Any]:
                 "largest": float(milliseconds.max()),
             },
         }
-    return found
+    return figures
 
 
 def _divided(bounds: Bounds, ranks: int, balance: Any) -> tuple[float, float, float]:

@@ -32,11 +32,11 @@ def measured(tokens: int, context: int) -> dict[str, float]:
     )
     pool = Pool()
     try:
-        found = max(pool.run(context, measure, config, context), key=lambda each: each.peak)
+        largest = max(pool.run(context, measure, config, context), key=lambda of_rank: of_rank.peak)
     finally:
         pool.close()
-    plan = found.plan
-    return {"measured": found.peak - found.state, "predicted": plan.total - plan.state}
+    plan = largest.plan
+    return {"measured": largest.peak - largest.state, "predicted": plan.total - plan.state}
 
 
 def main() -> None:

@@ -79,7 +79,7 @@ def buckets(stage: int, stages: int) -> Iterator[Weights]:
 def held(layout: Layout, rank: int) -> list[Rectangle]:
     """What a rank holds of the weights: its tensor shard of a bucket, of that its data rank's flat shard."""
     place = {name: layout.group(rank, name).index(rank) for name in ("tensor", "pipeline", "data")}
-    found = []
+    rectangles = []
     for bucket in buckets(place["pipeline"], layout.pipeline):
         parts = []
         for name, shape, dim in bucket:
@@ -92,9 +92,9 @@ def held(layout: Layout, rank: int) -> list[Rectangle]:
         low, high, begin = place["data"] * share, (place["data"] + 1) * share, 0
         for part in parts:
             first, last = max(low - begin, 0), min(high - begin, part.numel)
-            found += [piece for _, piece in part.flat_range(first, last)] if first < last else []
+            rectangles += [piece for _, piece in part.flat_range(first, last)] if first < last else []
             begin += part.numel
-    return found
+    return rectangles
 
 
 @lru_cache(2 * HOST)
@@ -120,7 +120,7 @@ def index_of(layout: Layout, rank: int) -> Index:
     values = sum(4 * part.rectangle.numel for part in own)
     blocks = (rank == begin) + sum(block_count(part.rectangle.sizes, 4) for part in own)
     record = FileRecord(((values, "0" * 32),), 1 << 16, os.urandom(8 * blocks))
-    return TensorFile.of_host(rank, {each: written(layout, each) for each in near}).index(record)
+    return TensorFile.of_host(rank, {other: written(layout, other) for other in near}).index(record)
 
 
 def need_of(rectangles: list[Rectangle]) -> Need:
@@ -331,15 +331,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         saved, loaded = messages(layout, Path(name))
         command = [sys.executable, __file__, "--first-rank", name, "--world", str(world)]
-        found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        figures = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     result = facts() | {
         "layout": {"world": world, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
         "parameters": sum(prod(shape) for bucket in buckets(0, 1) for _, shape, _ in bucket),
         "connections_per_rank": {"most": max(connections), "median": sorted(connections)[world // 2]},
         "store": store | {"seconds_of_one_server": round(store_seconds(store["calls"]), 2)},
-        "files": {"checkpoint": found["tensor_files"] + 2, "run_directory": world + 4, "directories": 3},
+        "files": {"checkpoint": figures["tensor_files"] + 2, "run_directory": world + 4, "directories": 3},
         "tree_bytes": {"saving": saved, "loading": loaded},
-        "first_rank": found,
+        "first_rank": figures,
     }
     print(json.dumps(result, indent=1))
     if args.json:

@@ -116,7 +116,7 @@ def main() -> None:
         prefix = Path(directory) / "synthetic"
         tokens = write(prefix, args.documents)
         first, again = start(args.ranks, prefix), start(args.ranks, prefix)
-    found = {
+    figures = {
         **facts(),
         "documents": args.documents,
         "tokens": tokens,
@@ -127,7 +127,7 @@ def main() -> None:
         "again_indexes_written": int(again[:, 3].sum()),
         "peak_rss_mb": max(first[:, 4].max(), again[:, 4].max()),
     }
-    text = json.dumps(found, indent=2)
+    text = json.dumps(figures, indent=2)
     print(text)
     if args.output:
         Path(args.output).write_text(text + "\n", encoding="utf-8")

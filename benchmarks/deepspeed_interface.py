@@ -65,10 +65,10 @@ def compare(stage: int, rounds: int) -> dict[str, Any]:
     finally:
         for program in programs.values():
             program.kill()
-    found: dict[str, Any] = {name: program.figures() for name, program in programs.items()}
+    figures: dict[str, Any] = {name: program.figures() for name, program in programs.items()}
     pairs = zip(programs["interface"].steps[1:], programs["package"].steps[1:])
-    ours, theirs = found["interface"], found["package"]
-    return found | {
+    ours, theirs = figures["interface"], figures["package"]
+    return figures | {
         "stage": stage,
         "ratio": ours["step_seconds"] / theirs["step_seconds"],
         "paired": median(wall(one) / wall(other) for one, other in pairs),

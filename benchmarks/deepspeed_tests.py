@@ -210,10 +210,10 @@ def adapt() -> None:
             names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
             keys = self.keys.model_copy(update={name: getattr(self, name) for name in names})
             try:
-                found = batch_sizes(keys, torch.distributed.get_world_size())
+                sizes = batch_sizes(keys, torch.distributed.get_world_size())
             except HexadError as error:
                 raise AssertionError(error) from None
-            for name, value in zip(names, (found.total, found.micro, found.accumulation)):
+            for name, value in zip(names, (sizes.total, sizes.micro, sizes.accumulation)):
                 setattr(self, name, value)
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -309,7 +309,7 @@ class OneProcessEach:
             os.killpg(child, signal.SIGKILL)
         if not ended:
             os.waitpid(child, 0)
-        errors = [each.read_text() for each in sorted(folder.glob("rank*"))]
+        errors = [path.read_text() for path in sorted(folder.glob("rank*"))]
         if errors:  # the first of those that are no consequence of another rank's end
             own = [error for error in errors if "onnection" not in error] or errors
             return {"outcome": "failed", "error": own[0]}
@@ -330,16 +330,16 @@ def _run(item: Any, folder: Path) -> None:
     os.dup2(silence, 2)
     report = {"outcome": "passed", "error": ""}
     try:
-        for each in runtestprotocol(item, log=False, nextitem=None):
-            if each.failed:
-                crash = getattr(each.longrepr, "reprcrash", None)
+        for phase in runtestprotocol(item, log=False, nextitem=None):
+            if phase.failed:
+                crash = getattr(phase.longrepr, "reprcrash", None)
                 report = {
                     "outcome": "failed",
-                    "error": _short(crash.message if crash else str(each.longrepr)),
+                    "error": _short(crash.message if crash else str(phase.longrepr)),
                 }
                 break
-            if each.skipped:
-                reason = each.longrepr[-1] if isinstance(each.longrepr, tuple) else str(each.longrepr)
+            if phase.skipped:
+                reason = phase.longrepr[-1] if isinstance(phase.longrepr, tuple) else str(phase.longrepr)
                 report = {"outcome": "skipped", "error": _short(reason.removeprefix("Skipped: "))}
     except BaseException as error:  # of the harness
         report = {"outcome": "failed", "error": _short(f"{type(error).__name__}: {error}")}
@@ -432,7 +432,7 @@ def run_file(
     process = subprocess.Popen(
         command, cwd=tests, env=os.environ | environment, stdout=subprocess.PIPE, text=True, errors="replace"
     )
-    collected, found = 0, []
+    collected, outcomes = 0, []
     assert process.stdout is not None
     for line in process.stdout:
         if _MARK not in line:
@@ -441,10 +441,10 @@ def run_file(
         if "collected" in result:
             collected = result["collected"]
             continue
-        found.append(result | {"test": result["test"].removeprefix("unit/")})
-        print(f"{program} {found[-1]['test']}: {result['outcome']} {result['error']}", flush=True)
+        outcomes.append(result | {"test": result["test"].removeprefix("unit/")})
+        print(f"{program} {outcomes[-1]['test']}: {result['outcome']} {result['error']}", flush=True)
     process.wait()
-    return collected, found
+    return collected, outcomes
 
 
 def explain(result: dict[str, Any]) -> None:
@@ -497,25 +497,25 @@ def main() -> None:
         collected, results = run_file(options, file, "interface")
         failed = [f"unit/{result['test']}" for result in results if result["outcome"] == "failed"]
         if failed and not options.only_interface:
-            package = {each["test"]: each for each in run_file(options, file, "package", failed)[1]}
+            package = {result["test"]: result for result in run_file(options, file, "package", failed)[1]}
             for result in results:
                 if result["test"] in package:
                     result["package"] = package[result["test"]]["outcome"]
         rows[file] = {"collected": collected, "run": len(results), "tests": results}
         for row in rows.values():
-            for each in row["tests"]:
-                explain(each)
+            for outcome in row["tests"]:
+                explain(outcome)
         if options.output:
             document = facts() | {"source": version_of(options.source), "summary": {}, "files": rows}
-            document["summary"] = summary(each for row in rows.values() for each in row["tests"])
+            document["summary"] = summary(result for row in rows.values() for result in row["tests"])
             options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    everything = [each for row in rows.values() for each in row["tests"]]
+    everything = [result for row in rows.values() for result in row["tests"]]
     for file, row in rows.items():
         print(f"| {file} | {row['collected']} | {row['run']} | {summary(row['tests'])} |")
     print(summary(everything))
-    for each in everything:
-        if kind_of(each) == "unexplained":
-            print("unexplained:", each["test"], each["error"])
+    for outcome in everything:
+        if kind_of(outcome) == "unexplained":
+            print("unexplained:", outcome["test"], outcome["error"])
 
 
 def version_of(source: Path) -> str:

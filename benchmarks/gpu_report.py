@@ -31,7 +31,7 @@ def tests() -> dict[str, Any]:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={file}"]
         status = subprocess.run(command, cwd=HERE.parent, check=False).returncode
         cases = list(ElementTree.parse(file).iter("testcase")) if file.exists() else []
-    found: dict[str, Any] = {"status": status, "passed": 0, "failed": {}, "skipped": {}}
+    outcome: dict[str, Any] = {"status": status, "passed": 0, "failed": {}, "skipped": {}}
     for case in cases:
         name = f"{case.get('classname')}::{case.get('name')}"
         problem = next(
@@ -39,26 +39,26 @@ def tests() -> dict[str, Any]:
         )
         skipped = case.find("skipped")
         if problem is not None:
-            found["failed"][name] = problem.get("message", "")[:500]
+            outcome["failed"][name] = problem.get("message", "")[:500]
         elif skipped is not None:
-            found["skipped"][name] = skipped.get("message", "")
+            outcome["skipped"][name] = skipped.get("message", "")
         else:
-            found["passed"] += 1
-    return found
+            outcome["passed"] += 1
+    return outcome
 
 
 def speed() -> dict[str, Any]:
     """``gpu_step.py`` by mode of compilation; the error's last line where it failed."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for mode in ("pointwise", "none", "full"):
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "speed.json"
             command = [sys.executable, str(HERE / "gpu_step.py"), "--compile", mode, "--json", str(file)]
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-            found[mode] = json.loads(file.read_text(encoding="utf-8"))["models"] if file.exists() else []
+            figures[mode] = json.loads(file.read_text(encoding="utf-8"))["models"] if file.exists() else []
         if done.returncode:
-            found[mode].append({"error": (done.stderr.strip() or "no output").splitlines()[-1]})
-    return found
+            figures[mode].append({"error": (done.stderr.strip() or "no output").splitlines()[-1]})
+    return figures
 
 
 def main() -> None:

@@ -42,16 +42,16 @@ def main() -> None:
         "hexad": lambda: fill_normal(values, whole, 0.02, 1),
         "torch": lambda: values.normal_(0.0, 0.02, generator=generator),
     }
-    found: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
     for threads in args.threads:
         torch.set_num_threads(threads)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(args.repetitions):
             for name, call in calls.items():
                 times[name].append(seconds(call))
-        figures = {name: min(each) / values.numel() * 1e9 for name, each in times.items()}
-        found[str(threads)] = {**figures, "ratio": figures["hexad"] / figures["torch"]}
-    text = json.dumps({**facts(), "nanoseconds_per_value_by_threads": found}, indent=2)
+        figures = {name: min(seconds) / values.numel() * 1e9 for name, seconds in times.items()}
+        times[str(threads)] = {**figures, "ratio": figures["hexad"] / figures["torch"]}
+    text = json.dumps({**facts(), "nanoseconds_per_value_by_threads": times}, indent=2)
     print(text)
     if args.output:
         Path(args.output).write_text(text + "\n", encoding="utf-8")

@@ -61,15 +61,15 @@ def measured(lora: dict[str, Any] | None) -> dict[str, float]:
     config = measured_config(model={"lora": lora}, parallel={"data": 2, "zero": 0, "bucket_mb": 25})
     pool = Pool()
     try:
-        found = pool.run(2, measure, config, 2)[0]
+        figures = pool.run(2, measure, config, 2)[0]
         sent = pool.run(2, sent_bytes, config)[0]
     finally:
         pool.close()
     elements = trained_count(config.model)
     return {
         "trained": elements,
-        "peak_mib": found.peak / 2**20,
-        "predicted_mib": found.plan.total / 2**20,
+        "peak_mib": figures.peak / 2**20,
+        "predicted_mib": figures.plan.total / 2**20,
         "sent_bytes": sent,
         "elements_bytes": 4 * elements,
     }

@@ -72,27 +72,27 @@ def measure(link: Link, stage: int, rounds: int, megabits: float, dtype: str) ->
     finally:
         program.kill()
     sent = max(rank["sent"] for rank in recorded)
-    found: dict[str, Any] = {name: median(times) for name, times in seconds.items()}
-    found |= {"sent_bytes": sent, "ideal": sent * 8 / (megabits * 1e6), "loss": first[0]["loss"]}
-    return found | shares(seconds) | {"rounds": seconds}
+    figures: dict[str, Any] = {name: median(times) for name, times in seconds.items()}
+    figures |= {"sent_bytes": sent, "ideal": sent * 8 / (megabits * 1e6), "loss": first[0]["loss"]}
+    return figures | shares(seconds) | {"rounds": seconds}
 
 
 def shares(seconds: dict[str, list[float]]) -> dict[str, float]:
     """Exposed seconds and the hidden share of communication, from each round's own steps."""
-    found = {}
+    parts = {}
     alone = median(seconds["alone"])
     for name in ("overlapped", "waiting"):
-        found[f"exposed_{name}"] = exposed(seconds, name)
-        found[f"hidden_{name}"] = 1 - found[f"exposed_{name}"] / alone
-    return found
+        parts[f"exposed_{name}"] = exposed(seconds, name)
+        parts[f"hidden_{name}"] = 1 - parts[f"exposed_{name}"] / alone
+    return parts
 
 
-def show(stage: str, found: dict[str, Any]) -> None:
+def show(stage: str, figures: dict[str, Any]) -> None:
     """A line of the table."""
-    seconds = [found[name] for name in ("free", "full", "waiting", "overlapped", "ideal", "alone")]
+    seconds = [figures[name] for name in ("free", "full", "waiting", "overlapped", "ideal", "alone")]
     line = "".join(f"{value:11.2f}" for value in seconds)
-    line += f"{found['hidden_waiting']:11.0%}{found['hidden_overlapped']:11.0%}"
-    print(f"zero {stage:4s}{found['sent_bytes'] / 1e6:9.1f}{line}", flush=True)
+    line += f"{figures['hidden_waiting']:11.0%}{figures['hidden_overlapped']:11.0%}"
+    print(f"zero {stage:4s}{figures['sent_bytes'] / 1e6:9.1f}{line}", flush=True)
 
 
 def main() -> None:
@@ -130,9 +130,9 @@ def measured(stages: Sequence[int], options: argparse.Namespace) -> dict[str, An
     print(f"{'':9s}{'MB sent':>9s}" + "".join(f"{name:>11s}" for name in names), flush=True)
     with Link() as link:
         for stage in stages:
-            found = measure(link, stage, options.rounds, options.megabits, options.dtype)
-            results["stages"][str(stage)] = found
-            show(str(stage), found)
+            figures = measure(link, stage, options.rounds, options.megabits, options.dtype)
+            results["stages"][str(stage)] = figures
+            show(str(stage), figures)
             if options.json:
                 options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return results

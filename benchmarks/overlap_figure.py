@@ -21,9 +21,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     plt.rcParams["svg.fonttype"] = "none"
     figure, axes = plt.subplots(figsize=(1.8 + 1.7 * len(stages), 4.6), layout="constrained")
     ticks, labels = [], []
-    for place, found in enumerate(stages.values()):
+    for place, figures in enumerate(stages.values()):
         for side, (name, label) in zip((-0.21, 0.21), BARS):
-            _bar(axes, place + side, found, name)
+            _bar(axes, place + side, figures, name)
             ticks.append(place + side)
             labels.append(label)
     axes.set_xticks(ticks, labels, fontsize=8, rotation=25, ha="right", rotation_mode="anchor")
@@ -31,7 +31,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     second.set_xticks(range(len(stages)), [f"ZeRO {stage}" for stage in stages], fontweight="bold")
     second.tick_params(length=0)
     second.spines["bottom"].set_visible(False)
-    tallest = max(found["free"] + max(found["exposed_waiting"], 0.0) for found in stages.values())
+    tallest = max(figures["free"] + max(figures["exposed_waiting"], 0.0) for figures in stages.values())
     axes.set_ylim(0, tallest * 1.12)
     axes.set_ylabel("seconds per step")
     axes.spines[["top", "right"]].set_visible(False)
@@ -46,15 +46,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _bar(axes: Axes, x: float, found: dict[str, Any], name: str) -> None:
-    exposed = max(found[f"exposed_{name}"], 0.0)
-    compute = found["free"]
-    hidden = min(max(found["alone"] - exposed, 0.0), compute)
+def _bar(axes: Axes, x: float, figures: dict[str, Any], name: str) -> None:
+    exposed = max(figures[f"exposed_{name}"], 0.0)
+    compute = figures["free"]
+    hidden = min(max(figures["alone"] - exposed, 0.0), compute)
     width = 0.36
     axes.bar(x, compute - hidden, width, color=COMPUTE)
     axes.bar(x, hidden, width, bottom=compute - hidden, color=HIDDEN)
     axes.bar(x, exposed, width, bottom=compute, color=EXPOSED)
-    share = max(0.0, min(1.0, found[f"hidden_{name}"]))
+    share = max(0.0, min(1.0, figures[f"hidden_{name}"]))
     axes.annotate(
         f"{share:.0%}\nhidden",
         (x, compute + exposed),

@@ -78,10 +78,10 @@ def action_seconds(timeline: Timeline) -> dict[str, list[float]]:
 def recorded(engine: Engine, batch: list[Microbatch], schedule: Schedule) -> Step:
     dist.barrier()
     engine.train_step(batch, record=True)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, engine.recorded())
-    first = min(begin for begin, _ in found)
-    times = [[(begin - first + start, begin - first + end) for start, end in rank] for begin, rank in found]
+    steps: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, engine.recorded())
+    first = min(begin for begin, _ in steps)
+    times = [[(begin - first + start, begin - first + end) for start, end in rank] for begin, rank in steps]
     measured = Timeline.of(schedule, times)
     durations = [[end - start for start, end in rank] for rank in times]
     return Step(measured, simulate(schedule, Costs.uniform(schedule.stages), durations))
@@ -128,12 +128,13 @@ def main() -> None:
         "schedules": {},
     }
     for name in options.schedules:
-        found = results["schedules"][name] = measure(name, options.microbatches, options.steps)
+        figures = results["schedules"][name] = measure(name, options.microbatches, options.steps)
         if first:
             print(
-                f"{name:12s} measured {found['measured']:6.2f} s, simulated {found['simulated']:6.2f} s, "
-                f"ratio {found['ratio']:.3f}; bubble {found['bubble']:.3f}, {found['simulated_bubble']:.3f}; "
-                f"activations {found['peak_activations']}, {found['validator']}",
+                f"{name:12s} measured {figures['measured']:6.2f} s, simulated {figures['simulated']:6.2f} s, "
+                f"ratio {figures['ratio']:.3f}; "
+                f"bubble {figures['bubble']:.3f}, {figures['simulated_bubble']:.3f}; "
+                f"activations {figures['peak_activations']}, {figures['validator']}",
                 flush=True,
             )
     if first and options.json:

@@ -33,30 +33,30 @@ MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn_hidden": 25
 def killed_run(run: RunFile, where: Path, kills: int, ranks: int, chance: random.Random) -> list[Kill]:
     """Kill it so often, then ask it to stop."""
     process = Process.hexad(run.arguments(f"faults.restarts={kills}", f"parallel.data={ranks}"), where)
-    found = []
+    record = []
     try:
         process.wait_for_step(run, 5)
         for number in range(kills):
-            found.append(kill_at_random(run, process, ranks, chance, longest=1.0))
-            print(f"{number + 1}: {found[-1]}", flush=True)
+            record.append(kill_at_random(run, process, ranks, chance, longest=1.0))
+            print(f"{number + 1}: {record[-1]}", flush=True)
         os.kill(process.popen.pid, signal.SIGTERM)
         result = process.wait()
         assert result.status == 0, result.err
     finally:
         process.end()
-    return found
+    return record
 
 
-def figures(found: list[Kill], killed: RunFile, alone: RunFile) -> dict[str, Any]:
+def figures(kills: list[Kill], killed: RunFile, alone: RunFile) -> dict[str, Any]:
     """What is to be shown of it."""
-    seconds = sorted(kill.seconds for kill in found)
+    seconds = sorted(kill.seconds for kill in kills)
     return {
-        "kills": len(found),
-        "kills_while_saving": sum(kill.saving for kill in found),
+        "kills": len(kills),
+        "kills_while_saving": sum(kill.saving for kill in kills),
         "steps": len(killed.losses),
         "losses_equal": killed.losses == alone.losses,
-        "restarts_behind_the_last_checkpoint": sum(kill.resumed < kill.saved for kill in found),
-        "most_steps_made_again": max(kill.step - kill.resumed for kill in found),
+        "restarts_behind_the_last_checkpoint": sum(kill.resumed < kill.saved for kill in kills),
+        "most_steps_made_again": max(kill.step - kill.resumed for kill in kills),
         "seconds_to_training": {"median": median(seconds), "least": seconds[0], "most": seconds[-1]},
     }
 
@@ -80,12 +80,12 @@ def main() -> None:
         groups = {"model": MODEL, "data": {"sequence": 64}, "run": {"steps": 10**6}}
         groups["lr_schedule"] = {"kind": "constant", "decay_steps": "auto"}
         killed, alone = (write_run(directory / which, prefix, **groups) for which in ("killed", "alone"))
-        found = killed_run(killed, directory, args.kills, args.ranks, random.Random(seed))
+        kills = killed_run(killed, directory, args.kills, args.ranks, random.Random(seed))
         left_alone = Process.hexad(
             alone.arguments(f"run.steps={len(killed.losses)}", f"parallel.data={args.ranks}"), directory
         )
         assert left_alone.wait(600).status == 0
-        result = facts() | {"seed": seed, "ranks": args.ranks} | figures(found, killed, alone)
+        result = facts() | {"seed": seed, "ranks": args.ranks} | figures(kills, killed, alone)
     print(json.dumps(result, indent=1))
     if args.output:
         args.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -54,7 +54,7 @@ def deepspeed_interface(results: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for row in results["rows"]:
         ours, theirs = row["interface"], row["package"]
-        cells = [f"{each['step_seconds']:.2f}" for each in (ours, theirs)]
+        cells = [f"{row['step_seconds']:.2f}" for row in (ours, theirs)]
         cells += [f"{row[name]:.2f}" for name in ("ratio", "paired", "cpu_ratio")]
         cells += [f"{ours['peak_rss_mb'] / theirs['peak_rss_mb']:.2f}", f"{ours['last_loss']:.5f}"]
         yield f"| {row['stage']} | {' | '.join(cells)} |"
@@ -111,15 +111,15 @@ def step_time(results: dict[str, Any]) -> Iterator[str]:
     and the largest of several runs."""
     yield "| mode | program | wall s | CPU s | MB | loss, last step | ratio: wall | paired | CPU | MB |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for mode, found in results["modes"].items():
-        ratios = found.get("ratios", {"torch": found["ratio"]})
+    for mode, measured in results["modes"].items():
+        ratios = measured.get("ratios", {"torch": measured["ratio"]})
         for program in ("hexad", *ratios):
-            figures, ratio = found[program], ratios.get(program)
+            figures, ratio = measured[program], ratios.get(program)
             cells = [f"{figures['step_seconds']:.2f}", f"{figures['cpu_seconds']:.2f}"]
             cells += [f"{figures['peak_rss_mb']:.0f}", f"{figures['last_loss']:.5f}"]
-            spread = found.get("spread", {}).get(program, {}) if found.get("runs", 1) > 1 else {}
+            spread = measured.get("spread", {}).get(program, {}) if measured.get("runs", 1) > 1 else {}
             cells += [_ratio(ratio[name], spread.get(name)) if ratio else "" for name in RATIOS]
-            title = f"**{program}**" if program == found.get("best") else program
+            title = f"**{program}**" if program == measured.get("best") else program
             title += " *" if program.endswith("_accumulate") else ""
             yield f"| {mode if program == 'hexad' else ''} | {title} | " + " | ".join(cells) + " |"
 
@@ -135,10 +135,10 @@ def overlap(results: dict[str, Any]) -> Iterator[str]:
         "| hidden, waited for | hidden, overlapped |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
-    for stage, found in results["stages"].items():
+    for stage, figures in results["stages"].items():
         names = ("free", "full", "waiting", "overlapped", "ideal", "alone")
-        cells = [stage, f"{found['sent_bytes'] / 1e6:.1f}", *(f"{found[name]:.2f}" for name in names)]
-        cells += [f"{found[f'hidden_{name}']:.0%}" for name in ("waiting", "overlapped")]
+        cells = [stage, f"{figures['sent_bytes'] / 1e6:.1f}", *(f"{figures[name]:.2f}" for name in names)]
+        cells += [f"{figures[f'hidden_{name}']:.0%}" for name in ("waiting", "overlapped")]
         yield "| " + " | ".join(cells) + " |"
     if PICTURE.exists():
         yield ""
@@ -170,22 +170,23 @@ def checkpoint_io(results: dict[str, Any]) -> Iterator[str]:
 
 def cost_of_start(results: dict[str, Any]) -> Iterator[str]:
     """A row per part of the first rank's work, and what it costs beside that."""
-    layout, found, store = results["layout"], results["first_rank"], results["store"]
+    layout, figures, store = results["layout"], results["first_rank"], results["store"]
     degrees = ", ".join(f"{axis} {layout[axis]}" for axis in ("tensor", "pipeline", "data"))
     yield f"{layout['world']} ranks ({degrees}), {results['parameters'] / 1e9:.0f}e9 parameters:"
     yield ""
     yield "| the first rank's work | s | most memory so far, MB |"
     yield "|---|---|---|"
-    for title, part in found["parts"].items():
+    for title, part in figures["parts"].items():
         yield f"| {title} | {part['seconds']:.2f} | {part['peak_mb']:.0f} |"
     yield ""
     most, median = (results["connections_per_rank"][which] for which in ("most", "median"))
-    sent, own = found["bytes_sent_on_loading"] / 1e6, found["rectangles_of_the_first_rank"]
+    sent, own = figures["bytes_sent_on_loading"] / 1e6, figures["rectangles_of_the_first_rank"]
     calls, traffic, seconds = store["calls"], store["bytes"] / 1e6, store["seconds_of_one_server"]
-    size = found["manifest_bytes"] / 1e6
+    size = figures["manifest_bytes"] / 1e6
     yield " ".join(
         [
-            f"{found['rectangles']:,} rectangles in {found['tensor_files']:,} files, manifest {size:.0f} MB.",
+            f"{figures['rectangles']:,} rectangles in {figures['tensor_files']:,} files, "
+            f"manifest {size:.0f} MB.",
             f"Loading sends {sent:.0f} MB from the first rank, which itself needs {own} rectangles.",
             f"Connections for agreements: {most} on the rank that has most, {median} on most ranks.",
             f"Connecting them takes {calls:,} calls of the store, {traffic:.0f} MB,",

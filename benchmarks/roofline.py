@@ -72,10 +72,10 @@ class Cost:
 
     def minus(self, other: Cost) -> Cost:
         """What this run did more."""
-        found = Cost(*map(Counter, self._counts), sent=self.sent - other.sent)
-        for mine, theirs in zip(found._counts, other._counts):
+        difference = Cost(*map(Counter, self._counts), sent=self.sent - other.sent)
+        for mine, theirs in zip(difference._counts, other._counts):
             mine.subtract(theirs)
-        return found
+        return difference
 
     @property
     def _counts(self) -> tuple[Counter[str], ...]:
@@ -263,20 +263,20 @@ def main() -> None:
     parser.add_argument("--operators", action="store_true", help="list the operators of a layer")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
-    found = []
+    costs = []
     print(f"{'model':14s}{'tensor':>7s}{'':>8s}{'launches':>10s}{'layer ms':>10s}{'head ms':>9s}", end="")
     print(f"{'MFU at most':>13s}{'and collectives exposed':>26s}")
     for preset in options.models:
         for tensor in options.tensor:
             for after in (False, True):
-                each = bound(preset, options.tokens, tensor, after)
-                found.append(each)
+                least = bound(preset, options.tokens, tensor, after)
+                costs.append(least)
                 print(
-                    f"{preset:14s}{tensor:7d}{each['which']:>8s}{each['block_launches']:10d}"
-                    f"{each['block_ms']:10.3f}{each['head_ms']:9.3f}{each['mfu_bound']:13.3f}"
-                    f"{each['mfu_bound_collectives_exposed']:26.3f}"
+                    f"{preset:14s}{tensor:7d}{least['which']:>8s}{least['block_launches']:10d}"
+                    f"{least['block_ms']:10.3f}{least['head_ms']:9.3f}{least['mfu_bound']:13.3f}"
+                    f"{least['mfu_bound_collectives_exposed']:26.3f}"
                 )
-                for name, row in each["block_operators"].items() if options.operators else ():
+                for name, row in least["block_operators"].items() if options.operators else ():
                     print(
                         f"    {name:28s}{row['launches']:4d} launches{row['gflop']:10.1f} GFLOP"
                         f"{row['mb']:9.1f} MB{row['us']:9.1f} us"
@@ -284,7 +284,7 @@ def main() -> None:
     if options.json:
         machine = "Counted on meta tensors; 989 TFLOP/s, 3.35 TB/s, 450 GB/s, 4 us a launch"
         document = {"machine": machine, "tokens": options.tokens, "dtype": "bf16"}
-        document |= {"torch": torch.__version__, "bounds": found}
+        document |= {"torch": torch.__version__, "bounds": costs}
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 

@@ -60,16 +60,20 @@ def compare(
     for checkout in checkouts:
         script = str(checkout / "benchmarks" / "step_time.py")
         commands[checkout.resolve().name] = [sys.executable, script, "--worker", "hexad", mode, dtype]
-    found = [once(commands, RANKS[mode], steps, run) for run in range(runs)]
-    figures = {name: middle([run[name].figures() for run in found]) for name in commands}
-    ratios = {name: [ratio(run["hexad"], run[name]) for run in found] for name in commands if name != "hexad"}
+    measurements = [once(commands, RANKS[mode], steps, run) for run in range(runs)]
+    figures = {name: middle([run[name].figures() for run in measurements]) for name in commands}
+    ratios = {
+        name: [ratio(run["hexad"], run[name]) for run in measurements] for name in commands if name != "hexad"
+    }
     best = min(filter(like_for_like, names[1:]), key=lambda name: figures[name]["step_seconds"])
     return figures | {
         "runs": runs,
-        "ratios": {name: middle(each) for name, each in ratios.items()},
+        "ratios": {name: middle(values) for name, values in ratios.items()},
         "spread": {
-            name: {key: [min(run[key] for run in each), max(run[key] for run in each)] for key in each[0]}
-            for name, each in ratios.items()
+            name: {
+                key: [min(run[key] for run in values), max(run[key] for run in values)] for key in values[0]
+            }
+            for name, values in ratios.items()
         },
         "best": best,
         "ratio": middle(ratios[best]),
@@ -105,9 +109,9 @@ def middle(runs: list[dict[str, float]]) -> dict[str, float]:
 def ratio(ours: Program, theirs: Program) -> dict[str, float]:
     """Hexad's figures over a peer's."""
     mine, other = ours.figures(), theirs.figures()
-    found = {name: mine[name] / other[name] for name in MEASURES}
+    ratios = {name: mine[name] / other[name] for name in MEASURES}
     pairs = zip(ours.steps[1:], theirs.steps[1:])
-    return found | {"paired": median(wall(one) / wall(two) for one, two in pairs)}
+    return ratios | {"paired": median(wall(one) / wall(two) for one, two in pairs)}
 
 
 def like_for_like(name: str) -> bool:
@@ -120,11 +124,11 @@ def like_for_like(name: str) -> bool:
 COLUMNS = ("wall s", "CPU s", "MB", "loss", "last loss", "wall", "paired", "CPU", "MB")
 
 
-def show(mode: str, found: dict[str, Any]) -> None:
+def show(mode: str, measured: dict[str, Any]) -> None:
     """A line per program; the ratios behind each peer are Hexad's over its."""
-    for name in ("hexad", *found["ratios"]):
+    for name in ("hexad", *measured["ratios"]):
         label = name if name == "hexad" or like_for_like(name) else f"{name} *"
-        figures, ratio = found[name], found["ratios"].get(name)
+        figures, ratio = measured[name], measured["ratios"].get(name)
         line = f"{figures['step_seconds']:10.2f}{figures['cpu_seconds']:10.2f}{figures['peak_rss_mb']:10.0f}"
         line += f"{figures['first_loss']:10.5f}{figures['last_loss']:10.5f}"
         if ratio:
@@ -132,11 +136,11 @@ def show(mode: str, found: dict[str, Any]) -> None:
                 f"{ratio[key]:10.2f}" for key in ("step_seconds", "paired", "cpu_seconds", "peak_rss_mb")
             )
         print(f"{mode:29s}{label:23s}{line}", flush=True)
-        if ratio and found["runs"] > 1:
-            ends = [found["spread"][name][key] for key in ("step_seconds", "paired", "cpu_seconds")]
+        if ratio and measured["runs"] > 1:
+            ends = [measured["spread"][name][key] for key in ("step_seconds", "paired", "cpu_seconds")]
             print(f"{'':102s}" + "".join(f" {low:.2f}-{high:.2f}" for low, high in ends), flush=True)
-    if found["left_out"]:
-        print(f"{mode:29s}left out, not installed: {', '.join(found['left_out'])}", flush=True)
+    if measured["left_out"]:
+        print(f"{mode:29s}left out, not installed: {', '.join(measured['left_out'])}", flush=True)
 
 
 def main() -> None:
@@ -163,7 +167,7 @@ def main() -> None:
     print(f"{'mode':29s}{'program':23s}" + "".join(f"{name:>10s}" for name in COLUMNS[:5]), end="")
     print("  ratios: " + "".join(f"{name:>10s}" for name in COLUMNS[5:])[10:])
     for mode in options.modes:
-        found = results["modes"][mode] = compare(
+        figures = results["modes"][mode] = compare(
             mode,
             options.steps,
             options.dtype,
@@ -171,7 +175,7 @@ def main() -> None:
             options.checkouts,
             ["hexad_pointwise"] if options.pointwise else [],
         )
-        show(mode, found)
+        show(mode, figures)
         if options.json:  # after every mode: a long run that is stopped has not been in vain
             options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

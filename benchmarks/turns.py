@@ -39,10 +39,10 @@ def serve(start: Callable[[], Step], world: int) -> None:
         if world > 1:
             dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        found = step(line.strip())
+        seconds = step(line.strip())
         figures = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
         figures["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(json.dumps(figures | found), file=out, flush=True)
+        print(json.dumps(figures | seconds), file=out, flush=True)
 
 
 def free_port() -> int:

@@ -46,11 +46,11 @@ def written(directory: Path, held: Sequence[Sequence[Chunk]], hosts: Sequence[in
     """Write what ranks hold, as they would; ``hosts``: of each rank, by default all have their own."""
     mine = [list(to_write(chunks)) for chunks in held]
     hosts = range(len(held)) if hosts is None else hosts
-    found = {}
+    records = {}
     # The last rank is the first to write: none waits for another.
     for rank in reversed(range(len(held))):
         near = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         parts = {other: [Part(c.rectangle, c.tensor.dtype) for c in mine[other]] for other in near}
         file = TensorFile.of_host(rank, parts)
-        found[rank] = write_shard(directory, file, (chunk.tensor for chunk in mine[rank]))
-    return reduce(Index.merge, [found[rank] for rank in sorted(found)], Index.empty({}))
+        records[rank] = write_shard(directory, file, (chunk.tensor for chunk in mine[rank]))
+    return reduce(Index.merge, [records[rank] for rank in sorted(records)], Index.empty({}))

@@ -76,10 +76,10 @@ def load(directory: Path) -> Any:
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Everything in a directory's safetensors files, by their names."""
-    found: dict[str, torch.Tensor] = {}
+    tensors_by_name: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        tensors_by_name |= load_file(file)
+    return tensors_by_name
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -73,9 +73,9 @@ def _agreements(fan_out: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("world", "fan_out"), [(5, 2), (5, 3), (8, 2), (3, 16)])
 def test_agreements_are_what_their_definitions_say(pool: Pool, world: int, fan_out: int) -> None:
-    for rank, found in enumerate(pool.run(world, _agreements, fan_out)):
-        merged, collected, first, same, other, equal, all_different = found
-        assert merged == [str(each) * 1000 for each in range(world)]
+    for rank, agreements in enumerate(pool.run(world, _agreements, fan_out)):
+        merged, collected, first, same, other, equal, all_different = agreements
+        assert merged == [str(value) * 1000 for value in range(world)]
         assert collected == (None if rank else list(range(world)))
         assert first == "of 0" * 500
         assert same is None and equal is None
@@ -91,13 +91,13 @@ def _fail(ranks: set[int], fan_out: int) -> list[str]:
         if mesh.rank in ranks:
             raise HexadError(f"no file ({mesh.rank})")
 
-    found = []
+    messages = []
     for call in (comm.agreed, comm.from_first):
         try:
             call(act, mesh.world)
         except HexadError as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def test_errors_are_the_same_on_all_ranks(pool: Pool) -> None:
@@ -109,18 +109,18 @@ def _at_once(fan_out: int) -> list[list[int]]:
     """Agreements of three threads, over the connections of one tree."""
     with small_groups(fan_out):
         mesh = Mesh.create(Layout(world=dist.get_world_size()), torch.device("cpu"))
-    found: dict[int, list[int]] = {}
+    values: dict[int, list[int]] = {}
 
     def work(channel: int) -> None:
         axis = mesh.background(CHANNELS[channel])
-        found[channel] = [comm.merged(channel * 100 + turn, axis, max) for turn in range(30)]
+        values[channel] = [comm.merged(channel * 100 + turn, axis, max) for turn in range(30)]
 
     threads = [threading.Thread(target=work, args=(channel,)) for channel in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT)
-    return [found[channel] for channel in range(3)]
+    return [values[channel] for channel in range(3)]
 
 
 def test_threads_share_the_connections(pool: Pool) -> None:
@@ -131,12 +131,12 @@ def test_threads_share_the_connections(pool: Pool) -> None:
 def _stopped(fan_out: int) -> list[str | None]:
     with small_groups(fan_out):
         mesh = Mesh.create(Layout(world=dist.get_world_size()), torch.device("cpu"))
-    stop, found = StopRequest(mesh), []
+    stop, answers = StopRequest(mesh), []
     for turn in range(4):
         if turn == 1 and mesh.rank == 3:
             stop._received = 15
-        found.append(stop.answer(stop.ask(turn == 2 and mesh.rank == 1)))
-    return found
+        answers.append(stop.answer(stop.ask(turn == 2 and mesh.rank == 1)))
+    return answers
 
 
 def test_signals_of_any_rank_reach_all(pool: Pool) -> None:
@@ -207,13 +207,13 @@ def _joined(rank: int, world: int, path: str, largest: int) -> int:
             launch._join(Environment(rank, world), world, torch.device("cpu"), TIMEOUT)
             mesh = Mesh.create(Layout(world=world, tensor=2, data=world // 2), torch.device("cpu"))
         launch.Run(mesh, Environment(), None).identical("x", 1)  # type: ignore[arg-type]
-        found = _established() - before
+        connections = _established() - before
         comm.merged(0, mesh.world, max)  # all have counted
         total = torch.ones(1)
         dist.all_reduce(total)  # the default group works, as soon as somebody uses it
         assert total == world
         comm.merged(0, mesh.world, max)
-        return found
+        return connections
     finally:
         launch.meet, launch._LARGEST_MESH = meet, most
         os.environ.clear()
@@ -257,5 +257,5 @@ def test_the_tree_is_connected_over_the_interfaces_that_are_named(
     if named is not None:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
     assert len(mesh_module._gloo_devices()) == len(asked)
-    interfaces = [{}] if named is None else [{"interface": each} for each in named.split(",")]
+    interfaces = [{}] if named is None else [{"interface": interface} for interface in named.split(",")]
     assert asked == [{**interface, "lazy_init": False} for interface in interfaces]

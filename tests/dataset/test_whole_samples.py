@@ -161,9 +161,9 @@ def test_samples_do_not_depend_on_the_layout(
     write(prefix, LENGTHS)
     common = {"sequence": 30, "global_batch": 12, "seed": 5}
 
-    def rows(size: int, each: int) -> list[tuple[list[int], list[int]]]:
+    def rows(size: int, length: int) -> list[tuple[list[int], list[int]]]:
         loaders = [
-            DataLoader(str(prefix), micro=each, data_rank=rank, data_size=size, **common)  # type: ignore[arg-type]
+            DataLoader(str(prefix), micro=length, data_rank=rank, data_size=size, **common)  # type: ignore[arg-type]
             for rank in range(size)
         ]
         steps = [loader.step(consumed) for loader in loaders]

@@ -78,9 +78,9 @@ def eight_bits() -> None:
 @pytest.mark.parametrize("compiled", ["none", "pointwise", "full"])
 def test_eight_bit_products(family: str, compiled: str) -> None:
     """The GPU's units against the CPU's emulation, which rounds alike and sums in another order."""
-    found = _losses("cuda", "fp8", family, compiled)
-    assert found == pytest.approx(_losses("cpu", "fp8", family), rel=2e-2)
-    assert found != _losses("cuda", "bf16", family, compiled)
+    losses = _losses("cuda", "fp8", family, compiled)
+    assert losses == pytest.approx(_losses("cpu", "fp8", family), rel=2e-2)
+    assert losses != _losses("cuda", "bf16", family, compiled)
 
 
 @pytest.mark.usefixtures("eight_bits")
@@ -97,8 +97,8 @@ def test_eight_bit_products_of_one_layer() -> None:
         (fp8.input_gradient, (gradient, weight)),
     ):
         wanted = function(*operands).float()
-        found = function(*(operand.cuda() for operand in operands)).cpu().float()
-        assert (found - wanted).norm() < 1e-2 * wanted.norm()
+        result = function(*(operand.cuda() for operand in operands)).cpu().float()
+        assert (result - wanted).norm() < 1e-2 * wanted.norm()
     x[3, 4] = float("inf")
     assert torch.isnan(fp8.product(x.cuda(), weight.cuda())[3]).all()
 
@@ -106,23 +106,23 @@ def test_eight_bit_products_of_one_layer() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("compiled", ["pointwise", "full"])
 def test_compiled(family: str, compiled: str) -> None:
-    found = _losses("cuda", "fp32", family, compiled=compiled)
-    assert found == pytest.approx(_losses("cuda", "fp32", family), rel=1e-4)
+    losses = _losses("cuda", "fp32", family, compiled=compiled)
+    assert losses == pytest.approx(_losses("cuda", "fp32", family), rel=1e-4)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_dropout_drops_what_it_drops_on_a_cpu(recompute: str) -> None:
     memory = {"recompute": recompute}
-    found = _losses("cuda", "fp64", "gpt2", dropout=0.2, memory=memory)
-    assert found == pytest.approx(_losses("cpu", "fp64", "gpt2", dropout=0.2), rel=1e-9)
+    losses = _losses("cuda", "fp64", "gpt2", dropout=0.2, memory=memory)
+    assert losses == pytest.approx(_losses("cpu", "fp64", "gpt2", dropout=0.2), rel=1e-9)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_host_makes_the_update(dtype: str, zero: int) -> None:
     """Copies to and from pinned memory arrive before they are used."""
-    found = _losses("cuda", dtype, "llama", memory={"offload": "optimizer"}, parallel={"zero": zero})
-    assert found == pytest.approx(_losses("cuda", dtype, "llama"), rel=1e-5)
+    losses = _losses("cuda", dtype, "llama", memory={"offload": "optimizer"}, parallel={"zero": zero})
+    assert losses == pytest.approx(_losses("cuda", dtype, "llama"), rel=1e-5)
 
 
 @pytest.mark.parametrize("compiled", ["none", "pointwise"])
@@ -130,9 +130,9 @@ def test_the_host_makes_the_update(dtype: str, zero: int) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_documents_and_windows(dtype: str, window: int | None, compiled: str) -> None:
     """In 16 bits by one call of varlen where the GPU has it; every second batch has documents."""
-    found = _losses("cuda", dtype, "mistral", compiled, window=window)
+    losses = _losses("cuda", dtype, "mistral", compiled, window=window)
     tolerance = 1e-4 if dtype == "fp32" else 2e-2
-    assert found == pytest.approx(_losses("cpu", dtype, "mistral", window=window), rel=tolerance)
+    assert losses == pytest.approx(_losses("cpu", dtype, "mistral", window=window), rel=tolerance)
 
 
 def test_the_varlen_kernel_computes_what_separate_calls_do() -> None:
@@ -147,7 +147,7 @@ def test_the_varlen_kernel_computes_what_separate_calls_do() -> None:
     )
     spans = Spans(160, 2, (0, 3, 80, 150, 160))
     plain = attention_kernels.AttentionKernel(kernel.scale, kernel.window)
-    outputs = [each(q, k, v, spans) for each in (kernel, plain)]
+    outputs = [function(q, k, v, spans) for function in (kernel, plain)]
     gradients = [torch.autograd.grad(out.float().square().sum(), (q, k, v)) for out in outputs]
     torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(*gradients, rtol=5e-2, atol=5e-2)
@@ -165,10 +165,12 @@ def test_the_kernel_of_context_parallel_computes_what_products_do(name: str) -> 
         merged = Merged(q)
         for part in kernel.forward(given, tile):
             merged.add((0, rows), part)
-        total = [torch.zeros(each.shape, device=gpu) for each in given]
+        total = [torch.zeros(tensor.shape, device=gpu) for tensor in given]
         results = kernels.Results(merged.out.to(q.dtype), merged.lse, gradient)
-        for found in kernel.backward(given, results, tile):
-            for whole, part, where in zip(total, found[2:], (found.rows, found.columns, found.columns)):
+        for gradients in kernel.backward(given, results, tile):
+            for whole, part, where in zip(
+                total, gradients[2:], (gradients.rows, gradients.columns, gradients.columns)
+            ):
                 whole[where] += part
         sums.append([merged.out, merged.lse, *total])
     torch.testing.assert_close(sums[0], sums[1], rtol=5e-2, atol=5e-2)
@@ -190,14 +192,14 @@ def test_weight_gradients_are_added_in_one_product() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_every_level_of_zero_on_one_rank(dtype: str, zero: int) -> None:
-    found = _losses("cuda", dtype, "llama", "pointwise", parallel={"zero": zero})
-    assert found == pytest.approx(_losses("cuda", dtype, "llama", "pointwise"), rel=1e-5)
+    losses = _losses("cuda", dtype, "llama", "pointwise", parallel={"zero": zero})
+    assert losses == pytest.approx(_losses("cuda", dtype, "llama", "pointwise"), rel=1e-5)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_compiled_functions_with_recompute(recompute: str) -> None:
-    found = _losses("cuda", "bf16", "llama", "pointwise", memory={"recompute": recompute})
-    assert found == pytest.approx(_losses("cuda", "bf16", "llama", "pointwise"), rel=1e-2)
+    losses = _losses("cuda", "bf16", "llama", "pointwise", memory={"recompute": recompute})
+    assert losses == pytest.approx(_losses("cuda", "bf16", "llama", "pointwise"), rel=1e-2)
 
 
 def test_the_host_waits_once_per_step() -> None:

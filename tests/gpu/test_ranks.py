@@ -68,11 +68,11 @@ def losses(parallel: dict[str, Any], dtype: str, gpus: int, store: str) -> list[
         }
     )
     engine = Engine(config, Mesh.create(Layout.from_settings(config.parallel, world), device))
-    found = []
+    values = []
     for step in range(4):
         batch = microbatches(config, engine.mesh.data.rank, engine.mesh.data.size, seed=step)
-        found.append(engine.train_step(batch).loss)
-    return found
+        values.append(engine.train_step(batch).loss)
+    return values
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -82,5 +82,5 @@ def test_two_ranks(layout: str, dtype: str, pool: Pool, tmp_path: Any) -> None:
     if gpus == 1 and layout not in _ONE_GPU:
         pytest.skip("needs two GPUs")
     (wanted,) = pool.run(1, losses, {}, dtype, gpus, "")
-    for found in pool.run(2, losses, LAYOUTS[layout], dtype, gpus, str(tmp_path / "store")):
-        assert found == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)
+    for of_rank in pool.run(2, losses, LAYOUTS[layout], dtype, gpus, str(tmp_path / "store")):
+        assert of_rank == pytest.approx(wanted, rel=1e-4 if dtype == "fp32" else 2e-2)

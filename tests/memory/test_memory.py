@@ -81,8 +81,8 @@ def closed_form(recompute: str, world: int, sequence: bool, byte: int) -> int:
 def test_a_layer_keeps_what_the_closed_form_says(
     recompute: str, dtype: torch.dtype, world: int, sequence: bool, pool: Pool
 ) -> None:
-    for found in pool.run(world, _layer, recompute, sequence, dtype):
-        assert found == closed_form(recompute, world, sequence, dtype.itemsize)
+    for measured in pool.run(world, _layer, recompute, sequence, dtype):
+        assert measured == closed_form(recompute, world, sequence, dtype.itemsize)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -96,15 +96,15 @@ def test_repeated_keys_and_values_are_counted(
     dense = AttentionKernel.dense
 
     def repeated(self: AttentionKernel, q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
-        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+        k, v = (heads.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for heads in (k, v))
         return dense(self, q, k, v, causal)
 
     monkeypatch.setattr(AttentionKernel, "dense", repeated)
-    found = _layer(recompute, False, torch.float32, **settings)
+    measured = _layer(recompute, False, torch.float32, **settings)
     attention = ModelInventory(measured_config(model=settings).model).attention
     run = Execution(2, 128)
     there, here = (attention.kept(replace(run, cpu=cpu), recompute == "selective") for cpu in (False, True))
-    assert found - plain == there - here > 0
+    assert measured - plain == there - here > 0
     dropped = replace(attention, dropout=0.1)  # in ordinary operations, with groups on any device
     assert dropped.kept(replace(run, cpu=False), False) == dropped.kept(run, False)
 
@@ -147,7 +147,7 @@ def test_the_plan_has_the_parameters_of_the_modules(model: Any, parallel: Any) -
             for declared in declared_parameters(*stages.values())
         ]
         assert rank_parameters(rank_stages(resolved, rank), layout) == real
-        assert [each.elements for each in real] == [
+        assert [product.elements for product in real] == [
             declared.parameter.numel() for declared in declared_parameters(*stages.values())
         ]
 
@@ -190,10 +190,10 @@ FEW = [
 
 def _check(world: int, groups: Groups, pool: Pool) -> None:
     """The plan against the ranks; the host's memory is a CPU's only one."""
-    for rank, found in enumerate(pool.run(world, measure, measured_config(**groups), world)):
-        plan = found.plan
-        assert plan.state + plan.host == pytest.approx(found.state, rel=0.01), f"state of rank {rank}"
-        error = (plan.total + plan.host) / found.peak - 1
+    for rank, measured in enumerate(pool.run(world, measure, measured_config(**groups), world)):
+        plan = measured.plan
+        assert plan.state + plan.host == pytest.approx(measured.state, rel=0.01), f"state of rank {rank}"
+        error = (plan.total + plan.host) / measured.peak - 1
         assert -0.01 <= error <= 0.05, f"peak of rank {rank}: {error:.1%}, {plan.action}"
 
 
@@ -219,10 +219,10 @@ def test_the_rank_with_most_scores_is_predicted(ranks: int, pool: Pool) -> None:
         data={"sequence": 512},
         batch={"micro": 2, "global": 2},
     )
-    found = pool.run(ranks, measure, config, ranks)
-    most = max(each.peak for each in found)
-    assert most == found[-1].peak
-    assert -0.01 <= (found[-1].plan.total + found[-1].plan.host) / most - 1 <= 0.05
+    measured = pool.run(ranks, measure, config, ranks)
+    most = max(of_rank.peak for of_rank in measured)
+    assert most == measured[-1].peak
+    assert -0.01 <= (measured[-1].plan.total + measured[-1].plan.host) / most - 1 <= 0.05
 
 
 @pytest.mark.slow
@@ -248,8 +248,8 @@ def test_state_is_so_many_bytes_per_parameter(zero: int, shards: int, pool: Pool
     attention = model.hidden * width * (2 * model.heads + 2 * int(model.kv_heads))
     parameters = model.layers * (attention + 3 * model.hidden * int(model.ffn_hidden) + 2 * model.hidden)
     parameters += 2 * vocab * model.hidden + model.hidden
-    for found in pool.run(shards, measure, config, shards):
-        assert found.state / parameters == pytest.approx(expected, rel=0.02)
+    for measured in pool.run(shards, measure, config, shards):
+        assert measured.state / parameters == pytest.approx(expected, rel=0.02)
 
 
 def test_planning_does_not_import_torch() -> None:

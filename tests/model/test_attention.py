@@ -36,7 +36,7 @@ def _wanted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, win
     span = (torch.arange(TOKENS) - place)[:, None]
     back = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     seen = (span == span.T) & (back >= 0) & (back < window)
-    k, v = (each.repeat_interleave(HEADS // KV_HEADS, dim=1) for each in (k, v))
+    k, v = (heads.repeat_interleave(HEADS // KV_HEADS, dim=1) for heads in (k, v))
     scores = torch.einsum("qhw,khw->hqk", q, k).mul(SCALE).masked_fill(~seen, -torch.inf)
     return torch.einsum("hqk,khw->qhw", scores.softmax(-1), v).flatten(1)
 
@@ -57,12 +57,12 @@ def test_windows(spans: str, window: int) -> None:
     gradients = torch.autograd.grad((wanted * weights).sum(), (q, k, v))
     rows = row_keys(DropoutKey(1, 2, 3), torch.arange(TOKENS * HEADS).view(TOKENS, HEADS))
     dropper = Dropper(0.0, 1, Site.PROBABILITIES)
-    for found in (
+    for output in (
         AttentionKernel(SCALE, window)(q, k, v, SPANS[spans]),
         dropped_attention(q, k, v, SPANS[spans], rows, dropper, SCALE, window),
     ):
-        torch.testing.assert_close(found, wanted)
-        again = torch.autograd.grad((found * weights).sum(), (q, k, v))
+        torch.testing.assert_close(output, wanted)
+        again = torch.autograd.grad((output * weights).sum(), (q, k, v))
         torch.testing.assert_close(again, gradients)
 
 
@@ -99,8 +99,8 @@ def test_one_call_computes_all_documents(spans: str, window: int | None) -> None
     """And windows; sequences without either are left to scaled_dot_product_attention."""
     q, k, v = _inputs()
     varlen = _Varlen()
-    found = AttentionKernel(SCALE, window, varlen)(q, k, v, SPANS[spans])
-    torch.testing.assert_close(found, _wanted(q, k, v, SPANS[spans], window or TOKENS))
+    output = AttentionKernel(SCALE, window, varlen)(q, k, v, SPANS[spans])
+    torch.testing.assert_close(output, _wanted(q, k, v, SPANS[spans], window or TOKENS))
     windowed = window is not None and window < SPANS[spans].longest
     needed = windowed or spans == "documents"
     assert varlen.calls == ([(window - 1 if window and windowed else -1, 0)] if needed else [])
@@ -175,10 +175,10 @@ class _Packages:
         self.activated.append(name)
 
     def _meet(self, call: str, name: str | None = None) -> float:
-        found = self.broken.get((name or self.active, call), 1.0)
-        if isinstance(found, Exception):
-            raise found
-        return float(found)
+        reply = self.broken.get((name or self.active, call), 1.0)
+        if isinstance(reply, Exception):
+            raise reply
+        return float(reply)
 
 
 MISSING = ModuleNotFoundError("no module", name="flash_attn.cute")
@@ -215,7 +215,7 @@ def test_flash_attention_that_fails_is_given_up(
     assert packages.active == used
     assert (kernel.varlen is None) == ((used, "varlen") in broken)
     said = [record.getMessage().replace(" is installed but not used", "") for record in caplog.records]
-    said = [each.removeprefix("attention: ") for each in said if each.startswith("attention: FA")]
+    said = [line.removeprefix("attention: ") for line in said if line.startswith("attention: FA")]
     assert len(said) == len(warned) and all(map(str.startswith, said, warned))
     # Another model in the same process: nothing is activated twice, and nothing refused is tried again.
     choose(GPU, torch.bfloat16, *sizes)
@@ -225,8 +225,8 @@ def test_flash_attention_that_fails_is_given_up(
 @pytest.mark.parametrize("broken", [RuntimeError("no kernel"), 1.1])
 def test_torch_s_own_kernel_for_documents_is_tried(monkeypatch: pytest.MonkeyPatch, broken: Any) -> None:
     _on_a_gpu(monkeypatch)
-    found: dict[tuple[str | None, str], Any] = {(name, "import"): MISSING for name in ("FA3", "FA4")}
-    _Packages(monkeypatch, found | {(None, "varlen"): broken})
+    packages: dict[tuple[str | None, str], Any] = {(name, "import"): MISSING for name in ("FA3", "FA4")}
+    _Packages(monkeypatch, packages | {(None, "varlen"): broken})
     assert choose(GPU, torch.bfloat16, HEADS, KV_HEADS, WIDTH, SCALE, None).varlen is None
 
 

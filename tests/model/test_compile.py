@@ -53,29 +53,29 @@ def test_compiled_code_gives_the_same_losses_without_graph_breaks(
     family: str, compiled: str, dtype: str, dropout: float, tolerance: float
 ) -> None:
     counters.clear()
-    found, wanted = (_losses(how, family, dtype, dropout) for how in (compiled, "none"))
-    assert found == pytest.approx(wanted, rel=tolerance)
+    losses, wanted = (_losses(how, family, dtype, dropout) for how in (compiled, "none"))
+    assert losses == pytest.approx(wanted, rel=tolerance)
     assert not counters["graph_break"]
 
 
 def test_what_triton_needs_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It builds C code with Python's headers at the first kernel: too late for another choice."""
     gpu = torch.device("cuda", 0)
-    found, triton = {"gcc": "/usr/bin/gcc"}, True
+    programs, triton = {"gcc": "/usr/bin/gcc"}, True
     missing = pointwise.missing_compiler.__wrapped__
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: triton)
-    monkeypatch.setattr(pointwise.shutil, "which", found.get)
+    monkeypatch.setattr(pointwise.shutil, "which", programs.get)
     monkeypatch.setattr(pointwise.sysconfig, "get_path", lambda name: str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert "Python.h; python3-dev" in str(missing(gpu))
     (tmp_path / "Python.h").touch()
     assert missing(gpu) is None
-    found.clear()
+    programs.clear()
     assert missing(gpu) == "a C compiler (gcc or clang, or what CC names)"
     monkeypatch.setenv("CC", "icx")
-    found["gcc"] = "/usr/bin/gcc"
+    programs["gcc"] = "/usr/bin/gcc"
     assert missing(gpu) is not None  # Triton would ask for icx alone
-    found["icx"] = "/opt/icx"
+    programs["icx"] = "/opt/icx"
     assert missing(gpu) is None
     triton = False
     assert missing(gpu) == "Triton"
@@ -155,11 +155,11 @@ def test_a_pointwise_function_is_one_kernel(name: str) -> None:
         return nodes
 
     with torch._inductor.config.patch(force_disable_caches=True, _post_fusion_custom_pass=count):
-        found = pointwise.maybe_compiled(function, True)(*arguments)
+        result = pointwise.maybe_compiled(function, True)(*arguments)
     assert len(kernels) == _KERNELS.get(name, 1)
     if wanted is None:  # it overwrites its first argument
-        found, wanted = arguments[0], copies[0]
-    torch.testing.assert_close(found, wanted)
+        result, wanted = arguments[0], copies[0]
+    torch.testing.assert_close(result, wanted)
 
 
 def test_without_a_compiler_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

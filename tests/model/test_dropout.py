@@ -71,17 +71,17 @@ def mask(draws: DropoutKey, dropper: Dropper, rows: int = 2000, columns: int = 5
 @pytest.mark.parametrize("rate", [0.05, 0.1, 0.5])
 def test_as_many_are_dropped_as_should_be(rate: float) -> None:
     """In all, in rows, in columns, and in pairs of neighbours; 5 standard deviations."""
-    found = mask(DropoutKey(1, 2, 0), Dropper(rate, 0, Site.ATTENTION)).double()
-    n = found.numel()
-    assert abs(found.mean() - rate) < 5 * (rate * (1 - rate) / n) ** 0.5
+    factors = mask(DropoutKey(1, 2, 0), Dropper(rate, 0, Site.ATTENTION)).double()
+    n = factors.numel()
+    assert abs(factors.mean() - rate) < 5 * (rate * (1 - rate) / n) ** 0.5
     for dim in (0, 1):
-        counts = found.sum(dim)
-        trials = found.shape[dim]
+        counts = factors.sum(dim)
+        trials = factors.shape[dim]
         spread = counts.var() / (trials * rate * (1 - rate))
         assert abs(spread - 1) < 5 * (2 / len(counts)) ** 0.5
     both = rate**2
     for shift in (1, 2, 64):
-        for pairs in (found[shift:] * found[:-shift], found[:, shift:] * found[:, :-shift]):
+        for pairs in (factors[shift:] * factors[:-shift], factors[:, shift:] * factors[:, :-shift]):
             assert abs(pairs.mean() - both) < 5 * (both / pairs.numel()) ** 0.5
 
 
@@ -125,9 +125,9 @@ def test_dropped_attention(bounds: tuple[int, ...]) -> None:
     )
     dropper = Dropper(0.3, 1, Site.PROBABILITIES)
     rows = row_keys(DropoutKey(9, 0, 0), torch.arange(20 * heads).view(20, heads))
-    found = dropped_attention(q, k, v, Spans(20, 2, bounds), rows, dropper, width**-0.5)
-    upstream = torch.randn(found.shape, dtype=torch.float64, generator=generator)
-    gradients = torch.autograd.grad(found, (q, k, v), upstream)
+    output = dropped_attention(q, k, v, Spans(20, 2, bounds), rows, dropper, width**-0.5)
+    upstream = torch.randn(output.shape, dtype=torch.float64, generator=generator)
+    gradients = torch.autograd.grad(output, (q, k, v), upstream)
 
     allowed = torch.zeros(20, 20, dtype=torch.bool)
     for begin, end in pairwise(bounds):
@@ -138,7 +138,7 @@ def test_dropped_attention(bounds: tuple[int, ...]) -> None:
     probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
     factors = dropper.factors(dropper.keys(rows.transpose(1, 2)), 0, length, torch.float64).repeat(1, 1, 2)
     wanted = ((probabilities * factors) @ values).transpose(0, 1).flatten(1)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(output, wanted)
     for mine, theirs in zip(gradients, torch.autograd.grad(wanted, (q, k, v), upstream)):
         torch.testing.assert_close(mine, theirs)
 
@@ -191,9 +191,9 @@ def test_gpt2_drops_where_transformers_does() -> None:
         with mock.patch.object(torch.nn.functional, "dropout", drop):
             wanted = theirs(tokens).logits
         assert next(layers, None) is None
-        found = ours.logits(ours(tokens, key=draws))[:, :61].view_as(wanted)
+        logits = ours.logits(ours(tokens, key=draws))[:, :61].view_as(wanted)
         plain = ours.logits(ours(tokens))[:, :61].view_as(wanted)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits, wanted, rtol=1e-10, atol=1e-10)
     assert (plain - wanted).abs().max() > 0.01
 
 
@@ -221,33 +221,33 @@ def _loss_and_gradients(family: str, sequence: bool, split: bool) -> tuple[float
         loss = ours.loss_sum(part, part.roll(1, 1), spans, key=draws)
         loss.backward()
         total += float(loss.detach())
-    found = {}
+    gradients = {}
     for declared in declared_parameters(ours):
         gradient = declared.parameter.grad
         assert gradient is not None
         if declared.declaration.weights[0].partial:
             torch.distributed.all_reduce(gradient)
         for start, piece, _ in declared.pieces:
-            found[f"{piece.name} {piece.offset}"] = gradient.narrow(0, start, piece.sizes[0])
-    return total, found
+            gradients[f"{piece.name} {piece.offset}"] = gradient.narrow(0, start, piece.sizes[0])
+    return total, gradients
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("sequence", [True, False])
 def test_tensor_ranks_drop_what_one_rank_drops(family: str, sequence: bool, pool: Pool) -> None:
     ((wanted, gradients),) = pool.run(1, _loss_and_gradients, family, False, False)
-    for total, found in pool.run(2, _loss_and_gradients, family, sequence, False):
+    for total, of_rank in pool.run(2, _loss_and_gradients, family, sequence, False):
         assert total == pytest.approx(wanted, rel=1e-12)
-        whole = found.keys() & gradients.keys()
+        whole = of_rank.keys() & gradients.keys()
         assert any("norm" in name for name in whole)
         for name in whole:  # pieces that every rank has whole, or that begin where the global tensor does
-            rows = gradients[name][tuple(slice(0, n) for n in found[name].shape)]
-            torch.testing.assert_close(found[name], rows, rtol=1e-10, atol=1e-12, msg=name)
+            rows = gradients[name][tuple(slice(0, n) for n in of_rank[name].shape)]
+            torch.testing.assert_close(of_rank[name], rows, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_dropout_does_not_depend_on_the_microbatches(pool: Pool) -> None:
     ((wanted, gradients),) = pool.run(1, _loss_and_gradients, "gpt2", False, False)
-    ((total, found),) = pool.run(1, _loss_and_gradients, "gpt2", False, True)
+    ((total, of_parts),) = pool.run(1, _loss_and_gradients, "gpt2", False, True)
     assert total == pytest.approx(wanted, rel=1e-12)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(of_parts[name], gradient, rtol=1e-10, atol=1e-12, msg=name)

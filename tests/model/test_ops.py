@@ -23,17 +23,17 @@ def _random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4, 6), (1, 1)])
 def test_rms_norm(shape: tuple[int, ...]) -> None:
     x, weight = _random(*shape), _random(shape[-1])
-    found, wanted = ops.rms_norm(x, weight, 1e-3), F.rms_norm(x, (shape[-1],), weight, 1e-3)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(_gradients(found, x, weight), _gradients(wanted, x, weight))
+    normed, wanted = ops.rms_norm(x, weight, 1e-3), F.rms_norm(x, (shape[-1],), weight, 1e-3)
+    torch.testing.assert_close(normed, wanted)
+    torch.testing.assert_close(_gradients(normed, x, weight), _gradients(wanted, x, weight))
 
 
 def test_swiglu() -> None:
     x = _random(5, 14)
     gate, up = x.chunk(2, dim=-1)
-    found, wanted = ops.swiglu(x), F.silu(gate) * up
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(_gradients(found, x), _gradients(wanted, x))
+    result, wanted = ops.swiglu(x), F.silu(gate) * up
+    torch.testing.assert_close(result, wanted)
+    torch.testing.assert_close(_gradients(result, x), _gradients(wanted, x))
 
 
 def test_rotate() -> None:
@@ -41,16 +41,18 @@ def test_rotate() -> None:
     cos, sin = angles.cos(), angles.sin()
     as_complex = torch.complex(*x.chunk(2, dim=-1)) * torch.complex(cos, sin)
     wanted = torch.cat((as_complex.real, as_complex.imag), dim=-1)
-    found = ops.rotate(x, cos, sin)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(_gradients(found, x), _gradients(wanted, x))
+    rotated = ops.rotate(x, cos, sin)
+    torch.testing.assert_close(rotated, wanted)
+    torch.testing.assert_close(_gradients(rotated, x), _gradients(wanted, x))
 
 
 def test_bf16_norm_is_computed_in_float32() -> None:
     x, weight = _random(64, 512, dtype=torch.bfloat16), _random(512, dtype=torch.bfloat16)
     wide_x, wide_weight = x.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
-    wanted, found = F.rms_norm(wide_x, (512,), wide_weight, 1e-5), ops.rms_norm(x, weight, 1e-5)
-    results = zip((found, *_gradients(found, x, weight)), (wanted, *_gradients(wanted, wide_x, wide_weight)))
+    wanted, normed = F.rms_norm(wide_x, (512,), wide_weight, 1e-5), ops.rms_norm(x, weight, 1e-5)
+    results = zip(
+        (normed, *_gradients(normed, x, weight)), (wanted, *_gradients(wanted, wide_x, wide_weight))
+    )
     for name, (ours, theirs), roundings in zip(("y", "dx", "dw"), results, (2, 2, 2)):
         error = (ours.float() - theirs).norm() / theirs.norm()
         assert error < roundings * 2**-9, name  # a rounding to 8 bits is off by 2^-9 at most

@@ -60,18 +60,18 @@ def gradients(
     if split:
         with sums.defer():
             loss.backward()
-        found = {name: sums.totals[parameter] for name, parameter in model.named_parameters()}
+        totals = {name: sums.totals[parameter] for name, parameter in model.named_parameters()}
     else:
         loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: gradient.detach() for name, gradient in found.items()}, dict(axis.sent)
+        totals = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: gradient.detach() for name, gradient in totals.items()}, dict(axis.sent)
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys() and len(found) > LAYERS
+def assert_same(gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert gradients.keys() == wanted.keys() and len(gradients) > LAYERS
     for name, gradient in wanted.items():
         assert gradient.isfinite().all()
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=0, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def test_on_tensor_ranks(family: str, sequence: bool, pool: Pool) -> None:
         arguments = (None, torch.float64, 0.2, sequence, split)
         plain = pool.run(2, gradients, family, Recompute(), *arguments)
         for recompute, layers in ((FULL, LAYERS), (SELECTIVE, 0), (FIRST, 1)):
-            for (found, sent), (wanted, before) in zip(
+            for (totals, sent), (wanted, before) in zip(
                 pool.run(2, gradients, family, recompute, *arguments), plain
             ):
-                assert_same(found, wanted)
+                assert_same(totals, wanted)
                 passes = 3 if sequence else 2  # an all-reduce counts twice
                 extra = layers * passes * 2 * LENGTH * 32 * 8 // 2
                 assert sum(sent.values()) - sum(before.values()) == extra
@@ -129,8 +129,8 @@ def test_nothing_is_recomputed_without_gradients() -> None:
     """Nor does generation, or evaluation, go another way."""
     tokens = torch.arange(LENGTH)[None]
     with torch.no_grad():
-        found = [
+        outputs = [
             model_of("llama", recompute, Axis("tensor"), False, torch.float64, 0.0)(tokens)
             for recompute in (Recompute(), FULL, SELECTIVE)
         ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])

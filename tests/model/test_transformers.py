@@ -120,8 +120,8 @@ def tokens_of(step: int = 0) -> torch.Tensor:
     return random_tokens(VOCAB, 4, LENGTH, seed=step)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).detach().abs().max() / wanted.detach().abs().max())
+def relative(values: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((values - wanted).detach().abs().max() / wanted.detach().abs().max())
 
 
 def pieces(model: torch.nn.Module, gradients: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,8 +139,8 @@ def test_logits_and_gradients(name: str) -> None:
     load_global(ours, translated(name, theirs.state_dict()))
     tokens, labels = tokens_of()[:, :-1], tokens_of()[:, 1:]
     wanted = theirs(tokens).logits
-    found = ours.head(ours(tokens))[:, :VOCAB].view_as(wanted)
-    assert relative(found, wanted) < TOLERANCE
+    logits = ours.head(ours(tokens))[:, :VOCAB].view_as(wanted)
+    assert relative(logits, wanted) < TOLERANCE
     torch.nn.functional.cross_entropy(wanted.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     loss = ours.loss_sum(tokens, labels)
     loss.backward()

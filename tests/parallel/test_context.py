@@ -54,24 +54,24 @@ def _mask(tile: Tile, rows: int, columns: int) -> np.ndarray:
     return seen if tile.low is None else seen & (column >= row + tile.low)
 
 
-def _seen(slice_: Slice, rank: int, found: Sequence[Round], whole: np.ndarray) -> None:
+def _seen(slice_: Slice, rank: int, all_rounds: Sequence[Round], whole: np.ndarray) -> None:
     """Count in ``whole [tokens, tokens]`` which query sees which key by a rank's rounds."""
     mine = _numbers(slice_.runs[rank])
-    for each in found:
-        source = _numbers(slice_.runs[each.source])
+    for round_ in all_rounds:
+        source = _numbers(slice_.runs[round_.source])
         at_hand = (
             source
-            if each.distance == 0
-            else np.concatenate([source[a:b] for a, b in each.receive] or [source[:0]])
+            if round_.distance == 0
+            else np.concatenate([source[a:b] for a, b in round_.receive] or [source[:0]])
         )
         used = np.zeros(len(at_hand), bool)
-        for tile in each.tiles:
+        for tile in round_.tiles:
             for (q0, q1), (k0, k1) in zip(pairwise(tile.queries), pairwise(tile.keys)):
                 mask = _mask(tile, q1 - q0, k1 - k0)
                 assert mask.any(axis=1).all(), "a query that sees no key"
                 whole[np.ix_(mine[q0:q1], at_hand[k0:k1])] += mask
                 used[k0:k1] |= mask.any(axis=0)
-        assert each.distance == 0 or used.all(), "keys are sent that nothing sees"
+        assert round_.distance == 0 or used.all(), "keys are sent that nothing sees"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -95,16 +95,16 @@ def test_rounds_cover_what_each_query_sees_exactly_once(seed: int) -> None:
         wanted = (number[:, None] == number) & (token <= token[:, None])
         if window is not None:
             wanted &= token > token[:, None] - window
-        found = np.zeros((total, total), int)
+        counts = np.zeros((total, total), int)
         every = [rounds(ring, rank, window, apart) for rank in range(groups)]
         for rank, mine in enumerate(every):
-            _seen(ring, rank, mine, found)
-            for each in mine[1:]:
-                other = next(other for other in every[each.target] if other.source == rank)
-                assert each.send == other.receive, "one rank sends what the other does not expect"
-            sent = sum(each.received for each in mine)
+            _seen(ring, rank, mine, counts)
+            for round_ in mine[1:]:
+                other = next(other for other in every[round_.target] if other.source == rank)
+                assert round_.send == other.receive, "one rank sends what the other does not expect"
+            sent = sum(round_.received for round_ in mine)
             assert apart or window or sent == received(ring.bounds, ring.runs[rank])
-        assert (found == wanted).all()
+        assert (counts == wanted).all()
 
 
 def test_zigzag_gives_a_block_from_the_front_and_one_from_the_back() -> None:
@@ -150,21 +150,21 @@ def test_swaps_leave_documents_to_fewer_ranks() -> None:
         while bounds[-1] < 32768:
             bounds.append(min(bounds[-1] + int(generator.lognormvariate(7.5, 1.2)) + 1, 32768))
         dealt = _by_dealing(bounds, 8, None)
-        found = by_work(bounds, 8)
-        assert {len(_numbers(tuple(runs))) for runs in found} == {4096}
+        division = by_work(bounds, 8)
+        assert {len(_numbers(tuple(runs))) for runs in division} == {4096}
         before += sum(received(bounds, runs) for runs in dealt)
-        after += sum(received(bounds, runs) for runs in found)
+        after += sum(received(bounds, runs) for runs in division)
     assert after < 0.8 * before
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 6), each=st.integers(1, 6))
-def test_swaps_are_counted_as_the_ends_of_last_pieces(seed: int, ranks: int, each: int) -> None:
+@given(seed=st.integers(0, 2**32 - 1), ranks=st.integers(2, 6), length=st.integers(1, 6))
+def test_swaps_are_counted_as_the_ends_of_last_pieces(seed: int, ranks: int, length: int) -> None:
     generator = np.random.default_rng(seed)
-    count = ranks * each
+    count = ranks * length
     bounds = np.unique([0, 4 * count, *generator.integers(1, 4 * count, 5)])
     pieces = Pieces.of(bounds, np.arange(0, 4 * count + 1, 4), generator.uniform(1, 9, count))
-    owner = generator.permutation(np.repeat(np.arange(ranks), each))
+    owner = generator.permutation(np.repeat(np.arange(ranks), length))
 
     def ends(owner: Any) -> int:
         last: dict[tuple[int, int], int] = {}
@@ -182,7 +182,7 @@ def test_swaps_are_counted_as_the_ends_of_last_pieces(seed: int, ranks: int, eac
     if levels is not None:
         loads = np.bincount(levels, pieces.work)
         assert loads.max() <= 1.3 * loads.mean() + 1e-9
-        assert (np.bincount(levels) == each).all()
+        assert (np.bincount(levels) == length).all()
 
 
 # Blocks put together
@@ -191,7 +191,7 @@ def test_swaps_are_counted_as_the_ends_of_last_pieces(seed: int, ranks: int, eac
 def _direct(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> Any:
     """Softmax over all keys at once, in float64; zero where nothing is seen."""
     group = q.shape[1] // k.shape[1]
-    keys, values = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    keys, values = (tensor.double().repeat_interleave(group, 1) for tensor in (k, v))
     scores = torch.einsum("qhw,khw->hqk", q.double(), keys) * scale
     scores = scores.masked_fill(~seen, -torch.inf)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)
@@ -279,7 +279,7 @@ def test_kernels_compute_a_tile(make: Any, name: str, dtype: torch.dtype, monkey
     kernel: Kernel = make(0.3)
     tile, tolerance = TILES[name], _DTYPES[dtype]
     given, gradient = _operands(tile, dtype)
-    q, k, v = (each.double().requires_grad_() for each in given)
+    q, k, v = (tensor.double().requires_grad_() for tensor in given)
     others = Operands(given.q, *(torch.randn(4, 2, 10).to(dtype) for _ in range(2)))
     seen = torch.cat((_visible(tile), torch.ones(len(q), 4, dtype=torch.bool)), 1)
     keys, values = torch.cat((k, others.k.double())), torch.cat((v, others.v.double()))
@@ -292,16 +292,16 @@ def test_kernels_compute_a_tile(make: Any, name: str, dtype: torch.dtype, monkey
     torch.testing.assert_close(merged.out.double(), own, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(merged.lse.double(), own_lse, rtol=tolerance, atol=tolerance)
     results = Results(out.detach().to(dtype), lse.detach().to(merged.lse.dtype), gradient)
-    sums = [torch.zeros(each.shape, dtype=torch.float64) for each in given]
-    for each in kernel.backward(given, results, tile):
-        sums[0][each.rows] += each.q
-        sums[1][each.columns] += each.k
-        sums[2][each.columns] += each.v
-    for each in kernel.backward(others, results, Tile((0, len(q)), (0, 4), False)):
-        sums[0][each.rows] += each.q
-    for found, wanted in zip(sums, (q.grad, k.grad, v.grad)):
+    sums = [torch.zeros(tensor.shape, dtype=torch.float64) for tensor in given]
+    for piece in kernel.backward(given, results, tile):
+        sums[0][piece.rows] += piece.q
+        sums[1][piece.columns] += piece.k
+        sums[2][piece.columns] += piece.v
+    for piece in kernel.backward(others, results, Tile((0, len(q)), (0, 4), False)):
+        sums[0][piece.rows] += piece.q
+    for total, wanted in zip(sums, (q.grad, k.grad, v.grad)):
         assert wanted is not None
-        torch.testing.assert_close(found, wanted, rtol=4 * tolerance, atol=4 * tolerance)
+        torch.testing.assert_close(total, wanted, rtol=4 * tolerance, atol=4 * tolerance)
 
 
 @pytest.mark.parametrize("name", TILES)
@@ -309,11 +309,13 @@ def test_the_kernel_for_gpus_is_called_with_what_it_expects(name: str) -> None:
     """Shapes by its own rules for tensors without values; limits by what its documentation says of them."""
     tile, kernel, meta = TILES[name], CudaFlash(0.3), torch.device("meta")
     given, gradient = _operands(tile, torch.bfloat16)
-    given, gradient = Operands(*(each.to(meta) for each in given)), gradient.to(meta)
+    given, gradient = Operands(*(tensor.to(meta) for tensor in given)), gradient.to(meta)
     (part,) = kernel.forward(given, tile)
     assert (part.out.shape, part.lse.shape) == (given.q.shape, given.q.shape[:2])
-    (found,) = kernel.backward(given, Results(part.out, part.lse, gradient), tile)
-    assert [each.shape for each in (found.q, found.k, found.v)] == [each.shape for each in given]
+    (gradients,) = kernel.backward(given, Results(part.out, part.lse, gradient), tile)
+    assert [tensor.shape for tensor in (gradients.q, gradients.k, gradients.v)] == [
+        tensor.shape for tensor in given
+    ]
     limits = kernel._options(tile)
     if len(tile.queries) == 2:
         rows, columns = tile.rows[1] - tile.rows[0], tile.columns[1] - tile.columns[0]
@@ -350,12 +352,12 @@ def _exchanged(heads: int, kv_heads: int) -> list[Any]:
         torch.arange(4 * tokens * n * width, dtype=torch.float64).view(4 * tokens, n, width) + 1000 * number
         for number, n in enumerate((heads, kv_heads, kv_heads))
     ]
-    mine = [each[rank * tokens : (rank + 1) * tokens].clone().requires_grad_() for each in whole]
+    mine = [tensor[rank * tokens : (rank + 1) * tokens].clone().requires_grad_() for tensor in whole]
     inside = heads_for_tokens(*mine, axis)
     out = tokens_for_heads(inside[0].flatten(1), heads, axis)
-    sum((each * (rank + 1)).sum() for each in inside).backward(retain_graph=True)  # type: ignore[union-attr]
-    gradients = [each.grad.numpy().copy() for each in mine if each.grad is not None]
-    return [[each.detach().numpy() for each in inside], out.detach().numpy(), gradients]
+    sum((tensor * (rank + 1)).sum() for tensor in inside).backward(retain_graph=True)  # type: ignore[union-attr]
+    gradients = [tensor.grad.numpy().copy() for tensor in mine if tensor.grad is not None]
+    return [[tensor.detach().numpy() for tensor in inside], out.detach().numpy(), gradients]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 4), (8, 8), (4, 1), (8, 2)])
@@ -367,14 +369,14 @@ def test_heads_are_exchanged_for_tokens_and_back(heads: int, kv_heads: int, pool
     ]
     own = [heads // 4, max(1, kv_heads // 4), max(1, kv_heads // 4)]
     for rank, (inside, out, gradients) in enumerate(pool.run(4, _exchanged, heads, kv_heads)):
-        for each, part, size in zip(whole, inside, own):
-            first = rank * size if each.shape[1] >= 4 else rank * each.shape[1] // 4
-            np.testing.assert_array_equal(part, each[:, first : first + size])
+        for tensor, part, size in zip(whole, inside, own):
+            first = rank * size if tensor.shape[1] >= 4 else rank * tensor.shape[1] // 4
+            np.testing.assert_array_equal(part, tensor[:, first : first + size])
         mine = slice(rank * tokens, (rank + 1) * tokens)
         np.testing.assert_array_equal(out, whole[0][mine].reshape(tokens, -1))
-        for each, gradient in zip(whole, gradients):
-            ranks = np.array_split(np.arange(1, 5), each.shape[1]) if each.shape[1] < 4 else None
-            count = each.shape[1]
+        for tensor, gradient in zip(whole, gradients):
+            ranks = np.array_split(np.arange(1, 5), tensor.shape[1]) if tensor.shape[1] < 4 else None
+            count = tensor.shape[1]
             wanted = (
                 [sum(part) for part in ranks]
                 if ranks is not None

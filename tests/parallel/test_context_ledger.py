@@ -56,9 +56,9 @@ def _measure(config: Config, documents: tuple[int, ...] | None) -> dict[str, int
 
 def _sent(config: Config, world: int, documents: tuple[int, ...] | None, pool: Pool) -> list[int]:
     """Bytes of each rank over the context axis, of one layer, microbatch and step."""
-    found = [found["context"] for found in pool.run(world, _measure, config, documents)]
-    assert all(sent % (_STEPS * 2 * _LAYERS) == 0 for sent in found)
-    return [sent // (_STEPS * 2 * _LAYERS) for sent in found]
+    of_ranks = [of_ranks["context"] for of_ranks in pool.run(world, _measure, config, documents)]
+    assert all(sent % (_STEPS * 2 * _LAYERS) == 0 for sent in of_ranks)
+    return [sent // (_STEPS * 2 * _LAYERS) for sent in of_ranks]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_every_key_of_one_document(method: str, context: int, kv_heads: int, dty
     tokens = _MICRO * _SEQUENCE
     row = 2 * kv_heads * _WIDTH * (2 if dtype == "bf16" else 4)
     complete = tokens * (context - 1) // context * row
-    found = _sent(config, context, None, pool)
+    nbytes = _sent(config, context, None, pool)
     if method == "all_gather":
-        assert found == [3 * complete] * context
+        assert nbytes == [3 * complete] * context
         return
     share = tokens // context
-    for rank, sent in enumerate(found):
+    for rank, sent in enumerate(nbytes):
         to_others = rank * share + (context - 1 - rank) * share // 2
         of_others = (context - 1 - rank) * share + rank * share // 2
         assert sent == (2 * to_others + of_others) * row
@@ -95,14 +95,14 @@ def test_documents_send_what_their_slice_says(balance: str, context: int, recomp
     divided = Slicing(context, balance).divided(_MICRO, _SEQUENCE, _PACKED)  # type: ignore[arg-type]
     row = 2 * 2 * _WIDTH * 4
     needed = [received(_PACKED, runs) for runs in divided.runs]
-    found = _sent(config, context, _PACKED, pool)
+    nbytes = _sent(config, context, _PACKED, pool)
     passes = 4 if recompute == "full" else 3  # forward, again, once more for the gradients; these
-    assert sum(found) == passes * sum(needed) * row
-    for rank, sent in enumerate(found):
+    assert sum(nbytes) == passes * sum(needed) * row
+    for rank, sent in enumerate(nbytes):
         out = sum(round_.sent for round_ in rounds(divided, rank))
         assert sent == ((passes - 1) * out + needed[rank]) * row
     if balance == "work":  # fewer bytes than of an all-gather
-        assert sum(found) < passes * (context - 1) * _MICRO * _SEQUENCE * row
+        assert sum(nbytes) < passes * (context - 1) * _MICRO * _SEQUENCE * row
 
 
 @pytest.mark.parametrize(("context", "kv_heads", "copies"), [(2, 2, 1), (4, 2, 2), (4, 1, 4)])
@@ -140,9 +140,9 @@ def test_the_inventory_states_what_attention_sends(
     ring = slicing.divided(_MICRO, _SEQUENCE, documents).grouped(settings.ulysses)
     for rank, sent in enumerate(_sent(config, world, documents, pool)):
         place = layout.coordinates(rank)["context"] // settings.ulysses
-        found = rounds(ring, place)
+        all_rounds = rounds(ring, place)
         mine = replace(
-            run, keys_sent=sum(r.sent for r in found), keys_received=sum(r.received for r in found)
+            run, keys_sent=sum(r.sent for r in all_rounds), keys_received=sum(r.received for r in all_rounds)
         )
         assert sent == _over_context(stage, mine, recompute) / _LAYERS
         assert _over_context(stage, run, recompute) / _LAYERS >= sent, "the default is the most"
@@ -151,14 +151,14 @@ def test_the_inventory_states_what_attention_sends(
 def _over_context(stage: Any, run: Execution, recompute: Any) -> int:
     sizes = {"ring": run.ring, "ulysses": run.ulysses}
     return sum(
-        each.times * sent_bytes(each.operation, sizes[each.axis], each.nbytes)
-        for each in stage.sent(run, recompute, _LAYERS, False)
-        if each.axis in sizes
+        collective.times * sent_bytes(collective.operation, sizes[collective.axis], collective.nbytes)
+        for collective in stage.sent(run, recompute, _LAYERS, False)
+        if collective.axis in sizes
     )
 
 
 def test_gradients_count_as_of_the_data_axis(pool: Pool) -> None:
     """Also where there is one data rank: what the context axis sends is attention's."""
     config = _config(context=2, context_balance="none")  # each rank has one of the two sequences
-    for found in pool.run(2, _measure, config, None):
-        assert found["data"] > 0 and found["context"] == 0
+    for sent in pool.run(2, _measure, config, None):
+        assert sent["data"] > 0 and sent["context"] == 0

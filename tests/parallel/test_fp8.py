@@ -39,9 +39,9 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return drawn.bfloat16().double()
 
 
-def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def off(values: torch.Tensor, wanted: torch.Tensor) -> float:
     """Of the whole tensor, relative."""
-    return float((found.detach().double() - wanted).norm() / wanted.norm())
+    return float((values.detach().double() - wanted).norm() / wanted.norm())
 
 
 # Products
@@ -51,23 +51,23 @@ def test_every_element_is_within_the_formats_errors() -> None:
     x, weight, gradient = normal(48, 128, seed=1), normal(64, 128, seed=2), normal(48, 64, seed=3)
     forward = fp8.product(x.bfloat16(), weight.bfloat16())
     backward = fp8.input_gradient(gradient.bfloat16(), weight.bfloat16())
-    for found, left, right, roundings in (
+    for result, left, right, roundings in (
         (forward, x, weight.t(), 2 * E4M3 + E4M3**2),
         (backward, gradient, weight, E5M2 + E4M3 + E5M2 * E4M3),
     ):
-        assert found.dtype == torch.bfloat16
+        assert result.dtype == torch.bfloat16
         exact, most = left @ right, left.abs() @ right.abs()
-        error = (found.double() - exact).abs()
+        error = (result.double() - exact).abs()
         assert (error <= roundings * most + BF16 * exact.abs() + 1e-3).all()
         # Errors of a sum's terms have either sign: together they are a few times smaller than each could be.
-        assert BF16 < off(found, exact) < roundings / 2
+        assert BF16 < off(result, exact) < roundings / 2
 
 
 def test_the_bias_is_added_to_the_sum() -> None:
     x, weight, bias = normal(16, 32, seed=1), normal(48, 32, seed=2), 100 * normal(48, seed=3)
     without = fp8.product(x.bfloat16(), weight.bfloat16()).double()
-    found = fp8.product(x.bfloat16(), weight.bfloat16(), bias.bfloat16()).double()
-    torch.testing.assert_close(found, without + bias, rtol=2 * BF16, atol=0.1)
+    result = fp8.product(x.bfloat16(), weight.bfloat16(), bias.bfloat16()).double()
+    torch.testing.assert_close(result, without + bias, rtol=2 * BF16, atol=0.1)
 
 
 @pytest.mark.parametrize("power", [-90, -20, -1, 3, 40, 80])
@@ -270,8 +270,8 @@ def test_layouts_stay_near_one_process(
 ) -> None:
     parallel = groups.get("parallel", {})
     world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
-    found = pool.run(world, losses_of, config_of(DEFAULTS, **groups))[0]
-    assert found == pytest.approx(alone, rel=tolerance, abs=0)
+    losses = pool.run(world, losses_of, config_of(DEFAULTS, **groups))[0]
+    assert losses == pytest.approx(alone, rel=tolerance, abs=0)
 
 
 def _rounded(config: Config, keep: bool) -> tuple[list[float], int]:
@@ -311,10 +311,10 @@ def test_a_weight_is_rounded_once_per_step(groups: dict[str, Any], rounded: int,
     config = config_of(DEFAULTS, **groups)
     world = config.parallel.pipeline * (2 if "data" in groups.get("parallel", {}) else 1)
     matrices = 4 * config.model.layers // config.parallel.pipeline
-    for (found, times), (wanted, _) in zip(
+    for (losses, times), (wanted, _) in zip(
         pool.run(world, _rounded, config, True), pool.run(world, _rounded, config, False)
     ):
-        assert found == wanted
+        assert losses == wanted
         assert times == 4 * matrices * rounded
 
 
@@ -387,7 +387,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ((9, 0), True),
         ((10, 0), True),
     ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, reported=capability: reported)
         if good:
             check_device(config_of(DEFAULTS), torch.device("cuda", 0))
             continue

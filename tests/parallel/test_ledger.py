@@ -119,10 +119,10 @@ def test_the_inventory_states_what_layers_send(
     buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
     ranks = {"tensor": tensor, "kv_copies": max(1, tensor // kv_heads)}
     partial = [(ranks[axis], 4 * bucket.size) for bucket in buckets for axis in bucket.traits.partial]
-    once = sum(sent_bytes("all_reduce", *each) for each in (*partial, (tensor, 4)))  # the last is the norm's
+    once = sum(sent_bytes("all_reduce", *part) for part in (*partial, (tensor, 4)))  # the last is the norm's
     once += sent_bytes("broadcast", tensor, 4)
-    for found in pool.run(tensor, _measure, config):
-        assert found["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)
+    for sent in pool.run(tensor, _measure, config):
+        assert sent["tensor"] == _STEPS * (_GLOBAL // _MICRO * per_microbatch + once)
 
 
 def _each(cases: list[tuple[Any, ...]], *settings: tuple[str, str]) -> list[Any]:
@@ -174,8 +174,8 @@ def test_step_bytes(pool: Pool, family: str, dtype: str, data: int, tensor: int,
         "expert": 0,
     }
     wanted = {axis: _STEPS * count for axis, count in wanted.items()}
-    for rank, found in enumerate(pool.run(data * tensor, _measure, config)):
-        assert found == wanted, f"rank {rank}"
+    for rank, sent in enumerate(pool.run(data * tensor, _measure, config)):
+        assert sent == wanted, f"rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -220,12 +220,12 @@ def test_pipeline_bytes(
     scalars = sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4))  # the loss; the norm
     scalars += (pipeline - 1) * 4 // pipeline
     weight = 256 // tensor * hidden * 4
-    for rank, found in enumerate(pool.run(tensor * pipeline, _measure, config)):
+    for rank, sent in enumerate(pool.run(tensor * pipeline, _measure, config)):
         stage = rank // tensor
         wanted = microbatches * boundaries[stage] * message + scalars
         if tied and not v_shaped and stage in (0, pipeline - 1):
             wanted += weight  # an all-reduce of two ranks
-        assert found["pipeline"] == _STEPS * wanted, f"rank {rank}"
+        assert sent["pipeline"] == _STEPS * wanted, f"rank {rank}"
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,13 @@ def test_no_gradients_are_sent_to_frozen_stages(pool: Pool, schedule: str, train
     scalars = (
         sum(2 * (pipeline - 1) * nbytes // pipeline for nbytes in (8, 4)) + (pipeline - 1) * 4 // pipeline
     )
-    for rank, found in enumerate(pool.run(pipeline, _measure, build_config(tree))):
+    for rank, of_rank in enumerate(pool.run(pipeline, _measure, build_config(tree))):
         sent = 0
         for stage, owner in enumerate(placement):
             forward, backward = stage + 1 < stages, stage > trained_from
             near = [stage + 1] * forward + [stage - 1] * backward
             sent += sum(placement[other] != rank for other in near) if owner == rank else 0
-        assert found["pipeline"] == _STEPS * (_GLOBAL // _MICRO * sent * message + scalars), f"rank {rank}"
+        assert of_rank["pipeline"] == _STEPS * (_GLOBAL // _MICRO * sent * message + scalars), f"rank {rank}"
 
 
 _RANK = 8
@@ -269,16 +269,18 @@ def _state(config: Config) -> dict[str, int]:
         "parameters": [bucket.whole for bucket in engine.buckets],
         "gradients": [part for bucket in engine.trained for part in (bucket.gradients, bucket.gradient)],
         "master": [bucket.master for bucket in engine.trained],
-        "optimizer": [each for bucket in engine.trained for _, each in engine.optimizer.rule.state(bucket)],
+        "optimizer": [
+            tensor for bucket in engine.trained for _, tensor in engine.optimizer.rule.state(bucket)
+        ],
     }
     seen: set[int] = set()
-    found = dict.fromkeys(kinds, 0)
+    state = dict.fromkeys(kinds, 0)
     for kind, tensors in kinds.items():
         for storage in (tensor.untyped_storage() for tensor in tensors if tensor is not None):
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                found[kind] += storage.nbytes()
-    return found
+                state[kind] += storage.nbytes()
+    return state
 
 
 @pytest.mark.parametrize(
@@ -316,8 +318,8 @@ def test_lora_sends_and_keeps_what_its_adapters_need(
             "optimizer": 8 * trained // shards,
         }
         plan = per_pipeline_rank(resolve(config, Layout.from_settings(config.parallel, world)))[0].as_tree()
-        for found in (*pool.run(world, _state, config), {kind: plan[kind] for kind in wanted}):
-            assert found == wanted
+        for state in (*pool.run(world, _state, config), {kind: plan[kind] for kind in wanted}):
+            assert state == wanted
         scalars = _data_bytes(0, data) + (2 * (data - 1) * 4 // data if zero else 0)  # and the norm's shards
         over = {"data": scalars + (data - 1) * (4 + (width if zero else 4)) * trained // data, "tensor": 0}
         if tensor > 1:
@@ -326,5 +328,5 @@ def test_lora_sends_and_keeps_what_its_adapters_need(
                 activation = _MICRO * _SEQUENCE * hidden * width
                 # In sequence parallel the scatter of that gradient and the gather before the embedding's.
                 over["tensor"] -= microbatches * 2 * (tensor - 1) * activation // tensor
-        for found in pool.run(world, _measure, config):
-            assert {axis: found[axis] for axis in over} == {a: _STEPS * n for a, n in over.items()}
+        for state in pool.run(world, _measure, config):
+            assert {axis: state[axis] for axis in over} == {a: _STEPS * n for a, n in over.items()}

@@ -66,12 +66,12 @@ def test_one_rank_equals_torch(
     x.requires_grad_(), weight.requires_grad_()
     place = shard_of(dtype=x.dtype)
     with mock.patch.object(loss, "loss_rows", lambda *_: min(rows, tokens)):
-        found = loss.head_loss_sum(x, weight, labels, vocab, place, seed)
+        total = loss.head_loss_sum(x, weight, labels, vocab, place, seed)
         with torch.no_grad():
             torch.testing.assert_close(loss.head_loss_sum(x, weight, labels, vocab, place), wanted[0])
-    (found * upstream).backward()
+    (total * upstream).backward()
     assert x.grad is not None and weight.grad is not None
-    torch.testing.assert_close(found.detach(), wanted[0])
+    torch.testing.assert_close(total.detach(), wanted[0])
     torch.testing.assert_close(x.grad, wanted[1])
     torch.testing.assert_close(weight.grad[:vocab], wanted[2])
     assert not weight.grad[vocab:].any()
@@ -123,8 +123,8 @@ def test_divided_over_ranks(
     if sequence:
         grad_x = [torch.cat(grad_x)]
     scale = {"rtol": tolerance, "atol": tolerance}
-    for found in grad_x:
-        torch.testing.assert_close(found, wanted[1], **scale)
+    for gradient in grad_x:
+        torch.testing.assert_close(gradient, wanted[1], **scale)
     grad_weight = torch.cat([result[2] for result in results])
     torch.testing.assert_close(grad_weight[:vocab], wanted[2], **scale)
 

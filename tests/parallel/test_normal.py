@@ -28,8 +28,8 @@ def drawn(
 ) -> torch.Tensor:
     whole = Rectangle.whole(name, shape)
     if part is not None:
-        offset = tuple(each.start for each in part)
-        whole = Rectangle(name, shape, offset, tuple(each.stop - each.start for each in part))
+        offset = tuple(rows.start for rows in part)
+        whole = Rectangle(name, shape, offset, tuple(rows.stop - rows.start for rows in part))
     values = torch.full(whole.sizes, torch.nan)
     fill_normal(values, whole, 1.0, seed)
     return values
@@ -107,7 +107,7 @@ class Operators(TorchDispatchMode):
 
 def test_only_operations_that_every_processor_rounds_alike() -> None:
     """Square roots of float32 are not among them, nor what computes more than one operation at a time."""
-    with Operators() as found:
+    with Operators() as operators:
         drawn("w", (6, 5))
     moves = {
         "empty",
@@ -132,7 +132,7 @@ def test_only_operations_that_every_processor_rounds_alike() -> None:
         torch.float32: {"add", "add_", "sub_", "mul", "mul_", "div_"},
         torch.float64: {"sqrt_"},
     }
-    assert {each for each in found.called if each[0] not in moves | exact[each[1]]} == set()
+    assert {call for call in operators.called if call[0] not in moves | exact[call[1]]} == set()
 
 
 def config_in(zero: int, data: int, tensor: int) -> Config:
@@ -178,7 +178,7 @@ def test_every_layout_begins_alike_and_draws_what_it_keeps(
         for rectangle, values in pieces.items():
             assert torch.equal(values, whole[rectangle.name][rectangle.slices])
     model = ModelInventory(config_in(0, 1, 1).model)
-    assert total == sum(each.numel() for name, each in whole.items() if model.weights()[name].std)
+    assert total == sum(values.numel() for name, values in whole.items() if model.weights()[name].std)
     assert sum(draws for _, draws in ranks) == total * (data if zero < 3 else 1)
 
 

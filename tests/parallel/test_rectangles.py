@@ -27,9 +27,9 @@ def test_every_element_is_in_one_rectangle(
     local = torch.arange(rectangle.numel, dtype=torch.float64)
     whole, covered = torch.full(shape, -1.0, dtype=torch.float64), torch.zeros(shape)
     for low, high in pairwise(sorted({0, local.numel(), *(min(cut, local.numel()) for cut in cuts)})):
-        found = list(rectangle.flat_range(low, high))
-        assert len(found) <= 2 * len(sizes) - 1
-        for position, part in found:
+        pieces = list(rectangle.flat_range(low, high))
+        assert len(pieces) <= 2 * len(sizes) - 1
+        for position, part in pieces:
             assert part.name == "weight" and part.shape == shape
             whole[part.slices] = local[position : position + part.numel].view(part.sizes)
             covered[part.slices] += 1

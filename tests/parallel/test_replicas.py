@@ -37,7 +37,7 @@ def altered(parallel: dict[str, Any], model: dict[str, Any], rank: int, name: st
     """What the comparison reports before and after one bit of a weight changes on one rank."""
     engine = engine_of(config_of(DEFAULTS, parallel=parallel, model=model))
     step(engine)
-    found = []
+    messages = []
     for bad in (False, True):
         if bad and engine.mesh.rank == rank:
             for bucket in engine.buckets:
@@ -48,10 +48,10 @@ def altered(parallel: dict[str, Any], model: dict[str, Any], rank: int, name: st
                         break
         try:
             engine.check_replicas()
-            found.append("")
+            messages.append("")
         except AgreedError as error:
-            found.append(str(error))
-    return found[0], found[1]
+            messages.append(str(error))
+    return messages[0], messages[1]
 
 
 GPT2 = {"family": "gpt2", "kv_heads": 4, "max_positions": 8}
@@ -76,9 +76,9 @@ def test_a_weight_that_differs_is_named(
     pool: Pool, parallel: dict[str, Any], model: dict[str, Any], rank: int, name: str, other: int
 ) -> None:
     world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
-    found = pool.run(world, altered, parallel, model, rank, name)
-    assert found == [found[0]] * world  # alike on all ranks
-    before, after = found[0]
+    messages = pool.run(world, altered, parallel, model, rank, name)
+    assert messages == [messages[0]] * world  # alike on all ranks
+    before, after = messages[0]
     if parallel.get("data") == 3 or "pipeline" in parallel:  # most replicas have the other value
         expected = f"{name} on rank {rank} differs from that on rank {other}"
     else:
@@ -112,8 +112,8 @@ def clipped_apart() -> tuple[list[float], str]:
 
 
 def test_all_ranks_are_clipped_by_one_number(pool: Pool) -> None:
-    found = pool.run(4, clipped_apart)
-    assert found == [found[0]] * 4 and found[0][1] == ""
+    norms = pool.run(4, clipped_apart)
+    assert norms == [norms[0]] * 4 and norms[0][1] == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

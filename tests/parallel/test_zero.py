@@ -213,20 +213,20 @@ def after_an_interruption(config: Config, in_evaluation: bool) -> tuple[list[flo
         for declared in bucket.members
         for _, piece, _ in declared.pieces
     }
-    for each in (engine, clean):
-        each.load_weights(WholeTensors(weights))
-    found = []
-    for each in (engine, clean):
-        losses = [each.evaluate(batch_of(config, rank))[0]]
-        found.append(losses + [each.train_step(batch_of(config, rank, step)).loss for step in range(2)])
-    return found[0], found[1]
+    for trainer in (engine, clean):
+        trainer.load_weights(WholeTensors(weights))
+    values = []
+    for trainer in (engine, clean):
+        losses = [trainer.evaluate(batch_of(config, rank))[0]]
+        values.append(losses + [trainer.train_step(batch_of(config, rank, step)).loss for step in range(2)])
+    return values[0], values[1]
 
 
 @pytest.mark.parametrize("in_evaluation", [False, True])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_interrupted_step_leaves_nothing_behind(zero: int, in_evaluation: bool, pool: Pool) -> None:
-    for found, wanted in pool.run(2, after_an_interruption, data_config(2, zero=zero), in_evaluation):
-        assert found == wanted
+    for losses, wanted in pool.run(2, after_an_interruption, data_config(2, zero=zero), in_evaluation):
+        assert losses == wanted
 
 
 def layers_present(config: Config) -> tuple[int, int]:
@@ -245,16 +245,16 @@ def layers_present(config: Config) -> tuple[int, int]:
             for layer in layers
             if layer is bucket or layer.whole is not None or engine.buckets.index(layer) in waiting
         ]
-        most = max(most, len([each for each in here if not each.plan.resident]))
+        most = max(most, len([bucket for bucket in here if not bucket.plan.resident]))
         return take(self, bucket, dtype)
 
-    found = []
+    counts = []
     with mock.patch.object(BufferPool, "take", counting):
         for step in (engine.evaluate, engine.train_step):
             most = 0
             step(batch_of(config, engine.mesh.data.rank))
-            found.append(most)
-    return found[0], found[1]
+            counts.append(most)
+    return counts[0], counts[1]
 
 
 def test_two_layers_are_whole_at_a_time_in_stage_3(pool: Pool) -> None:

@@ -20,8 +20,8 @@ def long(variant: Variant, length: int = 40) -> Variant:
 
 
 # GQA, learned positions, QK norm, multipliers; tied, windows; dropout in attention.
-_JOINED = tuple(long(each) for each in (VARIANTS[0], DROPPED[0], VARIANTS[5], VARIANTS[7], DROPPED[2]))
-_ISOLATED = tuple(long(each) for each in (VARIANTS[1], VARIANTS[6], DROPPED[1], VARIANTS[3]))
+_JOINED = tuple(long(variant) for variant in (VARIANTS[0], DROPPED[0], VARIANTS[5], VARIANTS[7], DROPPED[2]))
+_ISOLATED = tuple(long(variant) for variant in (VARIANTS[1], VARIANTS[6], DROPPED[1], VARIANTS[3]))
 _AROUND = ((1, "1f1b", 1), (2, "1f1b", 1), (2, "zb_v", 2), (2, "zb_h1", 1), (2, "interleaved", 2))
 _METHODS = ("ring", "ulysses", "ulysses_ring", "all_gather")
 

@@ -257,13 +257,13 @@ def values_in(case: Case, settings: Sequence[str], strength: int) -> set[tuple[t
 def covering(cases: Sequence[Case], settings: Sequence[str], strength: int) -> tuple[Case, ...]:
     """Few of the cases, in which every combination of values of any ``strength`` settings still occurs."""
 
-    found = [values_in(case, settings, strength) for case in cases]
-    missing = set().union(*found)
+    covered = [values_in(case, settings, strength) for case in cases]
+    missing = set().union(*covered)
     chosen: list[Case] = []
     while missing:
-        best = max(range(len(cases)), key=lambda index: len(found[index] & missing))
+        best = max(range(len(cases)), key=lambda index: len(covered[index] & missing))
         chosen.append(cases[best])
-        missing -= found[best]
+        missing -= covered[best]
     return tuple(chosen)
 
 
@@ -625,5 +625,5 @@ def errors(trace: Trace, reference: Trace) -> dict[str, float]:
     }
 
 
-def _relative(found: np.ndarray, wanted: np.ndarray, floor: float) -> float:
-    return float(np.abs(found - wanted).max() / max(np.abs(wanted).max(), floor))
+def _relative(values: np.ndarray, wanted: np.ndarray, floor: float) -> float:
+    return float(np.abs(values - wanted).max() / max(np.abs(wanted).max(), floor))

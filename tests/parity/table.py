@@ -111,9 +111,9 @@ def context_rows() -> list[list[str]]:
     return [[case.state, case.layout, case.stages, case.work] for case in CONTEXT_GRID]
 
 
-def cell(found: dict[str, float]) -> str:
+def cell(largest: dict[str, float]) -> str:
     """The largest error, to one digit."""
-    return f"{max(found.values()):.0e}"
+    return f"{max(largest.values()):.0e}"
 
 
 def page(pool: Pool) -> str:
@@ -123,8 +123,8 @@ def page(pool: Pool) -> str:
     lines.append("|---|" + "---|" * len(VARIANTS))
     for layout in LAYOUTS:
         cases = [Case(variant, *layout) for variant in VARIANTS]
-        found = [cell(errors(run(pool, case), references.of(case))) for case in cases]
-        lines.append(f"| {cases[0].layout} | " + " | ".join(found) + " |")
+        cells = [cell(errors(run(pool, case), references.of(case))) for case in cases]
+        lines.append(f"| {cases[0].layout} | " + " | ".join(cells) + " |")
     lines.append(_PIPELINES)
     for row, case in zip(pipeline_rows(), PIPELINE_GRID):
         lines.append(f"| {' | '.join(row)} | {cell(errors(run(pool, case), references.of(case)))} |")

@@ -113,7 +113,7 @@ def test_products_of_uneven_sizes(dtype: torch.dtype, fresh: bool) -> None:
     rows, out, width = [3, 0, 5, 1], 7, 4
     gradient = torch.randn((sum(rows), out), generator=generator).to(dtype)
     inputs = torch.randn((sum(rows), width), generator=generator).to(dtype)
-    wide = max(dtype, torch.float32, key=lambda each: each.itemsize)
+    wide = max(dtype, torch.float32, key=lambda kind: kind.itemsize)
     total = torch.randn((len(rows) * out, width), generator=generator).to(wide)
     parts = zip(gradient.split(rows), inputs.split(rows))
     wanted = torch.cat([left.to(wide).t() @ right.to(wide) for left, right in parts])

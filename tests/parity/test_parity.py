@@ -65,8 +65,8 @@ def name_of(case: Case) -> str:
     ids=name_of,
 )
 def test_layout_gives_the_numbers_of_one_process(case: Case, pool: Pool, references: References) -> None:
-    found = errors(run(pool, case), references.of(case))
-    assert max(found.values()) < TOLERANCE, found
+    differences = errors(run(pool, case), references.of(case))
+    assert max(differences.values()) < TOLERANCE, differences
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def _pairs(cases: tuple[Case, ...], settings: tuple[str, ...]) -> set[object]:
 def test_every_model_and_every_layout_is_in_the_grid() -> None:
     assert min(Counter(case.layout for case in GRID).values()) >= 3
     for variant in VARIANTS:
-        found = {case.layout for case in GRID if case.variant == variant}
-        assert found >= {"data 2 x tensor 1", "data 1 x tensor 2", "data 1 x tensor 2 + sequence"}
-        assert any("tensor 4" in layout for layout in found)
+        layouts = {case.layout for case in GRID if case.variant == variant}
+        assert layouts >= {"data 2 x tensor 1", "data 1 x tensor 2", "data 1 x tensor 2 + sequence"}
+        assert any("tensor 4" in layout for layout in layouts)
 
 
 @pytest.mark.slow
@@ -111,8 +111,8 @@ def test_every_model_and_every_layout_is_in_the_grid() -> None:
     ids=name_of,
 )
 def test_every_layout(case: Case, pool: Pool, references: References) -> None:
-    found = errors(run(pool, case), references.of(case))
-    assert max(found.values()) < TOLERANCE, found
+    differences = errors(run(pool, case), references.of(case))
+    assert max(differences.values()) < TOLERANCE, differences
 
 
 def test_a_random_sample(pool: Pool, references: References) -> None:
@@ -123,8 +123,8 @@ def test_a_random_sample(pool: Pool, references: References) -> None:
         case = generator.choice(every)
         samples = generator.randint(1, 6) * case.variant.micro * case.data
         case = replace(case, samples=samples, steps=3)
-        found = errors(run(pool, case), references.of(case))
-        assert max(found.values()) < TOLERANCE, f"HEXAD_SEED={seed}: {name_of(case)}: {found}"
+        differences = errors(run(pool, case), references.of(case))
+        assert max(differences.values()) < TOLERANCE, f"HEXAD_SEED={seed}: {name_of(case)}: {differences}"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -132,10 +132,10 @@ def test_the_grid_notices_broken_code(name: str, pool: Pool, references: Referen
     case = MUTATIONS[name].case
     assert references.error_of_whole(case) < TOLERANCE
     try:
-        found = errors(run(pool, case, name), references.of(case))
+        differences = errors(run(pool, case, name), references.of(case))
     except AssertionError:
         return  # copies of a tensor differ between ranks, or ranks report different losses
-    assert max(found.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {found}"
+    assert max(differences.values()) > 1e3 * TOLERANCE, f"{name}: not noticed: {differences}"
 
 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2, 3, 4))])

@@ -48,11 +48,11 @@ def check(case: Case, effort: int) -> float | None:
     pipeline, microbatches, virtual, memory, costs = case
     schedule = search(pipeline, microbatches, virtual, costs, memory, effort=effort)
     validate(schedule)
-    found = costs(schedule.placement)
-    assert found is not None
+    planned = costs(schedule.placement)
+    assert planned is not None
     assert (schedule.name, schedule.pipeline, schedule.microbatches) == ("auto", pipeline, microbatches)
     assert schedule.placement in placements(pipeline, virtual)
-    timeline = simulate(schedule, found)
+    timeline = simulate(schedule, planned)
     limit = default_memory(case) if memory is None else memory
     assert max(timeline.peak_memory) <= limit + 1e-6
     best = float("inf")
@@ -69,10 +69,10 @@ def check(case: Case, effort: int) -> float | None:
 def default_memory(case: Case) -> float:
     pipeline, _, virtual, _, costs = case
     placement = next(option for option in placements(pipeline, virtual) if costs(option) is not None)
-    found = costs(placement)
-    assert found is not None
+    planned = costs(placement)
+    assert planned is not None
     return pipeline * max(
-        sum(held for held, owner in zip(found.activation, placement) if owner == rank)
+        sum(held for held, owner in zip(planned.activation, placement) if owner == rank)
         for rank in range(pipeline)
     )
 
@@ -137,8 +137,8 @@ def test_memory_is_made_use_of() -> None:
 def test_every_rank_finds_the_same() -> None:
     case = random_case(Random(5))
     pipeline, microbatches, virtual, memory, costs = case
-    found = {search(pipeline, microbatches, virtual, costs, memory).ranks for _ in range(3)}
-    assert len(found) == 1
+    schedules = {search(pipeline, microbatches, virtual, costs, memory).ranks for _ in range(3)}
+    assert len(schedules) == 1
 
 
 def test_too_little_memory() -> None:

@@ -48,8 +48,8 @@ def llama(layers: int) -> Config:
 
 def stages_on(rank: int, layers: int, schedule: Schedule) -> dict[int, Transformer]:
     """One layer per stage."""
-    each = [range(layer, layer + 1) for layer in range(layers)]
-    stages = build_stages(llama(layers).model, shard_of(), each, schedule.placement, rank)
+    spans = [range(layer, layer + 1) for layer in range(layers)]
+    stages = build_stages(llama(layers).model, shard_of(), spans, schedule.placement, rank)
     initialise(declared_parameters(*stages.values()), 3)
     return stages
 
@@ -80,12 +80,12 @@ def samples_of(microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients(stages: dict[int, Transformer]) -> dict[str, torch.Tensor]:
-    found = {}
+    totals = {}
     for stage in stages.values():
         for name, parameter in stage.named_parameters():
             assert parameter.grad is not None
-            found[name], parameter.grad = parameter.grad, None
-    return found
+            totals[name], parameter.grad = parameter.grad, None
+    return totals
 
 
 def both(name: str, virtual: int, microbatches: int) -> tuple[dict[str, Any], ...]:

@@ -35,12 +35,12 @@ def divisions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 def times(sizes: Sequence[int], costs: LayerCosts) -> list[Fraction]:
     """Exact time of every stage."""
-    each = [Fraction(cost) for cost in costs.layers]
+    exact = [Fraction(cost) for cost in costs.layers]
     bounds = [sum(sizes[:stage]) for stage in range(len(sizes) + 1)]
-    found = [sum(each[begin:end], Fraction()) for begin, end in pairwise(bounds)]
-    found[0] += Fraction(costs.embedding)
-    found[-1] += Fraction(costs.head)
-    return found
+    sums = [sum(exact[begin:end], Fraction()) for begin, end in pairwise(bounds)]
+    sums[0] += Fraction(costs.embedding)
+    sums[-1] += Fraction(costs.head)
+    return sums
 
 
 def sizes_of(*arguments: Any) -> list[int]:
@@ -63,9 +63,9 @@ def test_no_division_is_better(layers: list[float], stages: int, embedding: floa
     sizes = tuple(sizes_of("cost", len(layers), stages, costs))
 
     def badness(sizes: tuple[int, ...]) -> tuple[Fraction, Fraction, tuple[int, ...]]:
-        found = times(sizes, costs)
+        stages = times(sizes, costs)
         later = tuple(-size for size in reversed(sizes))
-        return max(found), sum((time * time for time in found), Fraction()), later
+        return max(stages), sum((time * time for time in stages), Fraction()), later
 
     assert sizes in set(divisions(len(layers), stages))
     assert badness(sizes) == min(map(badness, divisions(len(layers), stages)))

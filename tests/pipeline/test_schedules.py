@@ -141,8 +141,8 @@ def test_bubbles_of_whole_backwards(
     if m >= p:
         several = Costs.uniform(p * virtual, virtual, *times)
         for name in ("gpipe", "interleaved"):
-            found = waste(build_schedule(name, p, m, virtual), several, total)
-            assert found == pytest.approx((p - 1) * total / virtual, abs=1e-6)
+            bubble = waste(build_schedule(name, p, m, virtual), several, total)
+            assert bubble == pytest.approx((p - 1) * total / virtual, abs=1e-6)
 
 
 @given(size=sizes, times=st.tuples(seconds, seconds, seconds))
@@ -158,13 +158,13 @@ def test_bubbles_of_split_backwards(size: tuple[int, int], times: tuple[float, f
     w = min(w, f)
     h1 = Costs.uniform(p, 1, f, b, w)
     if m >= p:
-        found = waste(build_schedule("zb_h1", p, m), h1, f + b + w)
-        assert found == pytest.approx((p - 1) * (f + b - w), abs=1e-6)
+        bubble = waste(build_schedule("zb_h1", p, m), h1, f + b + w)
+        assert bubble == pytest.approx((p - 1) * (f + b - w), abs=1e-6)
     w = min(w, b)
     h2 = Costs.uniform(p, 1, f, b, w)
     if m >= 2 * p - 1:
-        found = waste(build_schedule("zb_h2", p, m), h2, f + b + w)
-        assert found == pytest.approx((p - 1) * (f + b - 2 * w), abs=1e-6)
+        bubble = waste(build_schedule("zb_h2", p, m), h2, f + b + w)
+        assert bubble == pytest.approx((p - 1) * (f + b - 2 * w), abs=1e-6)
 
 
 @pytest.mark.parametrize("pipeline", range(1, 10))

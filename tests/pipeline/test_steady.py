@@ -57,9 +57,9 @@ def compare(seed: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, overrides in zip(range(count), cases(seed)):
         run = resolved(*overrides)
         with monkeypatch.context() as patch:
-            found = memory.per_pipeline_rank(run)
+            plans = memory.per_pipeline_rank(run)
             patch.setattr(memory, "shortened", unshortened)
-            assert found == memory.per_pipeline_rank(run), overrides
+            assert plans == memory.per_pipeline_rank(run), overrides
         shorter += shortened(run.plan.schedule).schedule.microbatches < run.plan.schedule.microbatches
     assert shorter > count / 3
 

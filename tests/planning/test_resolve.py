@@ -103,8 +103,8 @@ def test_the_tokenizer_is_read_only_where_it_must_be(tmp_path: Path) -> None:
 
 
 def test_a_configuration_without_files_is_completed_first() -> None:
-    found = resolve(Config(), Layout(world=1), vocab=100).config.model
-    assert (found.vocab, found.head_dim) == (100, found.hidden // found.heads)
+    model = resolve(Config(), Layout(world=1), vocab=100).config.model
+    assert (model.vocab, model.head_dim) == (100, model.hidden // model.heads)
 
 
 def test_learned_positions_have_no_rotary_fraction() -> None:

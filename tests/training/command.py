@@ -186,13 +186,13 @@ class Process:
 
     def ranks(self) -> dict[int, int]:
         """rank -> process id of the ranks this command has started."""
-        found = {}
+        processes = {}
         for process in children(self.popen.pid):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
                 # One that is between fork and exec has no rank yet.
-                found |= {int(v[5:]): process for v in variables if v.startswith(b"RANK=")}
-        return found
+                processes |= {int(v[5:]): process for v in variables if v.startswith(b"RANK=")}
+        return processes
 
     def wait(self, timeout: float = LONGEST) -> Result:
         status = self.popen.wait(timeout)
@@ -218,12 +218,12 @@ def children(process: int) -> list[int]:
 
 def alive(processes: Iterable[int]) -> list[int]:
     """Those that still run (a zombie does not)."""
-    found = []
+    running = []
     for process in processes:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             if Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-                found.append(process)
-    return found
+                running.append(process)
+    return running
 
 
 def wait_until_gone(processes: Iterable[int], timeout: float = LONGEST) -> None:

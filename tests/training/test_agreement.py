@@ -39,9 +39,9 @@ def test_a_difference_is_named_alike_on_all_ranks(pool: Pool) -> None:
     ]
     wanted = "optimizer.lr: rank 0 has 0.1, rank 2 has 0.3; all ranks need the same"
     assert pool.run(3, _compare, trees, "settings") == [wanted] * 3
-    found = pool.run(2, _compare, ["runs/step-1", "None"], "the newest checkpoint")
+    messages = pool.run(2, _compare, ["runs/step-1", "None"], "the newest checkpoint")
     assert (
-        found
+        messages
         == ["the newest checkpoint: rank 0 has runs/step-1, rank 1 has None; all ranks need the same"] * 2
     )
 
@@ -63,9 +63,9 @@ def _own_directories(parent: str) -> str:
 
 
 def test_a_run_directory_that_is_not_shared_is_refused(pool: Pool, tmp_path: object) -> None:
-    found = pool.run(2, _own_directories, str(tmp_path))
-    assert found[0] == found[1]
-    assert "is not the directory of rank 0; use a file system that all hosts share" in found[0]
+    messages = pool.run(2, _own_directories, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert "is not the directory of rank 0; use a file system that all hosts share" in messages[0]
 
 
 def test_loaded_weights_survive_a_step_in_bf16() -> None:
@@ -111,5 +111,5 @@ def test_loaded_weights_survive_a_step_in_bf16() -> None:
     ],
 )
 def test_peaks_go_by_whole_names(name: str, peak: float | None) -> None:
-    found = published_peaks(name)
-    assert (found and found[0]) == peak
+    peaks = published_peaks(name)
+    assert (peaks and peaks[0]) == peak

@@ -50,16 +50,16 @@ def _slicing(engine: Engine) -> Slicing:
 def _losses(config: Config, given: str = "whole") -> list[float]:
     engine, whole = engine_of(config), _whole()
     part = whole.part(_slicing(engine), engine.mesh.context.rank)
-    found = [engine.train_step([whole if given == "whole" else part]).loss for _ in range(3)]
+    losses = [engine.train_step([whole if given == "whole" else part]).loss for _ in range(3)]
     assert engine.samples == 6
-    return [*found, engine.evaluate([part if given == "whole" else whole])[0]]
+    return [*losses, engine.evaluate([part if given == "whole" else whole])[0]]
 
 
 def test_whole_microbatches_and_parts_of_them_are_the_same(pool: Pool) -> None:
     (wanted,) = pool.run(1, _losses, _config())
     for given in ("whole", "part"):
-        for found in pool.run(2, _losses, _config(context=2), given):
-            assert found == pytest.approx(wanted, rel=1e-12)
+        for losses in pool.run(2, _losses, _config(context=2), given):
+            assert losses == pytest.approx(wanted, rel=1e-12)
 
 
 def _cut(whole: Microbatch) -> Microbatch:
@@ -73,7 +73,7 @@ def _short(part: Microbatch) -> Microbatch:
 
 def _refusals(config: Config) -> list[str]:
     """What a step says of parts that are not this rank's; of an id that one rank alone has, all say it."""
-    engine, whole, found = engine_of(config), _whole(), []
+    engine, whole, messages = engine_of(config), _whole(), []
     slicing, other = _slicing(engine), 1 - engine.mesh.context.rank
     tokens = whole.tokens.clone()
     tokens[0, 0] = 64
@@ -95,9 +95,9 @@ def _refusals(config: Config) -> list[str]:
     for step in steps:
         with pytest.raises(HexadError) as error:
             step()
-        found.append(str(error.value))
+        messages.append(str(error.value))
     engine.train_step([whole])  # goes on
-    return found
+    return messages
 
 
 def test_mistakes_are_refused_on_every_rank(pool: Pool) -> None:
@@ -150,8 +150,8 @@ def test_16_bits_stay_near_float64(dtype: str, error: float, method: str, pool: 
     """The ranks differ by 3e-3 in bf16 and 8e-4 in fp16; a mistake by four times the bound."""
     (wanted,) = pool.run(1, _steps, _config())
     config = _config(dtype, context=2, context_method=method)
-    for found in pool.run(2, _steps, config):
-        assert found != wanted
-        assert found == pytest.approx(wanted, rel=error)
-    for found in pool.run(2, _steps, config, True):
-        assert found != pytest.approx(wanted, rel=4 * error)
+    for steps in pool.run(2, _steps, config):
+        assert steps != wanted
+        assert steps == pytest.approx(wanted, rel=error)
+    for steps in pool.run(2, _steps, config, True):
+        assert steps != pytest.approx(wanted, rel=4 * error)

@@ -41,18 +41,18 @@ def stepped(family: str, dropout: float, wanted: bool) -> tuple[set[str], list[t
     batch = [Microbatch(token, token.roll(-1), (0, 3, 8, 16)) for token in tokens]
     with deterministic(wanted, CPU):
         engine.train_step(batch)
-        with Operators() as found:
+        with Operators() as operators:
             engine.train_step(batch)
-    return found.called, [bucket.master.clone() for bucket in engine.buckets]
+    return operators.called, [bucket.master.clone() for bucket in engine.buckets]
 
 
 @pytest.mark.parametrize(("family", "dropout"), [("llama", 0.0), ("gpt2", 0.1)])
 def test_no_operator_adds_in_any_order(family: str, dropout: float) -> None:
     usual, expected = stepped(family, dropout, False)
-    called, found = stepped(family, dropout, True)
+    called, gradients = stepped(family, dropout, True)
     assert "index_add_" in usual and "index_put_" in called
     assert not [name for name in called if name.startswith(ATOMIC)]
-    for one, other in zip(found, expected):
+    for one, other in zip(gradients, expected):
         assert torch.equal(one, other)
 
 

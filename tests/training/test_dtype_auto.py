@@ -48,11 +48,11 @@ def test_what_only_calculates_assumes_a_gpu_unless_told_cpu(
     here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules[resolve.__module__], "cpu_has_bf16", lambda: here)
-    found = {
+    dtypes = {
         device: resolve(build_config({"run": {"device": device}}), Layout(world=1)).config.precision.dtype
         for device in ("auto", "cuda", "cpu")
     }
-    assert found == {"auto": "bf16", "cuda": "bf16", "cpu": "bf16" if here else "fp32"}
+    assert dtypes == {"auto": "bf16", "cuda": "bf16", "cpu": "bf16" if here else "fp32"}
 
 
 def test_reducing_in_bf16_needs_a_dtype_that_is_the_same_everywhere() -> None:

@@ -37,8 +37,8 @@ def losses(given: int, schedule: str, configured: int) -> list[float]:
 @pytest.mark.parametrize("microbatches", [2, 6])
 def test_a_step_may_have_another_number_of_microbatches(schedule: str, microbatches: int, pool: Pool) -> None:
     (alone,) = pool.run(1, losses, microbatches, "1f1b", 4)
-    for found in pool.run(2, losses, microbatches, schedule, 4):
-        assert found == pytest.approx(alone, rel=1e-10)
+    for of_rank in pool.run(2, losses, microbatches, schedule, 4):
+        assert of_rank == pytest.approx(alone, rel=1e-10)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
@@ -59,15 +59,15 @@ def refusals(zero: int) -> list[str]:
     """What training and evaluation say where the ranks have different numbers of microbatches."""
     config = config_of(parallel={"zero": zero})
     engine = engine_of(config)
-    found = []
+    messages = []
     for step in (engine.train_step, engine.evaluate):
         try:
             step(batch(config, 1 + engine.mesh.rank))
-            found.append("")
+            messages.append("")
         except HexadError as error:
-            found.append(str(error))
+            messages.append(str(error))
     assert engine.train_step(batch(config, 2)).step == 1
-    return found
+    return messages
 
 
 @pytest.mark.parametrize("zero", [0, 3])

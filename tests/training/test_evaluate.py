@@ -71,37 +71,37 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_equals_the_trainers_validation(layout: str, trained: RunFile, pool: Pool) -> None:
     ranks, overrides = LAYOUTS[layout]
-    found = evaluated(pool if ranks > 1 else None, trained.newest, ranks, *overrides, batches=3)
+    scores = evaluated(pool if ranks > 1 else None, trained.newest, ranks, *overrides, batches=3)
     line = trained.metrics[-1]
-    assert {name: score["loss"] for name, score in found.items()} == pytest.approx(
+    assert {name: score["loss"] for name, score in scores.items()} == pytest.approx(
         line["validation_losses"], rel=1e-12
     )
-    tokens = sum(score["tokens"] for score in found.values())
-    loss_sum = sum(score["loss"] * score["tokens"] for score in found.values())
+    tokens = sum(score["tokens"] for score in scores.values())
+    loss_sum = sum(score["loss"] * score["tokens"] for score in scores.values())
     assert line["validation_loss"] == pytest.approx(loss_sum / tokens, rel=1e-12)
 
 
 @pytest.mark.parametrize("overrides", [(), ("data.documents=isolate", "batch.micro=3", "batch.global=9")])
 def test_all_samples_are_evaluated_once(overrides: tuple[str, ...], trained: RunFile, data: str) -> None:
     """Also where the last batch is not full; bytes are those of the targets."""
-    found = evaluated(None, trained.newest, 1, *overrides, data={"train": data})["train"]
+    score = evaluated(None, trained.newest, 1, *overrides, data={"train": data})["train"]
     isolate = bool(overrides)
     documents: Any = "isolate" if isolate else "join"
     with DataLoader(data, sequence=16, documents=documents, micro=1, global_batch=1, seed=1234) as loader:
         samples = loader.samples
         labels = [loader.step(index)[0].labels for index in range(samples)]
     assert samples % 9 and samples == (len(IndexedDataset(data).tokens) - 1) // 16
-    assert found["tokens"] == sum(int((label >= 0).sum()) for label in labels)
-    assert found["bytes"] == sum(int(((label >= 0) & (label < 256)).sum()) for label in labels)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    bits = found["loss"] * found["tokens"] / math.log(2) / found["bytes"]
-    assert found["bits_per_byte"] == pytest.approx(bits)
+    assert score["tokens"] == sum(int((label >= 0).sum()) for label in labels)
+    assert score["bytes"] == sum(int(((label >= 0) & (label < 256)).sum()) for label in labels)
+    assert score["perplexity"] == pytest.approx(math.exp(score["loss"]))
+    bits = score["loss"] * score["tokens"] / math.log(2) / score["bytes"]
+    assert score["bits_per_byte"] == pytest.approx(bits)
 
 
 def test_a_published_model_has_the_loss_of_transformers(tmp_path: Path, data: str) -> None:
     source = theirs.save("qwen2", tmp_path / "hf", torch.float64)
     options = ("data.tokenizer=byte", "data.sequence=24", "precision.dtype=fp64")
-    found = evaluated(None, f"hf:{source}", 1, *options, data={"mine": data})["mine"]
+    score = evaluated(None, f"hf:{source}", 1, *options, data={"mine": data})["mine"]
     model, total, count = theirs.load(source), 0.0, 0
     with DataLoader(data, sequence=24, micro=1, global_batch=1, seed=1234) as loader:
         batches = [loader.step(index)[0] for index in range(loader.samples)]
@@ -110,8 +110,8 @@ def test_a_published_model_has_the_loss_of_transformers(tmp_path: Path, data: st
             logits = model(batch.tokens).logits.flatten(0, 1)
             total += torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="sum").item()
             count += batch.labels.numel()
-    assert found["tokens"] == count
-    assert found["loss"] == pytest.approx(total / count, rel=1e-10)
+    assert score["tokens"] == count
+    assert score["loss"] == pytest.approx(total / count, rel=1e-10)
 
 
 def test_adapters_are_evaluated_with_their_base(tmp_path: Path, data: str, pool: Pool) -> None:
@@ -121,8 +121,8 @@ def test_adapters_are_evaluated_with_their_base(tmp_path: Path, data: str, pool:
     assert run.train(*overrides).status == 0
     wanted = run.metrics[-1]["validation_loss"]
     for ranks, layout in ((1, ()), (2, ("parallel.tensor=2",)), (2, ("parallel.zero=3",))):
-        found = evaluated(pool if ranks > 1 else None, run.newest, ranks, *layout, batches=2)
-        assert found["validation"]["loss"] == pytest.approx(wanted, rel=1e-12)
+        scores = evaluated(pool if ranks > 1 else None, run.newest, ranks, *layout, batches=2)
+        assert scores["validation"]["loss"] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_evaluation_needs_no_gradients_or_optimizer_state(trained: RunFile) -> None:
@@ -168,8 +168,8 @@ def test_names_of_data_may_have_dots(trained: RunFile, data: str) -> None:
     wrong = call("evaluate", str(trained.directory), "--data", data, f"data.v2={data}")
     assert wrong.error.startswith("data.v2: unknown key")
     missing = call("evaluate", str(trained.directory), "--data", data, "batchs.micro=2").error
-    found = "--data: found 'batchs.micro=2', but 2.idx: no such file"
-    assert missing == f"{found} (did you mean the setting 'batch.micro'?)"
+    message = "--data: found 'batchs.micro=2', but 2.idx: no such file"
+    assert missing == f"{message} (did you mean the setting 'batch.micro'?)"
 
 
 def test_a_name_that_is_given_stays(trained: RunFile, data: str) -> None:

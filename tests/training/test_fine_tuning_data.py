@@ -22,15 +22,17 @@ LLAMA = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "nu
 def chats(directory: Path, count: int) -> tuple[str, list[list[dict[str, Any]]]]:
     """A tokenizer and ``directory/d``, conversations of different lengths."""
     spec = chat_tokenizer(directory / "tok", GENERATION)
-    found = []
+    conversations = []
     for number in range(count):
         base = CONVERSATIONS[number % 3]
-        found.append([{**message, "content": message["content"] + f" {number}" * number} for message in base])
-    write_lines(directory / "in.jsonl", [{"messages": each} for each in found])
+        conversations.append(
+            [{**message, "content": message["content"] + f" {number}" * number} for message in base]
+        )
+    write_lines(directory / "in.jsonl", [{"messages": conversation} for conversation in conversations])
     options = ("--output", str(directory / "d"), "--tokenizer", spec, "--workers", "1")
     built = call("data", "build", "--input", str(directory / "in.jsonl"), *options)
     assert built.status == 0 and "are trained" in built.out, built.err
-    return spec, found
+    return spec, conversations
 
 
 def oracle(directory: Path, spec: str, conversations: list[list[dict[str, Any]]]) -> tuple[float, float]:
@@ -39,12 +41,12 @@ def oracle(directory: Path, spec: str, conversations: list[list[dict[str, Any]]]
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
     total, targets = torch.zeros((), dtype=torch.float64), 0
     for messages in conversations:
-        found = tokenizer.apply_chat_template(
+        encoded = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
         )
-        labels = found["input_ids"].masked_fill(found["assistant_masks"] == 0, -100)
+        labels = encoded["input_ids"].masked_fill(encoded["assistant_masks"] == 0, -100)
         # Not their own loss, which is computed in float32; the same positions and labels.
-        logits = model(found["input_ids"]).logits[0, :-1]
+        logits = model(encoded["input_ids"]).logits[0, :-1]
         total = total + torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
         targets += int((labels[:, 1:] != -100).sum())
     (total / targets).backward()
@@ -128,7 +130,7 @@ def test_layouts_have_the_same_losses(
     assert alone.train().status == 0
     together = tuned(tmp_path / "b", **groups)
     ranks = math.prod(
-        int(each.split("=")[1]) for each in layout if "zero" not in each and "layers" not in each
+        int(setting.split("=")[1]) for setting in layout if "zero" not in setting and "layers" not in setting
     )
     assert together.world(pool, ranks, *layout) == [(0, "")] * ranks
     assert together.losses == pytest.approx(alone.losses, rel=1e-9)

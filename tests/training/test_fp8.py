@@ -44,10 +44,10 @@ def test_checkpoints_of_fp8_and_bf16_are_exchanged(make_run: MakeRun) -> None:
 
     wide = trained("bf16", "bf16").losses
     for first, then in (("bf16", "fp8"), ("fp8", "bf16"), ("fp8", "fp8")):
-        found = trained(first, then).losses
-        assert found == pytest.approx(wide, rel=0.03)
-        assert (found[:8] == wide[:8]) == (first == "bf16")
-        assert found[8:] != wide[8:]
+        losses = trained(first, then).losses
+        assert losses == pytest.approx(wide, rel=0.03)
+        assert (losses[:8] == wide[:8]) == (first == "bf16")
+        assert losses[8:] != wide[8:]
 
 
 @pytest.mark.usefixtures("capable")

@@ -83,7 +83,7 @@ LAYOUTS = [(1, ()), (4, FOUR), (4, ("parallel.pipeline=2", "parallel.schedule=zb
 
 @pytest.mark.parametrize("how", ["nan", pytest.param("spike", marks=pytest.mark.slow)])
 def test_a_step_is_skipped_alike_in_every_layout(make_run: MakeRun, pool: Pool, how: str) -> None:
-    found = []
+    traces = []
     for ranks, layout in LAYOUTS:
         run = make_run(run={"steps": 14})
         options = (*SPIKE, "faults.on_spike=skip") if how == "spike" else ("faults.not_finite=skip",)
@@ -94,9 +94,9 @@ def test_a_step_is_skipped_alike_in_every_layout(make_run: MakeRun, pool: Pool, 
         what = "spike" if how == "spike" else "not finite"
         assert what in lines[10]["fault"] and all("fault" not in line for line in lines if line["step"] != 11)
         assert lines[11]["samples"] == 48  # its data is consumed
-        found.append(run.losses)
-    for other in found[1:]:
-        np.testing.assert_allclose(other, found[0], rtol=1e-9)
+        traces.append(run.losses)
+    for other in traces[1:]:
+        np.testing.assert_allclose(other, traces[0], rtol=1e-9)
 
 
 @pytest.mark.parametrize("how", ["nan", "spike"])
@@ -154,8 +154,8 @@ def test_faults_in_a_row_end_the_run(make_run: MakeRun, pool: Pool, action: str)
     for most, status in ((4, 2), (5, 0)):
         run = make_run(run={"steps": 18})
         options = (f"faults.not_finite={action}", f"faults.most={most}")
-        found, text = train(run, pool, "nan", *options, samples=MANY)[0]
-        assert found == status, text
+        code, text = train(run, pool, "nan", *options, samples=MANY)[0]
+        assert code == status, text
         if status:
             assert "faults.most 4 consecutive faults came before it" in text
         else:
@@ -165,8 +165,8 @@ def test_faults_in_a_row_end_the_run(make_run: MakeRun, pool: Pool, action: str)
 def test_stopping_is_the_default(make_run: MakeRun, pool: Pool) -> None:
     for how, what in (("nan", "the gradient is not finite"), ("spike", "is a spike, above ")):
         run = make_run()
-        found, text = train(run, pool, how, *SPIKE, "faults.on_spike=stop")[0]
-        assert found == 2 and "error: step 11: the loss " in text and what in text
+        status, text = train(run, pool, how, *SPIKE, "faults.on_spike=stop")[0]
+        assert status == 2 and "error: step 11: the loss " in text and what in text
         assert run.metrics[-1]["skipped"] and len(run.metrics) == 11
 
 

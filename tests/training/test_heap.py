@@ -17,9 +17,9 @@ from hexad.engine import state
 def _resident() -> int:
     """Bytes."""
     text = Path("/proc/self/status").read_text(encoding="utf-8")
-    found = re.search(r"VmRSS:\s+(\d+) kB", text)
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"VmRSS:\s+(\d+) kB", text)
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim")
@@ -33,7 +33,7 @@ def test_what_is_free_between_blocks_in_use_is_given_back() -> None:
     gc.collect()
     state.give_back()
     assert before - _resident() > 0.8 * size * count * 0.9
-    assert all(bool((each == 1).all()) for each in kept)
+    assert all(bool((block == 1).all()) for block in kept)
 
 
 def test_memory_is_given_back_once_it_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,5 +42,5 @@ def test_memory_is_given_back_once_it_has_grown(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(state, "give_back", lambda: None)
     of_engine = state.Heap()
     # The second step begins with nothing free: it tells what a step needs. The fifth too, but more.
-    found = [of_engine.step_ended() for _ in range(9)]
-    assert found == [True, False, False, True, False, False, True, False, False]
+    answers = [of_engine.step_ended() for _ in range(9)]
+    assert answers == [True, False, False, True, False, False, True, False, False]

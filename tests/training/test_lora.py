@@ -114,23 +114,23 @@ def test_losses_are_those_of_peft(name: str, targets: Any, tmp_path: Path) -> No
         source, linear if targets == "all" else targets, theirs.MODELS[name][0], adapters_of(engine)
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert sum(each.numel() for each in trained) == trained_count(engine.config.model)
+    assert sum(parameter.numel() for parameter in trained) == trained_count(engine.config.model)
     optimizer = torch.optim.AdamW(trained, LR, (0.9, 0.95), 1e-4, 0.1)
     generator = torch.Generator().manual_seed(0)
     with theirs.exact_norms():
         for _ in range(STEPS):
             batch = random_batch(generator)
-            found = engine.train_step([batch])
+            result = engine.train_step([batch])
             logits = model(batch.tokens).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
             optimizer.zero_grad()
             loss.backward()
-            norm = torch.nn.utils.get_total_norm(each.grad for each in trained)
-            for each in trained:
-                each.grad.mul_(0.05 / norm)
+            norm = torch.nn.utils.get_total_norm(parameter.grad for parameter in trained)
+            for weight in trained:
+                weight.grad.mul_(0.05 / norm)
             optimizer.step()
-            assert found.loss == pytest.approx(loss.item(), rel=1e-9)
-            assert found.grad_norm == pytest.approx(norm.item(), rel=1e-9)
+            assert result.loss == pytest.approx(loss.item(), rel=1e-9)
+            assert result.grad_norm == pytest.approx(norm.item(), rel=1e-9)
             assert norm > 0.05
 
 
@@ -146,15 +146,15 @@ def test_adapters_train_in_fp16(tmp_path: Path) -> None:
     first, losses, scales = adapters_of(half), [], [2.0**40]
     for _ in range(8):
         before = adapters_of(half)
-        while (found := half.train_step([batch])).skipped:
-            assert found.loss_scale == scales[-1] and found.fault is None
+        while (result := half.train_step([batch])).skipped:
+            assert result.loss_scale == scales[-1] and result.fault is None
             scales.append(scales[-1] / 2)
             assert all(torch.equal(values, before[name]) for name, values in adapters_of(half).items())
         wanted = single.train_step([batch])
-        losses.append(found.loss)
-        assert found.loss_scale == scales[-1]
-        assert found.loss == pytest.approx(wanted.loss, rel=1e-3)
-        assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-2)
+        losses.append(result.loss)
+        assert result.loss_scale == scales[-1]
+        assert result.loss == pytest.approx(wanted.loss, rel=1e-3)
+        assert result.grad_norm == pytest.approx(wanted.grad_norm, rel=2e-2)
     assert 2.0**8 < scales[-1] < 2.0**40 and losses[-1] < losses[0] - 0.1
     for chunk, values in zip(half.frozen(), frozen):
         assert torch.equal(chunk.tensor, values), chunk.name
@@ -277,10 +277,10 @@ def test_exports_compute_the_same(name: str, tmp_path: Path, data: str) -> None:
     with theirs.exact_norms(), torch.no_grad():
         plain = theirs.load(source)(tokens).logits
         wanted = theirs.load(tmp_path / "merged")(tokens).logits
-        found = model(tokens).logits
+        computed = model(tokens).logits
     ours = logits(run.directory, tokens)
     assert (wanted - plain).abs().max() > 1e-3
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(computed, wanted, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
 
 
@@ -342,9 +342,9 @@ def test_what_cannot_be_selected_is_refused() -> None:
     mesh = Mesh.create(Layout(world=1), torch.device("cpu"))
 
     def error(**model: Any) -> str:
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as raised:
             Engine(build_config({"model": {"vocab": 9, **model}}), mesh)
-        return str(found.value)
+        return str(raised.value)
 
     assert error(train=["norms"]).endswith("'norms', which matches no name (did you mean 'norm'?)")
     assert "model.train: found [], which trains nothing" in error(train=[])

@@ -141,9 +141,9 @@ def test_plain_modules_train_as_in_a_plain_loop(
     losses, norms, weights = by_torch()
     results = pool.run(world, by_engine, zero, microbatches, own_loop)
     assert {name for *_, pieces in results for name in pieces} == weights.keys()
-    for found, found_norms, pieces in results:
-        assert found == pytest.approx(losses, rel=1e-12)
-        assert found_norms == pytest.approx(norms, rel=1e-12)
+    for rank_losses, rank_norms, pieces in results:
+        assert rank_losses == pytest.approx(losses, rel=1e-12)
+        assert rank_norms == pytest.approx(norms, rel=1e-12)
         for name, (where, values) in pieces.items():
             torch.testing.assert_close(values, weights[name][where], rtol=1e-10, atol=1e-12, msg=name)
 
@@ -163,7 +163,7 @@ def skipping_engine(zero: int, microbatches: int) -> list[float]:
     engine = Engine(Plain().double(), mesh, module_config(zero), compute=skipping_loss)
     norms = []
     for step in range(STEPS):
-        parts = list(zip(*(each.chunk(world * microbatches) for each in samples_of(step)), range(ROWS)))
+        parts = list(zip(*(values.chunk(world * microbatches) for values in samples_of(step)), range(ROWS)))
         engine.begin(microbatches)
         engine.accumulate(parts[mesh.rank * microbatches : (mesh.rank + 1) * microbatches])
         engine.reduce()
@@ -181,12 +181,12 @@ def test_data_ranks_may_leave_out_different_parameters(zero: int, pool: Pool) ->
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        for part in zip(*(each.chunk(6) for each in samples_of(step)), range(6)):
+        for part in zip(*(values.chunk(6) for values in samples_of(step)), range(6)):
             skipping_loss(model, part).backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
-    for found in pool.run(3, skipping_engine, zero, 2):
-        assert found == pytest.approx(norms, rel=1e-5)  # torch's clipping adds 1e-6 to the norm
+    for of_rank in pool.run(3, skipping_engine, zero, 2):
+        assert of_rank == pytest.approx(norms, rel=1e-5)  # torch's clipping adds 1e-6 to the norm
 
 
 @pytest.mark.parametrize("own_loop", [True, False])
@@ -302,7 +302,7 @@ def toy(expert: int, zero: int, directory: str, load: bool) -> tuple[list[float]
     while engine.step < 4:
         x, y = samples_of(engine.step)
         experts = torch.randint(EXPERTS, (ROWS,), generator=torch.Generator().manual_seed(engine.step))
-        part = tuple(each.chunk(world)[mesh.rank] for each in (x, y, experts))
+        part = tuple(values.chunk(world)[mesh.rank] for values in (x, y, experts))
         engine.begin(1)
         total = engine.accumulate([part])
         engine.reduce()
@@ -320,7 +320,8 @@ def toy(expert: int, zero: int, directory: str, load: bool) -> tuple[list[float]
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("world", "expert"), [(4, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (4, 4)))]
+    ("world", "expert"),
+    [(4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 2), (4, 4)))],
 )
 def test_a_weight_divided_over_another_axis(
     world: int, expert: int, zero: int, pool: Pool, tmp_path: Path
@@ -330,10 +331,11 @@ def test_a_weight_divided_over_another_axis(
     weights = {name: values for name, _, values in whole}
     for load, directory in ((False, "many"), (True, "one")):
         begin = 2 if load else 0
-        for found, found_norms, pieces in pool.run(world, toy, expert, zero, str(tmp_path / directory), load):
-            assert found == pytest.approx(losses[begin:], rel=1e-10)
-            assert found_norms == pytest.approx(norms[begin:], rel=1e-10)
+        results = pool.run(world, toy, expert, zero, str(tmp_path / directory), load)
+        for rank_losses, rank_norms, pieces in results:
+            assert rank_losses == pytest.approx(losses[begin:], rel=1e-10)
+            assert rank_norms == pytest.approx(norms[begin:], rel=1e-10)
             for name, where, values in pieces:
                 torch.testing.assert_close(values, weights[name][where], rtol=1e-9, atol=1e-12, msg=name)
-    ((found, _, _),) = pool.run(1, toy, 1, 0, str(tmp_path / "many"), True)
-    assert found == pytest.approx(losses[2:], rel=1e-10)
+    ((rank_losses, _, _),) = pool.run(1, toy, 1, 0, str(tmp_path / "many"), True)
+    assert rank_losses == pytest.approx(losses[2:], rel=1e-10)

@@ -44,9 +44,9 @@ def paced() -> dict[str, float] | None:
 
 def test_slowest_rank_is_named(pool: Pool) -> None:
     """Compared on the hosts."""
-    found = pool.run(3, paced)
-    assert found == [found[0]] * 3
-    assert found[0]["rank"] == 1 and found[0]["seconds"] >= 1.0 > found[0]["fastest_seconds"]
+    paces = pool.run(3, paced)
+    assert paces == [paces[0]] * 3
+    assert paces[0]["rank"] == 1 and paces[0]["seconds"] >= 1.0 > paces[0]["fastest_seconds"]
 
 
 def compared() -> bool:

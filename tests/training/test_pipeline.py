@@ -72,7 +72,7 @@ def pair(make_run: MakeRun, data: str) -> Pair:
 
 
 @pytest.mark.parametrize(
-    "name", [each if each == "to and fro" else pytest.param(each, marks=pytest.mark.slow) for each in OWN]
+    "name", [name if name == "to and fro" else pytest.param(name, marks=pytest.mark.slow) for name in OWN]
 )
 def test_own_schedules(name: str, pair: Pair, pool: Pool, tmp_path: Path) -> None:
     run, alone = pair()

@@ -67,8 +67,8 @@ def stage_modules(kind: str) -> list[nn.Module]:
     if kind == "first":
         stages[0].requires_grad_(False)
     if kind == "mixed":
-        for each in stages:
-            each[0].requires_grad_(False)
+        for module in stages:
+            module[0].requires_grad_(False)
     return stages
 
 
@@ -108,7 +108,7 @@ def by_engine(kind: str, zero: int, directory: str, schedule: str) -> tuple[list
         losses = []
         for step in range(first, first + 2):
             parts = [
-                each.chunk(2) for each in (x.chunk(mesh.data.size)[mesh.data.rank] for x in samples_of(step))
+                part.chunk(2) for part in (x.chunk(mesh.data.size)[mesh.data.rank] for x in samples_of(step))
             ]
             engine.begin(2)
             total = engine.accumulate([tuple(part) for part in zip(*parts)])
@@ -140,15 +140,19 @@ def test_stages_with_the_same_names_and_nothing_to_train(
 ) -> None:
     losses, weights = by_torch(kind, 4)
     results = pool.run(2, by_engine, kind, zero, str(tmp_path), schedule)
-    found = {name.removeprefix("model."): values for _, held in results for name, values in held.items()}
+    stored_values = {
+        name.removeprefix("model."): values for _, held in results for name, values in held.items()
+    }
     prefix = "stages." if kind != "last" else ""
     for name, values in weights.items():
         stored = name if prefix else name.removeprefix("stages.0.")
-        torch.testing.assert_close(found[stored][1].view(values.shape), values, rtol=1e-10, atol=1e-12)
-    assert not any("cache" in name for name in found)
-    assert found["stages.1.3.seen" if prefix else "seen"][1].tolist() == [4 * ROWS]
-    for each, _ in results:
-        assert each == pytest.approx(losses[2:], rel=1e-12)
+        torch.testing.assert_close(
+            stored_values[stored][1].view(values.shape), values, rtol=1e-10, atol=1e-12
+        )
+    assert not any("cache" in name for name in stored_values)
+    assert stored_values["stages.1.3.seen" if prefix else "seen"][1].tolist() == [4 * ROWS]
+    for rank_losses, _ in results:
+        assert rank_losses == pytest.approx(losses[2:], rel=1e-12)
 
 
 # Values at the beginning
@@ -196,8 +200,8 @@ def begun(zero: int, directory: str) -> tuple[bool, list[torch.Tensor]]:
 def test_copies_begin_with_the_values_of_the_first_rank(zero: int, pool: Pool, tmp_path: Path) -> None:
     results = pool.run(4, begun, zero, str(tmp_path))
     assert all(same for same, _ in results)
-    for _, found in results:
-        for values, expected in zip(found[:3], results[0][1]):
+    for _, of_rank in results:
+        for values, expected in zip(of_rank[:3], results[0][1]):
             assert torch.equal(values, expected)
     if zero == 0:
         assert torch.equal(results[0][1][3], results[3][1][3])
@@ -290,7 +294,7 @@ def norm_of(form: str) -> tuple[float, float]:
     engine = Engine(model, mesh, module_config(3))
     engine.begin(2)
     # The forward passes of both before either's backward: weights come to lie in other buffers than before.
-    for loss in [model(each) for each in x.chunk(mesh.data.size)[mesh.data.rank].chunk(2)]:
+    for loss in [model(rows) for rows in x.chunk(mesh.data.size)[mesh.data.rank].chunk(2)]:
         loss.backward()
     engine.reduce()
     return float(expected), engine.update(0.0)
@@ -298,8 +302,8 @@ def norm_of(form: str) -> tuple[float, float]:
 
 @pytest.mark.parametrize("form", [*FORMS, "nested"])
 def test_sharded_modules_of_any_structure(form: str, pool: Pool) -> None:
-    for expected, found in pool.run(2, norm_of, form):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for expected, norm in pool.run(2, norm_of, form):
+        assert norm == pytest.approx(expected, rel=1e-12)
 
 
 # What is refused
@@ -419,7 +423,7 @@ def routed(zero: int) -> float:
     group = dist.new_group([*range(dist.get_world_size())], use_local_synchronization=True)
     dist.all_reduce(torch.ones(1), group=group)
     engine.begin(1)
-    engine.accumulate([tuple(each.chunk(mesh.data.size)[mesh.data.rank] for each in samples_of(0))])
+    engine.accumulate([tuple(values.chunk(mesh.data.size)[mesh.data.rank] for values in samples_of(0))])
     engine.reduce()
     return engine.update(0.1)
 

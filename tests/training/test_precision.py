@@ -51,11 +51,11 @@ def batch_of(engine: Engine) -> list[Microbatch]:
 
 def scales(overflows: list[bool], **settings: Any) -> list[float]:
     scaler = LossScaler(config_of(DEFAULTS, precision={"dtype": "fp16", **settings}).precision)
-    found = []
+    values = []
     for overflow in overflows:
         scaler.update(overflow)
-        found.append(scaler.scale)
-    return found
+        values.append(scaler.scale)
+    return values
 
 
 def test_two_overflows_then_growth() -> None:
@@ -225,9 +225,9 @@ def test_layouts_stay_near_one_process(precision: dict[str, Any], tolerance: flo
     ):
         world = parallel.get("data", 1) * parallel.get("tensor", 1) * parallel.get("pipeline", 1)
         config = config_of(DEFAULTS, precision=precision, parallel=parallel)
-        ((found, found_norms), *_) = pool.run(world, traces_of, config)
-        assert found == pytest.approx(alone, rel=tolerance), parallel
-        assert found_norms == pytest.approx(norms, rel=16 * tolerance), parallel
+        ((losses, rank_norms), *_) = pool.run(world, traces_of, config)
+        assert losses == pytest.approx(alone, rel=tolerance), parallel
+        assert rank_norms == pytest.approx(norms, rel=16 * tolerance), parallel
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
@@ -300,9 +300,9 @@ def test_small_probabilities_over_millions_of_targets_do_not_underflow_in_fp16()
     divisor = engine.language.divisor(targets)
     labels = torch.zeros(24, dtype=torch.int64)
     head_loss_sum(x, weight, labels, vocab, Shard(), engine.scaler.scale / divisor)
-    found = weight.gradient_accumulator.total / (engine.scaler.scale * targets / divisor)  # type: ignore[attr-defined]
+    gradient = weight.gradient_accumulator.total / (engine.scaler.scale * targets / divisor)  # type: ignore[attr-defined]
     wanted = x.double().sum(0) / vocab / targets  # of every row but the first, all logits being 0
-    assert ((found[1:] - wanted).norm(dim=1) / wanted.norm()).max() < 2**-10
+    assert ((gradient[1:] - wanted).norm(dim=1) / wanted.norm()).max() < 2**-10
 
 
 # A whole run

@@ -137,8 +137,8 @@ def test_tensorboard(make_run: MakeRun) -> None:
     assert run.train().status == 0
     events = EventAccumulator(str(run.directory / "tensorboard"))
     events.Reload()
-    found = {scalar.step: scalar.value for scalar in events.Scalars("loss")}
-    assert found == pytest.approx(dict(enumerate(run.losses, 1)), rel=1e-6)
+    values = {scalar.step: scalar.value for scalar in events.Scalars("loss")}
+    assert values == pytest.approx(dict(enumerate(run.losses, 1)), rel=1e-6)
     assert "comm_bytes/tensor" in events.Tags()["scalars"]
 
 

@@ -106,8 +106,8 @@ def test_usr1_before_the_first_step(make_run: MakeRun, start: Start, moment: str
 
 def _blocks(process: int, number: signal.Signals) -> bool:
     """Whether a process holds a signal back."""
-    found = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
-    return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+    match = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{process}/status").read_text())
+    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("moment", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])

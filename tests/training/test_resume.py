@@ -132,8 +132,8 @@ def test_changed_settings_are_told(make_run: MakeRun) -> None:
     result = run.train(
         "run.steps=4", "run.seed=5", "optimizer.lr=0.02", "parallel.zero=1", "lr_schedule.decay_steps=auto"
     )
-    found = [line.partition("changed since: ")[2] for line in result.err.splitlines()]
-    assert [line for line in found if line] == [
+    changes = [line.partition("changed since: ")[2] for line in result.err.splitlines()]
+    assert [line for line in changes if line] == [
         "run.seed: 1234 -> 5",
         "parallel.zero: 0 -> 1",
         "optimizer.lr: 0.01 -> 0.02",
@@ -297,14 +297,14 @@ def test_the_batch_may_change_and_the_samples_follow_on(
     still = ("optimizer.lr=1e-30", "lr_schedule.min_lr=0", "lr_schedule.kind=constant")
     run, reference = make_run(), make_run()
     assert reference.train(*still, "batch.global=1", "run.steps=24").status == 0
-    each = reference.losses
+    losses = reference.losses
     assert run.train(*still, "run.steps=2").status == 0  # samples 0 to 7
     settings = (*still, "batch.global=6", "batch.micro=3", "run.steps=4", "parallel.data=2")
     assert run.world(pool, 2, *settings) == [(0, "")] * 2  # 8 to 19
     assert run.train(*still, "batch.global=2", "batch.micro=2", "run.steps=6").status == 0  # 20 to 23
     assert [line["samples"] for line in run.metrics] == [4, 8, 14, 20, 22, 24]
     ends = [0, *(line["samples"] for line in run.metrics)]
-    expected = [float(np.mean(each[begin:end])) for begin, end in pairwise(ends)]
+    expected = [float(np.mean(losses[begin:end])) for begin, end in pairwise(ends)]
     np.testing.assert_allclose(run.losses, expected, rtol=1e-9)
 
 

@@ -140,17 +140,17 @@ def agent(tmp_path: Path, ends: dict[int, tuple[int, str]], **state: set[int]) -
 def test_an_abort_after_a_timeout_is_reported_as_a_timeout(tmp_path: Path) -> None:
     message = f"CommError: all_reduce over axis {AXIS} timed out: not completed within 600 s"
     ends = {0: (-signal.SIGABRT, message), 1: (-signal.SIGKILL, "")}
-    found = agent(tmp_path, ends, ended_by_us={1}, killed={1})
-    assert found.message is not None and found.status == 1
-    assert found.message.startswith(f"rank 0 (process 100) was aborted by torch's watchdog: {message}")
-    assert "; rank 1 hung; " in found.message and "SIGABRT" not in found.message
+    failure = agent(tmp_path, ends, ended_by_us={1}, killed={1})
+    assert failure.message is not None and failure.status == 1
+    assert failure.message.startswith(f"rank 0 (process 100) was aborted by torch's watchdog: {message}")
+    assert "; rank 1 hung; " in failure.message and "SIGABRT" not in failure.message
     # A rank that was killed is what the others waited for.
-    found = agent(tmp_path, {0: ends[0], 1: (-signal.SIGSEGV, "")})
-    assert found.message is not None and "rank 1 (process 101) was killed by SIGSEGV" in found.message
+    failure = agent(tmp_path, {0: ends[0], 1: (-signal.SIGSEGV, "")})
+    assert failure.message is not None and "rank 1 (process 101) was killed by SIGSEGV" in failure.message
     # One that notices the abort, and has written its message first, is not the cause.
     lost = (1, "CommError: all_reduce failed: connection closed by peer")
-    found = agent(tmp_path, {0: lost, 1: ends[0]})
-    assert found.message is not None and found.message.startswith("rank 1 (process 101) was aborted")
+    failure = agent(tmp_path, {0: lost, 1: ends[0]})
+    assert failure.message is not None and failure.message.startswith("rank 1 (process 101) was aborted")
     # Without the message it is any abort.
-    found = agent(tmp_path, {0: (-signal.SIGABRT, "")})
-    assert found.message is not None and "was killed by SIGABRT" in found.message
+    failure = agent(tmp_path, {0: (-signal.SIGABRT, "")})
+    assert failure.message is not None and "was killed by SIGABRT" in failure.message

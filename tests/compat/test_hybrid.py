@@ -47,8 +47,12 @@ def expected(directory: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
-        pytest.param(4, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
+        (2, "--pipeline-model-parallel-size 2"),
+        pytest.param(
+            4,
+            "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", marks=pytest.mark.slow
         ),

@@ -138,9 +138,8 @@ def test_a_signal_saves_and_stops_one_rank(
     assert run.losses[:count] == alone.losses[:count]
 
 
-@pytest.mark.parametrize(
-    ("number", "ranks"), [pytest.param(signal.SIGTERM, 4, marks=pytest.mark.slow), (signal.SIGINT, 2)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 4), (signal.SIGINT, 2)])
 def test_a_signal_saves_and_stops_all_ranks(
     make_run: MakeRun, start: Start, four: RunFile, pool: Pool, number: signal.Signals, ranks: int
 ) -> None:

@@ -161,10 +161,10 @@ def _drop_microbatch(mesh: Mesh) -> Patches:
     original = executor._Walk._backward
 
     def backward(self: Any, stage: int, microbatch: int, gradient: Any, split: bool) -> Any:
-        scale = self._scale
-        self._scale = 0.0 if microbatch == 1 else scale
+        scale = self.scale
+        self.scale = 0.0 if microbatch == 1 else scale
         result = original(self, stage, microbatch, gradient, split)
-        self._scale = scale
+        self.scale = scale
         return result
 
     return [mock.patch.object(executor._Walk, "_backward", backward)]

@@ -235,8 +235,6 @@ def _times(
                 waiting[other] = -1
                 stack.append(other)
     if any(len(done) < len(actions) for done, actions in zip(times, schedule.ranks)):
-        validate(
-            schedule, forward_only=not any(kind != "F" for actions in schedule.ranks for kind, *_ in actions)
-        )
+        validate(schedule)
         raise ScheduleError("the schedule cannot be carried out")
     return tuple(map(tuple, times))

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -147,10 +147,7 @@ def zb_v(pipeline: int, microbatches: int) -> Schedule:
     Every rank holds the activations of at most ``2 * p`` stages, that is of ``p`` complete microbatches: as
     many as 1F1B's first rank.
     """
-    planned = max(microbatches, 2 * pipeline)
-    return _schedule(
-        "zb_v", pipeline, microbatches, [_zb_v(pipeline, rank, planned) for rank in range(pipeline)]
-    )
+    return _v_schedule("zb_v", pipeline, microbatches, _zb_v)
 
 
 def dualpipe_v(pipeline: int, microbatches: int) -> Schedule:
@@ -160,17 +157,16 @@ def dualpipe_v(pipeline: int, microbatches: int) -> Schedule:
     other's arithmetic; here they run one after the other. Every rank holds the activations of at most
     ``2 * p + 1`` stages.
     """
+    return _v_schedule("dualpipe_v", pipeline, microbatches, _dualpipe_v)
+
+
+def _v_schedule(
+    name: str, pipeline: int, microbatches: int, order: Callable[[int, int, int], _Order]
+) -> Schedule:
+    """The beginning of a step that is long enough for every phase of an order."""
     planned = max(microbatches, 2 * pipeline)
-    orders = [_dualpipe_v(pipeline, rank, planned) for rank in range(pipeline)]
-    return _schedule("dualpipe_v", pipeline, microbatches, orders)
-
-
-def _schedule(name: str, pipeline: int, microbatches: int, orders: Sequence[_Order]) -> Schedule:
-    # The orders are those of a step long enough for every phase.
-    ranks = tuple(
-        tuple(action for action in order.actions if action.microbatch < microbatches) for order in orders
-    )
-    return Schedule(name, microbatches, v_shaped(pipeline), ranks)
+    ranks = tuple(tuple(order(pipeline, rank, planned).actions) for rank in range(pipeline))
+    return Schedule(name, planned, v_shaped(pipeline), ranks).first(microbatches)
 
 
 class _Order:

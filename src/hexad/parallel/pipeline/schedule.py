@@ -183,13 +183,11 @@ def read_schedule(path: str | Path) -> Schedule:
         ScheduleError: the file cannot be read, or what it holds is not a schedule.
     """
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
-    try:
-        return _from_tree(tree, Path(path).stem)
+        return _from_tree(json.loads(Path(path).read_text(encoding="utf-8")), Path(path).stem)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:

@@ -92,8 +92,7 @@ class _Search:
         self.inputs["F"][0] = [0.0] * self.microbatches
         self.counts = {kind: [0] * stages for kind in "FBW"}
         self.seconds = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
-        early = tuple(held - later for held, later in zip(costs.activation, costs.weight_inputs))
-        self.frees = {"F": [-held for held in costs.activation], "B": early, "W": costs.weight_inputs}
+        self.frees = {"F": [-held for held in costs.activation], "B": [0.0] * stages, "W": costs.activation}
         self.room = [self.memory * (1 + _SLACK)] * pipeline
         self.needs = [0.0] * stages
         for own in self.stages:
@@ -204,7 +203,7 @@ class _Search:
             if other != rank:
                 link = rank * self.pipeline + other
                 self.links[link] = max(end, self.links[link]) + self.costs.transfer
-                end = self.links[link] + self.costs.latency
+                end = self.links[link]
                 heappush(events, (end, other))
             self.inputs[kind][target].append(end)
 

@@ -48,12 +48,24 @@ def _narrowed_weight(weight: torch.Tensor, compiled: bool) -> tuple[torch.Tensor
     return derived(weight, "e4m3", compute)
 
 
-def _scales(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands' scales as the product takes them. Some CPUs' kernels multiply an operand by its scale
-    before they multiply operands, which overflows: there one scale stands for both."""
-    if first.device.type == "cpu":
-        return first * second, torch.ones_like(second)
-    return first, second
+Narrow = tuple[torch.Tensor, torch.Tensor]
+"""An operand in 8 bits, and the number that undoes its scale."""
+
+
+def _multiply(
+    left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``left @ right + bias`` in ``dtype``; ``fast``: partial sums may be kept with fewer bits.
+
+    Some CPUs' kernels multiply an operand by its scale before they multiply operands, which overflows: there
+    one scale stands for both.
+    """
+    (x, scale), (y, other) = left, right
+    if x.device.type == "cpu":
+        scale, other = scale * other, torch.ones_like(other)
+    return torch._scaled_mm(
+        x, y, scale_a=scale, scale_b=other, bias=bias, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def product(
@@ -64,35 +76,17 @@ def product(
     Partial sums may be kept with fewer bits ("fast accumulation"), as forward passes tolerate. ``compiled``:
     operands are scaled and rounded in one pass, after one for their maximum.
     """
-    narrow, undo = maybe_compiled(_narrowed, compiled)(x, torch.float8_e4m3fn)
-    narrow_weight, undo_weight = _narrowed_weight(weight, compiled)
-    scale, scale_weight = _scales(undo, undo_weight)
-    return torch._scaled_mm(
-        narrow,
-        narrow_weight.t(),
-        scale_a=scale,
-        scale_b=scale_weight,
-        bias=bias,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
+    narrow = maybe_compiled(_narrowed, compiled)(x, torch.float8_e4m3fn)
+    narrow_weight, undo = _narrowed_weight(weight, compiled)
+    return _multiply(narrow, (narrow_weight.t(), undo), x.dtype, True, bias)
 
 
 def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, compiled: bool = False) -> torch.Tensor:
     """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
-    narrow, undo = maybe_compiled(_narrowed, compiled)(gradient, torch.float8_e5m2)
-    narrow_weight, undo_weight = _narrowed_weight(weight, compiled)
+    narrow = maybe_compiled(_narrowed, compiled)(gradient, torch.float8_e5m2)
+    narrow_weight, undo = _narrowed_weight(weight, compiled)
     # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.
-    turned = narrow_weight.t().contiguous().t()
-    scale, scale_weight = _scales(undo, undo_weight)
-    return torch._scaled_mm(
-        narrow,
-        turned,
-        scale_a=scale,
-        scale_b=scale_weight,
-        out_dtype=gradient.dtype,
-        use_fast_accum=False,
-    )
+    return _multiply(narrow, (narrow_weight.t().contiguous().t(), undo), gradient.dtype, False)
 
 
 class _Linear(torch.autograd.Function):

@@ -114,12 +114,12 @@ def _local_softmax(mesh: Mesh) -> Patches:
 
 
 def _count_padding(mesh: Mesh) -> Patches:
-    original = loss.cross_entropy_sum_
+    original = loss.token_losses_
 
     def with_padding(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Any, seed: Any) -> Any:
         return original(logits, labels, logits.shape[1] * axis.size, axis, seed)
 
-    return [mock.patch.object(loss, "cross_entropy_sum_", with_padding)]
+    return [mock.patch.object(loss, "token_losses_", with_padding)]
 
 
 def _drop_embedding_reduction(mesh: Mesh) -> Patches:

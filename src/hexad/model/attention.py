@@ -17,8 +17,8 @@ from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 from .attention_inventory import AttentionSpec
 from .attention_kernels import choose
-from .dropout import AdapterDropper, Dropper, Site
-from .norms import RmsNorm
+from .dropout import Dropper, Site, adapter_dropper
+from .norms import Norm
 from .ops import rotate
 from .positions import Geometry
 from .recompute import recomputable
@@ -88,13 +88,13 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(inventory.out, shard)
         features = inventory.heads * inventory.width
         self.droppers = (
-            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_QKV, shard),
-            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_OUT, shard, features),
+            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_QKV, shard),
+            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_OUT, shard, features),
         )
-        self.q_norm: RmsNorm | None = None
-        self.k_norm: RmsNorm | None = None
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
         if inventory.head_norms:
-            self.q_norm, self.k_norm = (RmsNorm(norm, shard) for norm in inventory.head_norms)
+            self.q_norm, self.k_norm = (Norm(norm, shard) for norm in inventory.head_norms)
 
     @property
     def last(self) -> RowParallelLinear:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hexad.parallel.contributions import own_gradient
-from hexad.parallel.pointwise import maybe_compiled
+from hexad.parallel.contributions import Dense, contributed
+from hexad.parallel.pointwise import maybe_compiled, widened
 
 from .recompute import recomputable
 
@@ -24,17 +24,12 @@ def by_hand(x: torch.Tensor, compiled: bool) -> bool:
     return (compiled or x.device.type == "cpu") and not torch.compiler.is_compiling()
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32 at least."""
-    return x.float() if x.dtype.itemsize == 2 else x
-
-
 # RMSNorm
 
 
 def rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(normalised ``x [..., width]``, the factor of each row in at least float32)."""
-    wide = _wide(x)
+    wide = widened(x)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight), scale
@@ -72,7 +67,7 @@ class _RmsNorm(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         backward = maybe_compiled(rms_backward, ctx.compiled)
         grad_x, grad_weight = backward(gradient, x, scale, ctx.weight.detach())
-        return grad_x, own_gradient(ctx.weight, grad_weight), None, None
+        return grad_x, contributed(ctx.weight, Dense(grad_weight)), None, None
 
 
 @recomputable

@@ -97,16 +97,13 @@ class Rows(NamedTuple):
         """As :meth:`Dense.add_to`."""
         if fresh:
             total.zero_()
-        add_rows_(total, self.rows, self.values)
-
-
-def add_rows_(total: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Add ``values[i]`` to row ``rows[i]``, in place. Where a row is named several times, ``index_add_`` on a
-    GPU adds in any order, by atomic operations; ``index_put_`` sorts the rows first."""
-    if torch.are_deterministic_algorithms_enabled():
-        total.index_put_((rows,), values.to(total.dtype), accumulate=True)
-    else:
-        total.index_add_(0, rows, values.to(total.dtype))
+        values = self.values.to(total.dtype)
+        if torch.are_deterministic_algorithms_enabled():
+            # Where a row is named several times, index_add_ on a GPU adds in any order, by atomic operations;
+            # index_put_ sorts the rows first.
+            total.index_put_((self.rows,), values, accumulate=True)
+        else:
+            total.index_add_(0, self.rows, values)
 
 
 Contribution = Dense | WeightGradient | Rows
@@ -165,30 +162,27 @@ def weight_gradient(
     """
     if not weight.requires_grad:
         return None
-    accumulator = accumulator_of(weight)
     # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
-    product = WeightGradient(output_gradient, inputs.detach(), gather, rows)
-    if accumulator is None:
-        gradient = torch.empty_like(weight)
-        product.add_to(gradient, fresh=True)
-        return gradient
-    accumulator.contribute(weight, product)
-    return None
+    return contributed(weight, WeightGradient(output_gradient, inputs.detach(), gather, rows))
 
 
 def bias_gradient(bias: torch.Tensor | None, output_gradient: torch.Tensor) -> torch.Tensor | None:
     """The sum over tokens: contributed (returning None), else as a new tensor; None for a frozen bias."""
     if bias is None or not bias.requires_grad:
         return None
-    return own_gradient(bias, output_gradient.sum(0))
+    return contributed(bias, Dense(output_gradient.sum(0)))
 
 
-def own_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """``gradient``: contributed (returning None), else as it is; None for a frozen parameter."""
+def contributed(parameter: torch.Tensor, contribution: Contribution) -> torch.Tensor | None:
+    """A gradient: contributed (returning None), or returned; None for a frozen parameter."""
     if not parameter.requires_grad:
         return None
     accumulator = accumulator_of(parameter)
-    if accumulator is None:
-        return gradient
-    accumulator.contribute(parameter, Dense(gradient))
-    return None
+    if accumulator is not None:
+        accumulator.contribute(parameter, contribution)
+        return None
+    if isinstance(contribution, Dense):
+        return contribution.values
+    gradient = torch.empty_like(parameter)
+    contribution.add_to(gradient, fresh=True)
+    return gradient

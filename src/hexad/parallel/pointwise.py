@@ -31,6 +31,11 @@ def _compiled(function: Function) -> Function:
     return compiled
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32 at least."""
+    return x.float() if x.dtype.itemsize == 2 else x
+
+
 @cache
 def missing_compiler(device: torch.device) -> str | None:
     """What ``torch.compile`` lacks on this machine to generate code for the device; None if nothing."""

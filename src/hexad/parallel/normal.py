@@ -95,13 +95,7 @@ def _runs(rectangle: Rectangle, target: torch.Tensor) -> Iterator[tuple[int, tor
 
 
 class _Pairs:
-    """Draws pairs of values, in memory that is used again.
-
-    Args:
-        device: where.
-        key: of the values.
-        std: standard deviation.
-        needed: no more than this many pairs are drawn.
+    """Draws pairs of values, no more than ``needed``, in memory that is used again.
 
     Attributes:
         most: pairs that may be drawn at a time.

@@ -12,6 +12,7 @@ has 64 bits of key, so that rows share a pattern with probability 2^-64 rather t
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -58,10 +59,8 @@ class Site(IntEnum):
 def _words(*values: object) -> tuple[int, int]:
     """Two signed 32-bit words that ``values`` are hashed to."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
-    return (
-        int.from_bytes(digest[:4], "little", signed=True),
-        int.from_bytes(digest[4:], "little", signed=True),
-    )
+    first, second = struct.unpack("<2i", digest)
+    return first, second
 
 
 def _mix_(h: torch.Tensor) -> torch.Tensor:
@@ -192,8 +191,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, dropper: Dropper) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.dropper = dropper
-        result: torch.Tensor = maybe_compiled(dropped, dropper.compiled)(x, rows, dropper.words, dropper.rate)
-        return result
+        return maybe_compiled(dropped, dropper.compiled)(x, rows, dropper.words, dropper.rate)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -1,20 +1,23 @@
 """How layers contribute to the gradients of their parameters.
 
-A layer computes contributions, :meth:`Accumulator.contribute` adds them up: weight gradients are multiplied
-straight into the place where they are accumulated, at once or in an action of their own. Under plain
-autograd, without an accumulator, the same functions return gradients.
+A layer computes contributions, :class:`~hexad.parallel.data.gradients.Gradients` adds them up: weight
+gradients are multiplied straight into the place where they are accumulated, at once or in an action of their
+own. Under plain autograd, without such an accumulator, the same functions return gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from hexad.topology.mesh import Axis
+
+if TYPE_CHECKING:
+    from .data.gradients import Gradients
 
 
 class Dense(NamedTuple):
@@ -109,25 +112,12 @@ class Rows(NamedTuple):
 Contribution = Dense | WeightGradient | Rows
 
 
-class Accumulator(Protocol):
-    """Adds up the gradients of parameters; see :class:`hexad.parallel.data.gradients.Gradients`."""
-
-    @property
-    def deferring(self) -> bool:
-        """Whether products are kept for later instead of computed."""
-        ...
-
-    def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
-        """Add to a parameter's gradient. A contribution in parts is complete with the ``last`` one."""
-        ...
-
-
-def accumulator_of(parameter: torch.Tensor) -> Accumulator | None:
+def accumulator_of(parameter: torch.Tensor) -> Gradients | None:
     """Where the parameter's gradient is accumulated; None under plain autograd."""
     return getattr(parameter, "gradient_accumulator", None)
 
 
-def attach(parameter: nn.Parameter, accumulator: Accumulator) -> None:
+def attach(parameter: nn.Parameter, accumulator: Gradients) -> None:
     """Accumulate the parameter's gradient there; what autograd computes for it goes there too."""
     parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(_move)

@@ -56,12 +56,8 @@ def interleaved(pipeline: int, microbatches: int, virtual_stages: int, group: in
     ``2 * (p - r - 1) + (v - 1) * group`` forwards ahead. If the groups do not divide the microbatches, the
     remainder is spread over them: a small group at the end would make every rank wait once per stage.
 
-    Args:
-        pipeline: ranks ``p``.
-        microbatches: any number from 1.
-        virtual_stages: stages per rank, ``v``.
-        group: microbatches of one group, from 1. The default, the number of ranks, is the smallest that keeps
-            all ranks busy; a larger one leaves more time for messages and holds more activations.
+    The default ``group``, as many microbatches as ranks, is the smallest that keeps all ranks busy; a larger
+    one leaves more time for messages and holds more activations.
     """
     if virtual_stages == 1:
         return replace(one_forward_one_backward(pipeline, microbatches), name="interleaved")
@@ -232,3 +228,8 @@ def _dualpipe_v(pipeline: int, rank: int, microbatches: int) -> _Order:
     order.add("W B0", after)
     order.add("W", rank + 1)
     return order
+
+
+ONE_STAGE = {"1f1b": one_forward_one_backward, "zb_h1": zb_h1, "zb_h2": zb_h2}
+V_SHAPED = {"zb_v": zb_v, "dualpipe_v": dualpipe_v}
+"""The schedules with one stage per rank, and those with two in a V, by name."""

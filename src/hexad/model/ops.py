@@ -97,10 +97,9 @@ def layer_backward(
     bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``x``, ``weight`` and ``bias``."""
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_layer_norm_backward(
+    return torch.ops.aten.native_layer_norm_backward(
         gradient, x, (x.shape[-1],), mean, deviation, weight, bias, [True, True, True]
     )
-    return gradients
 
 
 @recomputable
@@ -135,8 +134,7 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate_up: torch.Tensor, compiled: bool) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
         ctx.compiled = compiled
-        result: torch.Tensor = maybe_compiled(_swiglu_forward, compiled)(gate_up)
-        return result
+        return maybe_compiled(_swiglu_forward, compiled)(gate_up)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -189,8 +187,7 @@ class _Rotate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.compiled = compiled
-        result: torch.Tensor = maybe_compiled(_turn, compiled)(x, cos, sin, 1.0)
-        return result
+        return maybe_compiled(_turn, compiled)(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -79,8 +79,7 @@ class _Add(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.residual = residual
-        result: torch.Tensor = maybe_compiled(_add, residual.compiled)(x, branch, rows, *residual.constants)
-        return result
+        return maybe_compiled(_add, residual.compiled)(x, branch, rows, *residual.constants)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -109,8 +109,7 @@ class _Change:
         less = self._without[lost] - self._last[rank, self._document[lost]]
         before = self._last[rank, self._document[gained]]
         kept = np.where(same, self._without[lost], before)
-        changed: Ints = np.where(same, 0, less) + np.maximum(self._end[gained], kept) - before
-        return changed
+        return np.where(same, 0, less) + np.maximum(self._end[gained], kept) - before
 
 
 TOLERANCE = 0.04

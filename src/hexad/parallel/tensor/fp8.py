@@ -13,6 +13,7 @@ last bit, and a tensor's maximum matters only to the rounding of numbers too sma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,11 @@ _SMALLEST = 2.0**-100  # maxima below it are scaled like it, so that scales and 
 _EXPONENT = 0x7F800000  # of a float32
 
 
-def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+Narrow = tuple[torch.Tensor, torch.Tensor]
+"""An operand in 8 bits, and the number that undoes its scale."""
+
+
+def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> Narrow:
     """``x`` times a power of two, rounded to ``dtype``; and the float32 number that undoes it.
 
     A value that is not finite makes products NaN, never a large number.
@@ -36,20 +41,10 @@ def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return (x.contiguous() * scale).to(dtype), scale.reciprocal()
 
 
-def _narrowed_weight(weight: torch.Tensor, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _narrowed_weight(weight: torch.Tensor, compiled: bool) -> Narrow:
     """A weight in e4m3: made once for the microbatches of a step, their forward and backward passes."""
-
-    def compute() -> tuple[torch.Tensor, torch.Tensor]:
-        narrowed: tuple[torch.Tensor, torch.Tensor] = maybe_compiled(_narrowed, compiled)(
-            weight.detach(), torch.float8_e4m3fn
-        )
-        return narrowed
-
-    return derived(weight, "e4m3", compute)
-
-
-Narrow = tuple[torch.Tensor, torch.Tensor]
-"""An operand in 8 bits, and the number that undoes its scale."""
+    narrow: Callable[..., Narrow] = maybe_compiled(_narrowed, compiled)
+    return derived(weight, "e4m3", lambda: narrow(weight.detach(), torch.float8_e4m3fn))
 
 
 def _multiply(

@@ -102,13 +102,8 @@ class Attention(nn.Module):
         return self.out
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
-        """``[tokens (/ size in sequence parallel), hidden]`` -> the same.
-
-        Args:
-            x: normalised hidden states.
-            where: the tokens' geometry.
-            store: keys and values so far (generation).
-        """
+        """Normalised ``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``store``: keys and
+        values so far (generation)."""
         heads, kv_heads = self.heads, self.kv_heads
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
         parts = self.qkv(x, first).split([(heads + kv_heads) * self.width, kv_heads * self.width], dim=1)

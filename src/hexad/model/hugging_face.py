@@ -84,11 +84,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Model settings, as ``run.yaml`` would give them, of a ``config.json``.
-
-    Args:
-        raw: its content.
-        path: of the file, for messages.
+    """Model settings, as ``run.yaml`` would give them, of a ``config.json``; messages name its path.
 
     Raises:
         HexadError: an architecture or a feature that is not supported, or a malformed value.

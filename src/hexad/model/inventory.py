@@ -336,13 +336,8 @@ class ModelInventory:
         return StageSpec(self, layers, first, last, tied)
 
     def stages(self, layers: Sequence[range], placement: Sequence[int], rank: int) -> dict[int, StageSpec]:
-        """The stages of one pipeline rank, by number, ascending.
-
-        Args:
-            layers: for every stage its layers.
-            placement: for every stage its pipeline rank.
-            rank: whose stages.
-        """
+        """The stages of one pipeline rank, by number, ascending; ``layers`` and ``placement`` are those of
+        all stages."""
         trained_from = self.trained_from(layers)
         return {
             number: replace(stage, after_trained=number > trained_from)

@@ -16,13 +16,7 @@ from hexad.config.model import ModelSettings
 
 
 class ConfigFile:
-    """A ``config.json`` with the defaults of its family.
-
-    Args:
-        raw: its content.
-        path: of the file, for messages.
-        absent: what missing keys mean.
-    """
+    """A ``config.json`` with what missing keys mean in its family; messages name its path."""
 
     def __init__(self, raw: Mapping[str, Any], path: Path, absent: Mapping[str, Any]) -> None:
         self.path = path

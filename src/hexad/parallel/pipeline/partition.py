@@ -40,11 +40,7 @@ def partition(
       the last stage, so that the stages with embedding and head are the last to get one more.
     - a list: the number of layers of each. The first and the last entry may be 0.
 
-    Args:
-        split: one of these.
-        layers: of the model.
-        stages: over all pipeline ranks, ``pipeline * virtual_stages``.
-        costs: of ``layers`` layers.
+    ``stages`` counts those over all pipeline ranks, ``pipeline * virtual_stages``.
 
     Raises:
         ConfigError: too few layers for the stages, or a list that does not fit.

@@ -275,15 +275,11 @@ class _Steady:
 
 
 def shortened(schedule: Schedule, keep: int | None = None) -> Shortened:
-    """The schedule with at most ``keep`` repetitions of its steady state on some rank, or as it is where
+    """A valid schedule with at most ``keep`` repetitions of its steady state on some rank, or as it is where
     there is no such state on all ranks, as in ``gpipe``.
 
     All ranks lose the same microbatches, so that their offsets to each other stay. Exact for what has become
     periodic after half of ``keep`` repetitions: by default four per rank and 16 more.
-
-    Args:
-        schedule: valid.
-        keep: see above.
     """
     keep = 4 * schedule.pipeline + 16 if keep is None else keep
     whole = Shortened(schedule, (0,) * schedule.pipeline, (0,) * schedule.pipeline)

@@ -55,13 +55,8 @@ class Costs:
         backward: float = 1.0,
         weight: float = 1.0,
     ) -> Costs:
-        """Equal costs of every stage.
-
-        Args:
-            stages: over all ranks.
-            per_rank: stages per rank; each has that fraction of a rank's time and memory.
-            forward, backward, weight: seconds of F, B and W in all of a rank's stages for one microbatch.
-        """
+        """Equal costs of every stage, of which each rank has ``per_rank``: together they take these seconds
+        for F, B and W of one microbatch, and hold one unit of memory."""
         f, b, w, held = ((total / per_rank,) * stages for total in (forward, backward, weight, 1.0))
         return cls(f, b, w, activation=held)
 

@@ -98,13 +98,7 @@ class Transport(Protocol[T]):
 
 
 class Exchange(Generic[T]):
-    """Sends and receives one step's messages of this rank.
-
-    Args:
-        schedule: whose messages.
-        order: this rank's entry of :func:`.transfers.transfers`.
-        transport: starts the transfers.
-    """
+    """Sends and receives one step's messages of this rank, in the order of its entry of :func:`transfers`."""
 
     def __init__(self, schedule: Schedule, order: list[Transfer], transport: Transport[T]) -> None:
         self._order = order

@@ -44,12 +44,8 @@ class _Embed(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """A token embedding with the vocabulary's rows divided over the tensor axis.
-
-    Args:
-        inventory: what it holds; padding rows belong to no weight and stay zero.
-        shard: in sequence parallel the output is divided over tokens.
-    """
+    """A token embedding with the vocabulary's rows divided over the tensor axis; padding rows belong to no
+    weight and stay zero."""
 
     weight: nn.Parameter
 
@@ -64,13 +60,7 @@ class VocabParallelEmbedding(ShardedModule):
 
 class VocabParallelHead(ShardedModule):
     """The output projection with the vocabulary divided over the tensor axis; each rank returns its own
-    logits.
-
-    Args:
-        inventory: what it holds.
-        shard: in sequence parallel the input is divided over tokens.
-        weight: the embedding's, where the inventory says that it is used ``here``.
-    """
+    logits. ``weight`` is the embedding's, where the inventory says that it is used ``here``."""
 
     weight: nn.Parameter
 

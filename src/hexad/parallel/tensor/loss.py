@@ -102,8 +102,7 @@ def compiled_cross_entropy_sum_(
         # A tensor, because a new number would be compiled anew.
         factor = torch.full((), scale, dtype=sums.dtype, device=sums.device)
         maybe_compiled(_gradient_, True)(logits, labels, first, real, highest, sums, factor)
-    loss: torch.Tensor = maybe_compiled(_loss, True)(labels, highest, sums, targets)
-    return loss
+    return maybe_compiled(_loss, True)(labels, highest, sums, targets)
 
 
 def _statistics(

@@ -49,16 +49,10 @@ def greedy(
     has advanced furthest can always continue, and in the end all of them.
 
     Args:
-        placement: rank of every stage.
-        microbatches: of the step.
-        costs: of the stages.
+        placement: the pipeline rank of every stage.
         memory: in the unit of :attr:`Costs.activation`; at least one microbatch's of all stages of a rank.
-        preference: the heuristic.
         follow: forwards and backwards keep their order in this schedule (a backward is B or BW), and only the
-            weight gradients are moved.
-
-    Returns:
-        None if ``follow`` does not fit into the memory.
+            weight gradients are moved; None is returned where it does not fit into the memory.
     """
     run = _Search(placement, microbatches, costs, memory, preference, _plans(follow) if follow else None)
     run.carry_out()

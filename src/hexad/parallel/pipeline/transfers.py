@@ -66,9 +66,7 @@ def _with_answers(own: list[Transfer]) -> list[Transfer]:
         if not transfer.outgoing:
             last[transfer.peer] = max(transfer.delivered, last.get(transfer.peer, -1))
     return [
-        transfer._replace(answered=True)
-        if transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1)
-        else transfer
+        transfer._replace(answered=transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1))
         for transfer in own
     ]
 

@@ -67,10 +67,8 @@ def token_losses_(
     first = axis.rank * logits.shape[1]
     real = min(max(vocab - first, 0), logits.shape[1])
     logits[:, real:] = -torch.inf  # padding takes no part
-    rows = labels - first
-    ignored = labels == IGNORED
-    here = (rows >= 0) & (rows < real) & ~ignored
-    rows = rows.masked_fill_(~here, 0)
+    rows, here = _rows(labels, first, real)
+    rows, ignored = rows.masked_fill_(~here, 0), labels == IGNORED
     targets = logits.gather(1, rows[:, None]).squeeze(1).masked_fill_(~here, 0)
     local_highest, sums = _exponentials(logits)
     highest = all_reduce(local_highest.clone(), axis, "max")

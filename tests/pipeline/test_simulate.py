@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hexad.parallel.pipeline.schedule import Action, Schedule, ScheduleError, read_schedule, write_schedule
 from hexad.parallel.pipeline.schedules import NAMES, build_schedule
-from hexad.parallel.pipeline.simulate import Costs, simulate
+from hexad.parallel.pipeline.simulate import Costs, peak_memory, simulate
 from hexad.parallel.pipeline.validate import validate
 
 seconds = st.floats(0, 5)
@@ -116,7 +116,7 @@ def longest_paths(schedule: Schedule, taken: dict[Action, float], costs: Costs) 
 @settings(max_examples=100)
 def test_memory_against_a_sum_at_every_moment(data: st.DataObject, schedule: Schedule) -> None:
     costs = random_costs(data.draw, schedule.stages)
-    for actions, peak in zip(schedule.ranks, simulate(schedule, costs).peak_memory):
+    for actions, peak in zip(schedule.ranks, peak_memory(schedule, costs)):
         most = 0.0
         for count in range(1, len(actions) + 1):
             held = 0.0
@@ -131,11 +131,12 @@ def test_memory_against_a_sum_at_every_moment(data: st.DataObject, schedule: Sch
 def test_by_hand() -> None:
     """Two ranks, one microbatch: F 2, message 4, F 2, BW 3 + 4, message, BW."""
     schedule = build_schedule("1f1b", 2, 1)
-    timeline = simulate(schedule, replace(Costs.uniform(2, 1, 2, 3, 4), transfer=4))
+    costs = replace(Costs.uniform(2, 1, 2, 3, 4), transfer=4)
+    timeline = simulate(schedule, costs)
     assert timeline.times == (((0, 2), (19, 26)), ((6, 8), (8, 15)))
     assert (timeline.makespan, timeline.span) == (26, 26)
     assert timeline.bubble == pytest.approx(1 - 18 / 52)
-    assert timeline.peak_memory == (1, 1)
+    assert peak_memory(schedule, costs) == (1, 1)
 
 
 def test_messages_queue_on_their_link() -> None:

@@ -72,7 +72,6 @@ class Timeline:
         span: seconds from a rank's first start to its last end, of the rank where that is longest: the time
             of a step if steps follow each other without synchronisation.
         bubble: the idle fraction of ``ranks * span`` (as in Qi et al., arXiv 2401.10241).
-        peak_memory: of each rank, in the unit of :attr:`Costs.activation`.
     """
 
     schedule: Schedule
@@ -80,22 +79,16 @@ class Timeline:
     makespan: float
     span: float
     bubble: float
-    peak_memory: tuple[float, ...]
 
     @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        times: Sequence[Sequence[tuple[float, float]]],
-        peak_memory: Sequence[float] = (),
-    ) -> Timeline:
+    def of(cls, schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
         """The timeline of given times, simulated or measured: for each rank and action (start, end)."""
         spans = [(actions[0][0], actions[-1][1]) for actions in times if actions]
         makespan = max(end for _, end in spans) - min(start for start, _ in spans)
         span = max(end - start for start, end in spans)
         busy = sum(end - start for actions in times for start, end in actions)
         bubble = 1 - busy / (len(times) * span) if span else 0.0
-        return cls(schedule, tuple(map(tuple, times)), makespan, span, bubble, tuple(peak_memory))
+        return cls(schedule, tuple(map(tuple, times)), makespan, span, bubble)
 
     def as_tree(self) -> dict[str, Any]:
         """The schedule with times, as JSON values; see :func:`~.schedule.read_schedule`."""
@@ -133,8 +126,7 @@ def simulate(
         durations = [[seconds[kind][stage] for kind, stage, _ in actions] for actions in schedule.ranks]
     elif [*map(len, durations)] != [*map(len, schedule.ranks)]:
         raise ScheduleError("durations need as many values of each rank as it has actions")
-    times = _times(schedule, durations, costs.transfer)
-    return Timeline.of(schedule, times, peak_memory(schedule, costs))
+    return Timeline.of(schedule, _times(schedule, durations, costs.transfer))
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:

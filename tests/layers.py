@@ -11,7 +11,7 @@ from torch import nn
 
 from hexad.comm import all_gather
 from hexad.config.model import ModelSettings
-from hexad.model.attention import DroppedTiles
+from hexad.model.attention import dropped_tiles
 from hexad.model.dropout import Dropper
 from hexad.model.inventory import ModelInventory
 from hexad.model.recompute import Recompute
@@ -53,7 +53,7 @@ def dropped_attention(
     """Attention with dropped probabilities on one rank."""
     slice_ = spans.undivided
     exchange = KeyExchange(rounds(slice_, 0, window, apart=True), Axis("context"))
-    drop = DroppedTiles(dropper, queries, k.shape[1], slice_.length)
+    drop = dropped_tiles(dropper, queries, k.shape[1], slice_.length)
     return attention_over_ranks(q, k, v, exchange, Plain(scale, drop))
 
 

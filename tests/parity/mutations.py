@@ -114,12 +114,12 @@ def _local_softmax(mesh: Mesh) -> Patches:
 
 
 def _count_padding(mesh: Mesh) -> Patches:
-    original = loss.cross_entropy_sum_
+    original = loss.token_losses_
 
     def with_padding(logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Any, seed: Any) -> Any:
         return original(logits, labels, logits.shape[1] * axis.size, axis, seed)
 
-    return [mock.patch.object(loss, "cross_entropy_sum_", with_padding)]
+    return [mock.patch.object(loss, "token_losses_", with_padding)]
 
 
 def _drop_embedding_reduction(mesh: Mesh) -> Patches:
@@ -161,10 +161,10 @@ def _drop_microbatch(mesh: Mesh) -> Patches:
     original = executor._Walk._backward
 
     def backward(self: Any, stage: int, microbatch: int, gradient: Any, split: bool) -> Any:
-        scale = self._scale
-        self._scale = 0.0 if microbatch == 1 else scale
+        scale = self.scale
+        self.scale = 0.0 if microbatch == 1 else scale
         result = original(self, stage, microbatch, gradient, split)
-        self._scale = scale
+        self.scale = scale
         return result
 
     return [mock.patch.object(executor._Walk, "_backward", backward)]

@@ -43,6 +43,10 @@ def times(sizes: Sequence[int], costs: LayerCosts) -> list[Fraction]:
     return sums
 
 
+def uniform(layers: int, layer: float = 1.0, embedding: float = 0.0, head: float = 0.0) -> LayerCosts:
+    return LayerCosts(embedding, (layer,) * layers, head)
+
+
 def sizes_of(*arguments: Any) -> list[int]:
     return [len(part) for part in partition(*arguments)]
 
@@ -75,7 +79,7 @@ def test_no_division_is_better(layers: list[float], stages: int, embedding: floa
 def test_every_layer_stands_once_in_order(
     layers: int, stages: int, split: Any, embedding: float, head: float
 ) -> None:
-    costs = LayerCosts.uniform(layers, 1.0, embedding, head)
+    costs = uniform(layers, 1.0, embedding, head)
     if stages > 1 and stages > layers + (2 if split == "cost" else 0):
         with pytest.raises(ConfigError, match=r"parallel\.pipeline: found \d+ stages"):
             partition(split, layers, stages, costs)
@@ -92,20 +96,20 @@ def test_every_layer_stands_once_in_order(
 
 
 def test_the_ends_make_room_for_embedding_and_head() -> None:
-    assert sizes_of("cost", 16, 4, LayerCosts.uniform(16)) == [4, 4, 4, 4]
-    assert sizes_of("cost", 14, 4, LayerCosts.uniform(14, 1.0, 0.0, 2.0)) == [4, 4, 4, 2]
-    assert sizes_of("cost", 8, 4, LayerCosts.uniform(8, 1.0, 4.0, 4.0)) == [0, 4, 4, 0]
-    assert sizes_of("cost", 2, 4, LayerCosts.uniform(2)) == [0, 1, 1, 0]
-    assert sizes_of("cost", 5, 4, LayerCosts.uniform(5)) == [1, 1, 1, 2]
-    assert sizes_of("even", 13, 4, LayerCosts.uniform(13)) == [3, 3, 4, 3]
-    assert sizes_of("even", 14, 4, LayerCosts.uniform(14)) == [3, 4, 4, 3]
-    assert sizes_of("even", 15, 4, LayerCosts.uniform(15)) == [4, 4, 4, 3]
-    assert sizes_of([0, 3, 2, 0], 5, 4, LayerCosts.uniform(5)) == [0, 3, 2, 0]
+    assert sizes_of("cost", 16, 4, uniform(16)) == [4, 4, 4, 4]
+    assert sizes_of("cost", 14, 4, uniform(14, 1.0, 0.0, 2.0)) == [4, 4, 4, 2]
+    assert sizes_of("cost", 8, 4, uniform(8, 1.0, 4.0, 4.0)) == [0, 4, 4, 0]
+    assert sizes_of("cost", 2, 4, uniform(2)) == [0, 1, 1, 0]
+    assert sizes_of("cost", 5, 4, uniform(5)) == [1, 1, 1, 2]
+    assert sizes_of("even", 13, 4, uniform(13)) == [3, 3, 4, 3]
+    assert sizes_of("even", 14, 4, uniform(14)) == [3, 4, 4, 3]
+    assert sizes_of("even", 15, 4, uniform(15)) == [4, 4, 4, 3]
+    assert sizes_of([0, 3, 2, 0], 5, 4, uniform(5)) == [0, 3, 2, 0]
 
 
 @pytest.mark.parametrize("split", ["cost", "even", [3]])
 def test_one_stage_holds_all(split: Any) -> None:
-    assert partition(split, 3, 1, LayerCosts.uniform(3)) == (range(3),)
+    assert partition(split, 3, 1, uniform(3)) == (range(3),)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +128,7 @@ def test_one_stage_holds_all(split: Any) -> None:
 )
 def test_mistakes_are_named(split: Any, layers: int, stages: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        partition(split, layers, stages, LayerCosts.uniform(layers))
+        partition(split, layers, stages, uniform(layers))
     assert "\n" not in str(caught.value)
 
 

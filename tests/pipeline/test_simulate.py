@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from hexad.parallel.pipeline.schedule import Action, Schedule, ScheduleError, read_schedule, write_schedule
 from hexad.parallel.pipeline.schedules import NAMES, build_schedule
-from hexad.parallel.pipeline.simulate import Costs, simulate
+from hexad.parallel.pipeline.simulate import Costs, peak_memory, simulate
 from hexad.parallel.pipeline.validate import validate
 
 seconds = st.floats(0, 5)
@@ -41,9 +42,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def random_costs(draw: st.DrawFn, stages: int) -> Costs:
     of_stages = st.tuples(*[seconds] * stages)
     activation = draw(st.tuples(*[st.floats(1, 5)] * stages))
-    inputs = tuple(held * draw(st.floats(0.1, 1)) for held in activation)
     times = [draw(of_stages) for _ in range(3)]
-    return Costs(times[0], times[1], times[2], draw(seconds), draw(seconds), activation, inputs)
+    return Costs(times[0], times[1], times[2], draw(seconds), activation)
 
 
 @given(data=st.data(), schedule=schedules(), measured=st.booleans())
@@ -94,7 +94,7 @@ def longest_paths(schedule: Schedule, taken: dict[Action, float], costs: Costs) 
     def arrival(action: Action) -> float:
         message = schedule.received(action)
         if message is not None:
-            return sent(done_by[tuple(message)], owner[action]) + costs.latency
+            return sent(done_by[tuple(message)], owner[action])
         return 0.0
 
     @cache
@@ -116,41 +116,38 @@ def longest_paths(schedule: Schedule, taken: dict[Action, float], costs: Costs) 
 @settings(max_examples=100)
 def test_memory_against_a_sum_at_every_moment(data: st.DataObject, schedule: Schedule) -> None:
     costs = random_costs(data.draw, schedule.stages)
-    for actions, peak in zip(schedule.ranks, simulate(schedule, costs).peak_memory):
+    for actions, peak in zip(schedule.ranks, peak_memory(schedule, costs)):
         most = 0.0
         for count in range(1, len(actions) + 1):
             held = 0.0
             for stage in range(schedule.stages):
                 done = "".join(kind for kind, own, _ in actions[: count - 1] if own == stage)
                 begun = done + (actions[count - 1].kind if actions[count - 1].stage == stage else "")
-                whole = begun.count("F") - done.count("B")
-                late = done.count("B") - done.count("W")
-                held += whole * costs.activation[stage] + late * costs.weight_inputs[stage]
+                held += (begun.count("F") - done.count("W")) * costs.activation[stage]
             most = max(most, held)
         assert peak == pytest.approx(most, abs=1e-6)
 
 
 def test_by_hand() -> None:
-    """Two ranks, one microbatch: F 2, message 1 + 3, F 2, BW 3 + 4, message, BW."""
+    """Two ranks, one microbatch: F 2, message 4, F 2, BW 3 + 4, message, BW."""
     schedule = build_schedule("1f1b", 2, 1)
-    timeline = simulate(schedule, Costs.uniform(2, 1, 2, 3, 4, latency=1, transfer=3))
+    costs = replace(Costs.uniform(2, 1, 2, 3, 4), transfer=4)
+    timeline = simulate(schedule, costs)
     assert timeline.times == (((0, 2), (19, 26)), ((6, 8), (8, 15)))
     assert (timeline.makespan, timeline.span) == (26, 26)
     assert timeline.bubble == pytest.approx(1 - 18 / 52)
-    assert timeline.peak_memory == (1, 1)
+    assert peak_memory(schedule, costs) == (1, 1)
 
 
 def test_messages_queue_on_their_link() -> None:
     """Three forwards of a second each, messages of two: the link is behind by one more each time."""
     schedule = build_schedule("gpipe", 2, 3)
-    costs = Costs.uniform(2, 1, 1, 1, 1, latency=0.5, transfer=2)
-    assert [start for start, _ in simulate(schedule, costs).times[1][:3]] == [3.5, 5.5, 7.5]
+    costs = replace(Costs.uniform(2), transfer=2)
+    assert [start for start, _ in simulate(schedule, costs).times[1][:3]] == [3, 5, 7]
 
 
 def test_uniform_shares() -> None:
-    assert Costs.uniform(4, 2, 1, 2, 3) == Costs(
-        (0.5,) * 4, (1.0,) * 4, (1.5,) * 4, activation=(0.5,) * 4, weight_inputs=(0.5,) * 4
-    )
+    assert Costs.uniform(4, 2, 1, 2, 3) == Costs((0.5,) * 4, (1.0,) * 4, (1.5,) * 4, activation=(0.5,) * 4)
     assert Costs((1.0, 1.0), (1.0, 1.0), (1.0, 1.0)).activation == (1.0, 1.0)
 
 

@@ -234,7 +234,7 @@ def divided(model: Transformer, sequences: Sequence[list[int]]) -> tuple[torch.T
     slice_ = slicing.divided(1, len(ids), tuple(bounds))
     numbers = numbers_of(slice_, shard.context.rank)
     tokens = torch.tensor(ids)[numbers][None].to(shard.device)
-    return tokens, Spans(len(ids), 1, bounds, slice_=slice_, numbers=numbers.to(shard.device))
+    return tokens, Spans(len(ids), 1, bounds, slice_, numbers.to(shard.device))
 
 
 def from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) -> torch.Tensor | None:

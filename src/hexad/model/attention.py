@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
 from hexad.parallel.context.exchange import gathered_rows, heads_for_tokens, tokens_for_heads
+from hexad.parallel.context.kernels import Drop
 from hexad.parallel.context.kernels import choose as context_kernel
 from hexad.parallel.context.rounds import Tile, rounds
 from hexad.parallel.sharding import Shard
@@ -17,37 +17,29 @@ from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 from .attention_inventory import AttentionSpec
 from .attention_kernels import choose
-from .dropout import AdapterDropper, Dropper, Site
-from .norms import RmsNorm
+from .dropout import Dropper, Site, adapter_dropper
+from .norms import Norm
 from .ops import rotate
 from .positions import Geometry
 from .recompute import recomputable
 
 
-@dataclass(frozen=True)
-class DroppedTiles:
-    """Factors of the probabilities of one tile of attention; see
-    :data:`hexad.parallel.context.kernels.Drop`.
+def dropped_tiles(dropper: Dropper, queries: torch.Tensor, kv_heads: int, length: int) -> Drop:
+    """Factors of the probabilities of tiles of attention, of a layer's ``dropper``.
 
-    Attributes:
-        dropper: the layer's.
+    Args:
         queries: int32 ``[2, tokens, heads]``, keys of this rank's queries for all layers.
         kv_heads: by which heads are grouped.
         length: tokens of a sequence; an element's column is its key's place in it.
     """
 
-    dropper: Dropper
-    queries: torch.Tensor
-    kv_heads: int
-    length: int
-
-    def __call__(self, tile: Tile, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-        """The factors of a block of scores, ``[kv heads, group, queries, keys]``."""
+    def factors(tile: Tile, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         begin, number = tile.queries[0], tile.first + columns.start
-        keys = self.dropper.keys(self.queries[:, begin + rows.start : begin + rows.stop])
-        grouped = keys.transpose(1, 2).unflatten(1, (self.kv_heads, -1))
-        count = columns.stop - columns.start
-        return self.dropper.factors(grouped, number % self.length, count, dtype)
+        keys = dropper.keys(queries[:, begin + rows.start : begin + rows.stop])
+        grouped = keys.transpose(1, 2).unflatten(1, (kv_heads, -1))
+        return dropper.factors(grouped, number % length, columns.stop - columns.start, dtype)
+
+    return factors
 
 
 class KeyValueStore(Protocol):
@@ -88,13 +80,13 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(inventory.out, shard)
         features = inventory.heads * inventory.width
         self.droppers = (
-            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_QKV, shard),
-            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_OUT, shard, features),
+            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_QKV, shard),
+            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_OUT, shard, features),
         )
-        self.q_norm: RmsNorm | None = None
-        self.k_norm: RmsNorm | None = None
+        self.q_norm: Norm | None = None
+        self.k_norm: Norm | None = None
         if inventory.head_norms:
-            self.q_norm, self.k_norm = (RmsNorm(norm, shard) for norm in inventory.head_norms)
+            self.q_norm, self.k_norm = (Norm(norm, shard) for norm in inventory.head_norms)
 
     @property
     def last(self) -> RowParallelLinear:
@@ -102,13 +94,8 @@ class Attention(nn.Module):
         return self.out
 
     def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
-        """``[tokens (/ size in sequence parallel), hidden]`` -> the same.
-
-        Args:
-            x: normalised hidden states.
-            where: the tokens' geometry.
-            store: keys and values so far (generation).
-        """
+        """Normalised ``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``store``: keys and
+        values so far (generation)."""
         heads, kv_heads = self.heads, self.kv_heads
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)
         parts = self.qkv(x, first).split([(heads + kv_heads) * self.width, kv_heads * self.width], dim=1)
@@ -152,7 +139,7 @@ class Attention(nn.Module):
             return self.kernel(q, k, v, where.spans)
         slice_, drop = where.slice or where.spans.undivided, None
         if where.queries is not None:
-            drop = DroppedTiles(self.dropper, where.queries, k.shape[1], slice_.length)
+            drop = dropped_tiles(self.dropper, where.queries, k.shape[1], slice_.length)
         steps = rounds(
             slice_, self.ring.rank, self.kernel.window, drop is not None, self.method == "all_gather"
         )

@@ -220,9 +220,7 @@ class AttentionSpec(BranchSpec):
         in parts."""
         if self.dropout == 0 and (run.cpu or run.byte == 2):
             return 0
-        tokens = (
-            run.length // run.ring
-        )  # of a sequence, that a rank has; of the last one by zigzag in one run
+        tokens = run.length // run.ring  # of a sequence, on a rank; of the last rank by zigzag in one run
         heads = self.heads // run.tensor // run.ulysses
         rows = max(1, min(tokens, SCORES // (heads * tokens)))
         # The last queries see all keys; if these are fewer than the others, the ones before them count.

@@ -134,15 +134,7 @@ def choose(
     scale: float,
     window: int | None,
 ) -> AttentionKernel:
-    """The kernel for a layer on a device.
-
-    Args:
-        device: where it computes.
-        dtype: of queries, keys and values.
-        heads, kv_heads: on this rank.
-        width: of a head.
-        scale, window: see :class:`AttentionKernel`.
-    """
+    """The kernel for a layer with this rank's ``heads`` and ``kv_heads`` of ``width`` features."""
     flash = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     kernel = varlen(device, dtype, heads, kv_heads, width, window is not None)
     return AttentionKernel(scale, window, kernel, flash)
@@ -234,12 +226,8 @@ def _use_newest_flash(
     kernel: Callable[..., torch.Tensor] | None,
 ) -> None:
     """Put FlashAttention 4 or 3 in the place of PyTorch's flash kernels, where its package is installed, made
-    for the GPU (3 for Hopper, 4 for Hopper and Blackwell) and computes what is needed.
-
-    Args:
-        capability: the GPU's compute capability.
-        refusal: see :func:`_refusal`; called with None, and with ``kernel`` if that is given.
-        kernel: that is needed too.
+    for the GPU (3 for Hopper, 4 for Hopper and Blackwell) and computes what is needed: :func:`_refusal` says
+    so of spans of equal lengths, and of ``kernel`` where that is given.
     """
     try:
         from torch.nn.attention import (

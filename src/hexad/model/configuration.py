@@ -75,16 +75,11 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
         )
     defaults = family(model.family).defaults(model)
     if sequence is not None:
-        defaults["max_positions"] = _positions(model, sequence)
+        scaling = model.rope_scaling  # a model is made for what its frequencies are scaled for
+        scaled = 0 if scaling is None else int(scaling.original_positions * scaling.factor)
+        defaults["max_positions"] = max(sequence, scaled)
     filled = {name: value for name, value in defaults.items() if getattr(model, name) == "auto"}
     return model.model_copy(update=filled)
-
-
-def _positions(model: ModelSettings, sequence: int) -> int:
-    """The longest sequence that a model is made for: what its frequencies are scaled for, if they are."""
-    scaling = model.rope_scaling
-    scaled = 0 if scaling is None else int(scaling.original_positions * scaling.factor)
-    return max(sequence, scaled)
 
 
 def _check_used(given: ModelSettings, model: ModelSettings) -> None:

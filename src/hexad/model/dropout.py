@@ -12,6 +12,7 @@ has 64 bits of key, so that rows share a pattern with probability 2^-64 rather t
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -58,10 +59,8 @@ class Site(IntEnum):
 def _words(*values: object) -> tuple[int, int]:
     """Two signed 32-bit words that ``values`` are hashed to."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
-    return (
-        int.from_bytes(digest[:4], "little", signed=True),
-        int.from_bytes(digest[4:], "little", signed=True),
-    )
+    first, second = struct.unpack("<2i", digest)
+    return first, second
 
 
 def _mix_(h: torch.Tensor) -> torch.Tensor:
@@ -101,6 +100,7 @@ class Dropper:
         site: in the layer.
         device: of what is dropped.
         compiled: see :mod:`hexad.parallel.pointwise`.
+        first: number of this rank's first column.
         words: int32 ``[2]``, what keys are mixed with here. A tensor, so that one kernel serves all sites.
     """
 
@@ -109,6 +109,7 @@ class Dropper:
     site: Site
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     compiled: bool = False
+    first: int = 0
     words: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,6 +136,13 @@ class Dropper:
         if torch.compiler.is_compiling():
             return dropped(x, rows, self.words, self.rate)
         return _Dropout.apply(x, rows, self)
+
+    def at(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The function that drops, given ``row_keys`` of all tokens; None where there are none."""
+        if rows is None:
+            return None
+        drop = maybe_compiled(dropped, self.compiled)
+        return lambda x: drop(x, rows, self.words, self.rate, self.first)
 
 
 def _site_keys(rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
@@ -168,35 +176,12 @@ def dropped(
     return out
 
 
-@dataclass(frozen=True, eq=False)
-class AdapterDropper:
-    """What is dropped of the input of a linear layer's adapters.
-
-    Attributes:
-        dropper: of the layer.
-        first: number of this rank's first feature.
-    """
-
-    dropper: Dropper
-    first: int
-
-    @classmethod
-    def of(
-        cls, lora: LoraSpec | None, layer: int, site: Site, shard: Shard, divided: int = 0
-    ) -> AdapterDropper:
-        """That of a layer whose input has ``divided`` global features over the tensor ranks, or is complete
-        on each."""
-        rate = 0.0 if lora is None else lora.dropout
-        dropper = Dropper(rate, layer, site, shard.device, shard.compiled)
-        return cls(dropper, shard.tensor.rank * (divided // shard.tensor.size))
-
-    def at(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The function that drops, given ``row_keys`` of all tokens; None where there are none."""
-        if rows is None:
-            return None
-        dropper = self.dropper
-        drop = maybe_compiled(dropped, dropper.compiled)
-        return lambda x: drop(x, rows, dropper.words, dropper.rate, self.first)
+def adapter_dropper(lora: LoraSpec | None, layer: int, site: Site, shard: Shard, divided: int = 0) -> Dropper:
+    """What is dropped of the input of a linear layer's adapters, which has ``divided`` global features over
+    the tensor ranks, or is complete on each."""
+    rate = 0.0 if lora is None else lora.dropout
+    first = shard.tensor.rank * (divided // shard.tensor.size)
+    return Dropper(rate, layer, site, shard.device, shard.compiled, first)
 
 
 class _Dropout(torch.autograd.Function):
@@ -206,8 +191,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, dropper: Dropper) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.dropper = dropper
-        result: torch.Tensor = maybe_compiled(dropped, dropper.compiled)(x, rows, dropper.words, dropper.rate)
-        return result
+        return maybe_compiled(dropped, dropper.compiled)(x, rows, dropper.words, dropper.rate)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:

@@ -10,7 +10,7 @@ from torch import nn
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
-from .dropout import AdapterDropper, Site
+from .dropout import Site, adapter_dropper
 from .feedforward_inventory import FeedForwardSpec
 from .ops import gelu, swiglu
 from .positions import Geometry
@@ -26,8 +26,8 @@ class FeedForward(nn.Module):
         self.inner = ColumnParallelLinear(inventory.inner, shard)
         self.down = RowParallelLinear(inventory.down, shard)
         self.droppers = (
-            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_INNER, shard),
-            AdapterDropper.of(inventory.layer.lora, layer, Site.ADAPTED_DOWN, shard, inventory.width),
+            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_INNER, shard),
+            adapter_dropper(inventory.layer.lora, layer, Site.ADAPTED_DOWN, shard, inventory.width),
         )
 
     @property

@@ -37,10 +37,9 @@ class FeedForwardSpec(BranchSpec):
     @property
     def inner(self) -> LinearSpec:
         """The projection to the inner width, fused with the gate's."""
-        name, parts = f"{self.layer.prefix}ffn", ("gate", "up") if self.gated else ("up",)
-        return self.layer.projection(
-            f"{name}.inner", {f"{name}.{part}": self.width for part in parts}, self.bias
-        )
+        parts = ("gate", "up") if self.gated else ("up",)
+        outputs = {f"{self.name}.{part}": self.width for part in parts}
+        return self.layer.projection(f"{self.name}.inner", outputs, self.bias)
 
     @property
     def down(self) -> LinearSpec:

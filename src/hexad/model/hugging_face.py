@@ -7,7 +7,7 @@ mean what they mean to ``transformers``; the tests compare them with its classes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 """Keys whose other values would change the numbers -> the values supported; null always is."""
 
-_SWITCHES = ("tied_embeddings",)
-_OPTIONAL = ("sliding_window",)
 OPTIONS = (
     "sliding_window",
     "rotary_fraction",
@@ -49,7 +47,12 @@ OPTIONS = (
     "logits_scaling",
 )
 """Settings that are their defaults in families whose ``config.json`` has no key for them."""
-_COUNTS = ("vocab", "layers", "hidden", "heads", "max_positions")
+_READERS: dict[str, Callable[[ConfigFile, str], Any]] = {
+    **dict.fromkeys(("vocab", "layers", "hidden", "heads", "max_positions"), ConfigFile.count),
+    "tied_embeddings": ConfigFile.switch,
+    "sliding_window": lambda keys, key: None if keys.raw.get(key) is None else keys.count(key),
+}
+"""How settings are read that are no plain numbers from 0."""
 
 LLAMA3 = {
     "factor": "factor",
@@ -81,11 +84,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Model settings, as ``run.yaml`` would give them, of a ``config.json``.
-
-    Args:
-        raw: its content.
-        path: of the file, for messages.
+    """Model settings, as ``run.yaml`` would give them, of a ``config.json``; messages name its path.
 
     Raises:
         HexadError: an architecture or a feature that is not supported, or a malformed value.
@@ -95,14 +94,8 @@ def model_settings(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
     _refuse_unsupported(keys, kind)
     settings: dict[str, Any] = {"family": kind.name, "qkv_bias": kind.qkv_bias, "qk_norm": kind.qk_norm}
     for name, key in kind.keys.items():
-        if name in _COUNTS:
-            settings[name] = keys.count(key)
-        elif name in _SWITCHES:
-            settings[name] = keys.switch(key)
-        elif name in _OPTIONAL:
-            settings[name] = None if keys.raw.get(key) is None else keys.count(key)
-        elif name not in ("kv_heads", "head_dim", "ffn_hidden"):
-            settings[name] = keys.number(key)
+        if name not in ("kv_heads", "head_dim", "ffn_hidden"):
+            settings[name] = _READERS.get(name, ConfigFile.number)(keys, key)
     if not settings.get("init_std", 1.0):
         del settings["init_std"]
     hidden, heads = settings["hidden"], settings["heads"]
@@ -152,9 +145,7 @@ def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise keys.problem(f"{name}.rope_type", "which is not supported; supported: default, llama3", kind)
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
-    if isinstance(theta, bool) or not isinstance(theta, (int, float)) or theta <= 0:
-        raise keys.problem("rope_theta", "expected a number above 0", theta)
+    theta = keys.above_zero("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     known = {"rope_type", "type", "rope_theta", *(LLAMA3 if kind == "llama3" else ())}
     for key, value in rope.items():
         if key not in known and not (key == "partial_rotary_factor" and (partial or value in (None, 1.0))):
@@ -168,12 +159,7 @@ def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
     rope = {"original_max_position_embeddings": raw["max_position_embeddings"], **rope}
     if raw.get("original_max_position_embeddings") is not None:  # which transformers prefers
         rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
-    scaling = {}
-    for theirs, ours in LLAMA3.items():
-        value = rope.get(theirs)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise keys.problem(f"{name}.{theirs}", "expected a number above 0", value)
-        scaling[ours] = value
+    scaling = {ours: keys.above_zero(f"{name}.{key}", rope.get(key)) for key, ours in LLAMA3.items()}
     return {**settings, "rope_scaling": scaling}
 
 

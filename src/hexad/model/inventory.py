@@ -73,13 +73,16 @@ class StageSpec:
     @cached_property
     def embedding(self) -> EmbeddingSpec | None:
         """The token embedding."""
-        model = self.model.settings
         if not self.first:
             return None
-        tied, frozen = self.tied == "copy", self.model.trained.frozen("embedding.weight")
-        return EmbeddingSpec(
-            int(model.vocab), model.hidden, self.model.sequence, model.init_std, tied, frozen
-        )
+        frozen = self.model.trained.frozen("embedding.weight")
+        return EmbeddingSpec(*self._table, tied=self.tied == "copy", frozen=frozen)
+
+    @property
+    def _table(self) -> tuple[int, int, bool, float]:
+        """Vocabulary, width, whether activations are divided over tokens, and initial standard deviation."""
+        model = self.model.settings
+        return int(model.vocab), model.hidden, self.model.sequence, model.init_std
 
     @cached_property
     def positions(self) -> PositionsSpec | None:
@@ -107,13 +110,10 @@ class StageSpec:
     @cached_property
     def head(self) -> HeadSpec | None:
         """The output head."""
-        model = self.model.settings
         if not self.last:
             return None
         frozen = self.model.trained.frozen("head.weight" if self.tied == "own" else "embedding.weight")
-        return HeadSpec(
-            int(model.vocab), model.hidden, self.model.sequence, model.init_std, self.tied, frozen
-        )
+        return HeadSpec(*self._table, tied=self.tied, frozen=frozen)
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
@@ -336,13 +336,8 @@ class ModelInventory:
         return StageSpec(self, layers, first, last, tied)
 
     def stages(self, layers: Sequence[range], placement: Sequence[int], rank: int) -> dict[int, StageSpec]:
-        """The stages of one pipeline rank, by number, ascending.
-
-        Args:
-            layers: for every stage its layers.
-            placement: for every stage its pipeline rank.
-            rank: whose stages.
-        """
+        """The stages of one pipeline rank, by number, ascending; ``layers`` and ``placement`` are those of
+        all stages."""
         trained_from = self.trained_from(layers)
         return {
             number: replace(stage, after_trained=number > trained_from)

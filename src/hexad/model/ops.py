@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from hexad.parallel.contributions import own_gradient
-from hexad.parallel.pointwise import maybe_compiled
+from hexad.parallel.contributions import Dense, contributed
+from hexad.parallel.pointwise import maybe_compiled, widened
 
 from .recompute import recomputable
 
@@ -24,17 +24,12 @@ def by_hand(x: torch.Tensor, compiled: bool) -> bool:
     return (compiled or x.device.type == "cpu") and not torch.compiler.is_compiling()
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32 at least."""
-    return x.float() if x.dtype.itemsize == 2 else x
-
-
 # RMSNorm
 
 
 def rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(normalised ``x [..., width]``, the factor of each row in at least float32)."""
-    wide = _wide(x)
+    wide = widened(x)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight), scale
@@ -72,7 +67,7 @@ class _RmsNorm(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         backward = maybe_compiled(rms_backward, ctx.compiled)
         grad_x, grad_weight = backward(gradient, x, scale, ctx.weight.detach())
-        return grad_x, own_gradient(ctx.weight, grad_weight), None, None
+        return grad_x, contributed(ctx.weight, Dense(grad_weight)), None, None
 
 
 @recomputable
@@ -102,10 +97,9 @@ def layer_backward(
     bias: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``x``, ``weight`` and ``bias``."""
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_layer_norm_backward(
+    return torch.ops.aten.native_layer_norm_backward(
         gradient, x, (x.shape[-1],), mean, deviation, weight, bias, [True, True, True]
     )
-    return gradients
 
 
 @recomputable
@@ -140,8 +134,7 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate_up: torch.Tensor, compiled: bool) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
         ctx.compiled = compiled
-        result: torch.Tensor = maybe_compiled(_swiglu_forward, compiled)(gate_up)
-        return result
+        return maybe_compiled(_swiglu_forward, compiled)(gate_up)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -194,8 +187,7 @@ class _Rotate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.compiled = compiled
-        result: torch.Tensor = maybe_compiled(_turn, compiled)(x, cos, sin, 1.0)
-        return result
+        return maybe_compiled(_turn, compiled)(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hexad.parallel.contributions import own_gradient
+from hexad.parallel.contributions import Dense, contributed
 from hexad.parallel.pointwise import maybe_compiled
 
 from . import ops
 from .dropout import Dropper, dropped
-from .norms import LayerNorm, RmsNorm
+from .norms import Norm
 from .recompute import recomputable_from
 
 
@@ -39,7 +39,7 @@ class Residual:
         return torch.add(x, branch, alpha=self.multiplier)
 
     def add_and_normalise(
-        self, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor | None, norm: RmsNorm | LayerNorm
+        self, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor | None, norm: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum as :meth:`add` returns it, and its norm."""
         if not self._in_one(x):
@@ -79,8 +79,7 @@ class _Add(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.residual = residual
-        result: torch.Tensor = maybe_compiled(_add, residual.compiled)(x, branch, rows, *residual.constants)
-        return result
+        return maybe_compiled(_add, residual.compiled)(x, branch, rows, *residual.constants)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -154,6 +153,6 @@ class _AddNorm(torch.autograd.Function):
         grad_x, *rest = backward(
             len(vectors) == 2, grad_total, gradient, rows, residual.constants, total, statistics, plain
         )
-        gradients = [own_gradient(vector, grad) for vector, grad in zip(vectors, rest)]
+        gradients = [contributed(vector, Dense(grad)) for vector, grad in zip(vectors, rest)]
         branch = rest[len(vectors)] if len(rest) > len(vectors) else grad_x
         return grad_x, branch, None, None, None, *gradients

@@ -77,12 +77,8 @@ class Trained:
 
 
 def check_trained(model: ModelSettings, weights: Sequence[str], outputs: Sequence[Sequence[str]]) -> None:
-    """Refuse patterns that select nothing, or a part of what is computed in one product.
-
-    Args:
-        model: whose ``train`` and ``lora`` are checked.
-        weights: names of all its weights, without adapters.
-        outputs: of every linear layer the names of its outputs.
+    """Refuse patterns that select nothing, or a part of what is computed in one product, given the names of
+    all weights without adapters, and of every linear layer's outputs.
 
     Raises:
         ConfigError: naming the pattern.

@@ -28,7 +28,7 @@ from .dropout import DropoutKey, Dropper, Site, row_keys
 from .feedforward import FeedForward
 from .feedforward_inventory import FeedForwardSpec
 from .inventory import ModelInventory, PositionsSpec, StageSpec
-from .norms import make_norm
+from .norms import Norm
 from .positions import Geometry, rotary_factors, rotary_frequencies
 from .recompute import Recompute
 from .residual import Residual
@@ -73,7 +73,7 @@ class Block(nn.Module):
         super().__init__()
         norms, branches, residuals = [], [], []
         for site, (norm, branch) in zip((Site.ATTENTION, Site.FEED_FORWARD), block.branches, strict=True):
-            norms.append(make_norm(norm, shard))
+            norms.append(Norm(norm, shard))
             branches.append(BRANCHES[type(branch)](branch, shard, layer))
             self.add_module(norm.name.rpartition(".")[2], norms[-1])
             self.add_module(branch.name.rpartition(".")[2], branches[-1])
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
             block = Block(stage.model.block(number), shard, number, model)
             self.layers[str(number)] = recompute.wrap(position, block, block.branches[-1].last)
         if stage.norm is not None and stage.head is not None:
-            self.norm = make_norm(stage.norm, shard)
+            self.norm = Norm(stage.norm, shard)
             self.head = VocabParallelHead(stage.head, shard, tied)
 
     def forward(
@@ -275,13 +275,8 @@ def factored_mesh(model: ModelSettings, parallel: ParallelSettings, mesh: Mesh) 
 
 
 def make_shard(parallel: ParallelSettings, mesh: Mesh, dtype: torch.dtype) -> Shard:
-    """Which shard of every layer this rank holds.
-
-    Args:
-        parallel: resolved settings.
-        mesh: from :func:`factored_mesh`.
-        dtype: of parameters and activations.
-    """
+    """Which shard of every layer this rank holds, given resolved settings and what :func:`factored_mesh`
+    returned."""
     names = ("tensor", "context", "ring", "ulysses")
     axes = {name: axis for name, axis in mesh.axes.items() if name in names}
     if parallel.expert * parallel.expert_tensor > 1:
@@ -299,16 +294,8 @@ def build_stages(
     rank: int,
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
 ) -> dict[int, Transformer]:
-    """The stages of one pipeline rank, by number, ascending.
-
-    Args:
-        model: resolved settings.
-        shard: of every layer.
-        layers: for every stage its layers.
-        placement: for every stage its pipeline rank.
-        rank: whose stages to build.
-        recompute: what each stage's layers recompute.
-    """
+    """The stages of one pipeline rank, as :meth:`ModelInventory.stages` lists them for resolved settings;
+    ``recompute``: what each stage's layers recompute."""
     stages: dict[int, Transformer] = {}
     whole = ModelInventory(model, shard.sequence, shard.tensor.size)
     for number, stage in whole.stages(layers, placement, rank).items():

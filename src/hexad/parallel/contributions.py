@@ -1,20 +1,23 @@
 """How layers contribute to the gradients of their parameters.
 
-A layer computes contributions, :meth:`Accumulator.contribute` adds them up: weight gradients are multiplied
-straight into the place where they are accumulated, at once or in an action of their own. Under plain
-autograd, without an accumulator, the same functions return gradients.
+A layer computes contributions, :class:`~hexad.parallel.data.gradients.Gradients` adds them up: weight
+gradients are multiplied straight into the place where they are accumulated, at once or in an action of their
+own. Under plain autograd, without such an accumulator, the same functions return gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from hexad.topology.mesh import Axis
+
+if TYPE_CHECKING:
+    from .data.gradients import Gradients
 
 
 class Dense(NamedTuple):
@@ -97,40 +100,24 @@ class Rows(NamedTuple):
         """As :meth:`Dense.add_to`."""
         if fresh:
             total.zero_()
-        add_rows_(total, self.rows, self.values)
-
-
-def add_rows_(total: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Add ``values[i]`` to row ``rows[i]``, in place. Where a row is named several times, ``index_add_`` on a
-    GPU adds in any order, by atomic operations; ``index_put_`` sorts the rows first."""
-    if torch.are_deterministic_algorithms_enabled():
-        total.index_put_((rows,), values.to(total.dtype), accumulate=True)
-    else:
-        total.index_add_(0, rows, values.to(total.dtype))
+        values = self.values.to(total.dtype)
+        if torch.are_deterministic_algorithms_enabled():
+            # Where a row is named several times, index_add_ on a GPU adds in any order, by atomic operations;
+            # index_put_ sorts the rows first.
+            total.index_put_((self.rows,), values, accumulate=True)
+        else:
+            total.index_add_(0, self.rows, values)
 
 
 Contribution = Dense | WeightGradient | Rows
 
 
-class Accumulator(Protocol):
-    """Adds up the gradients of parameters; see :class:`hexad.parallel.data.gradients.Gradients`."""
-
-    @property
-    def deferring(self) -> bool:
-        """Whether products are kept for later instead of computed."""
-        ...
-
-    def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
-        """Add to a parameter's gradient. A contribution in parts is complete with the ``last`` one."""
-        ...
-
-
-def accumulator_of(parameter: torch.Tensor) -> Accumulator | None:
+def accumulator_of(parameter: torch.Tensor) -> Gradients | None:
     """Where the parameter's gradient is accumulated; None under plain autograd."""
     return getattr(parameter, "gradient_accumulator", None)
 
 
-def attach(parameter: nn.Parameter, accumulator: Accumulator) -> None:
+def attach(parameter: nn.Parameter, accumulator: Gradients) -> None:
     """Accumulate the parameter's gradient there; what autograd computes for it goes there too."""
     parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
     parameter.register_post_accumulate_grad_hook(_move)
@@ -165,30 +152,27 @@ def weight_gradient(
     """
     if not weight.requires_grad:
         return None
-    accumulator = accumulator_of(weight)
     # What autograd saved knows its graph, which would keep the stage's input and that one's gradient.
-    product = WeightGradient(output_gradient, inputs.detach(), gather, rows)
-    if accumulator is None:
-        gradient = torch.empty_like(weight)
-        product.add_to(gradient, fresh=True)
-        return gradient
-    accumulator.contribute(weight, product)
-    return None
+    return contributed(weight, WeightGradient(output_gradient, inputs.detach(), gather, rows))
 
 
 def bias_gradient(bias: torch.Tensor | None, output_gradient: torch.Tensor) -> torch.Tensor | None:
     """The sum over tokens: contributed (returning None), else as a new tensor; None for a frozen bias."""
     if bias is None or not bias.requires_grad:
         return None
-    return own_gradient(bias, output_gradient.sum(0))
+    return contributed(bias, Dense(output_gradient.sum(0)))
 
 
-def own_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
-    """``gradient``: contributed (returning None), else as it is; None for a frozen parameter."""
+def contributed(parameter: torch.Tensor, contribution: Contribution) -> torch.Tensor | None:
+    """A gradient: contributed (returning None), or returned; None for a frozen parameter."""
     if not parameter.requires_grad:
         return None
     accumulator = accumulator_of(parameter)
-    if accumulator is None:
-        return gradient
-    accumulator.contribute(parameter, Dense(gradient))
-    return None
+    if accumulator is not None:
+        accumulator.contribute(parameter, contribution)
+        return None
+    if isinstance(contribution, Dense):
+        return contribution.values
+    gradient = torch.empty_like(parameter)
+    contribution.add_to(gradient, fresh=True)
+    return gradient

@@ -8,7 +8,7 @@ gradient norm, parameter counts, FLOPs, checkpoints, published tensors and the m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
@@ -209,20 +209,10 @@ class Parameter:
     def traits(self, positions: Positions) -> Traits:
         """How a rank treats it; axes of degree 1 divide nothing."""
         first = self.weights[0]
-
-        def above_one(axes: Iterable[str]) -> frozenset[str]:
-            return frozenset(axis for axis in axes if positions.get(axis, Position()).size > 1)
-
-        return Traits(
-            above_one(first.divided),
-            above_one(first.partial),
-            first.grid,
-            first.decay,
-            self.tied,
-            self.copy,
-            first.frozen,
-            first.group,
-        )
+        several = {axis for axis, place in positions.items() if place.size > 1}
+        divided, partial = frozenset(several & first.divided.keys()), frozenset(several & first.partial)
+        shared = first.grid, first.decay, self.tied, self.copy, first.frozen, first.group
+        return Traits(divided, partial, *shared)
 
 
 class Product(NamedTuple):

@@ -13,6 +13,7 @@ units of CPUs, and between CPUs and GPUs; so do square roots of float32 (MKL rou
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
@@ -59,7 +60,7 @@ def fill_normal(target: torch.Tensor, rectangle: Rectangle, std: float, seed: in
         seed: of the run.
     """
     digest = hashlib.blake2b(f"{seed}/{rectangle.name}".encode(), digest_size=16).digest()
-    start, key = (int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8))
+    start, key = struct.unpack("<2q", digest)
     width, left, count = rectangle.shape[-1], rectangle.offset[-1], rectangle.sizes[-1]
     if not rectangle.numel:
         return
@@ -95,13 +96,7 @@ def _runs(rectangle: Rectangle, target: torch.Tensor) -> Iterator[tuple[int, tor
 
 
 class _Pairs:
-    """Draws pairs of values, in memory that is used again.
-
-    Args:
-        device: where.
-        key: of the values.
-        std: standard deviation.
-        needed: no more than this many pairs are drawn.
+    """Draws pairs of values, no more than ``needed``, in memory that is used again.
 
     Attributes:
         most: pairs that may be drawn at a time.
@@ -132,7 +127,9 @@ class _Pairs:
         # What held the bits holds more temporaries from here on.
         e = t.view(torch.float32)[:count]
         radius = _radius(a, c, d, e, z.view(torch.float64)).mul_(self.std)
-        sine, cosine = _half_angle(b.mul_(_PI / (1 << 24)), a, c, d)
+        angle = b.mul_(_PI / (1 << 24))  # half of it: up to pi / 2
+        torch.mul(angle, angle, out=c)
+        sine, cosine = _polynomial(c, _SINE, a).mul_(angle), _polynomial(c, _COSINE, d)
         out = z.view(torch.float32)[: 2 * count].view(2, count)
         torch.mul(cosine.mul_(sine), torch.add(radius, radius, out=b), out=out[0])
         torch.mul(sine.mul_(sine).mul_(-2.0).add_(1.0), radius, out=out[1])
@@ -158,15 +155,6 @@ def _radius(
     square = _polynomial(torch.mul(k, k, out=c), _ATANH, out).mul_(k).add_(d)
     # The root of a float32 is never so near the middle of two that an error in float64's last bits matters.
     return out.copy_(wide.copy_(square).sqrt_())
-
-
-def _half_angle(
-    angle: torch.Tensor, a: torch.Tensor, c: torch.Tensor, d: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sine and cosine of ``angle``, up to ``pi / 2``, from which those of twice the angle follow; overwrites
-    the others."""
-    torch.mul(angle, angle, out=c)
-    return _polynomial(c, _SINE, a).mul_(angle), _polynomial(c, _COSINE, d)
 
 
 def _polynomial(x: torch.Tensor, coefficients: Sequence[float], out: torch.Tensor) -> torch.Tensor:

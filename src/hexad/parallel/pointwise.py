@@ -27,8 +27,12 @@ def maybe_compiled(function: Function, compiled: bool) -> Function:
 
 @cache
 def _compiled(function: Function) -> Function:
-    compiled: Function = torch.compile(function)
-    return compiled
+    return torch.compile(function)
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32 at least."""
+    return x.float() if x.dtype.itemsize == 2 else x
 
 
 @cache

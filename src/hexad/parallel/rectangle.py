@@ -45,11 +45,8 @@ class Rectangle:
 
     def rows(self, begin: int, end: int) -> Rectangle:
         """Its rows ``begin`` to ``end - 1``, counted from its own first row."""
-        return replace(
-            self,
-            offset=(self.offset[0] + begin, *self.offset[1:]),
-            sizes=(end - begin, *self.sizes[1:]),
-        )
+        offset, sizes = (self.offset[0] + begin, *self.offset[1:]), (end - begin, *self.sizes[1:])
+        return replace(self, offset=offset, sizes=sizes)
 
     def intersection(self, other: Rectangle) -> Rectangle | None:
         """What two rectangles of one tensor have in common, or None."""

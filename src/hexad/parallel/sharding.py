@@ -225,5 +225,4 @@ def derived(parameter: torch.Tensor, name: str, compute: Callable[[], T]) -> T:
         return compute()
     if name not in kept:
         kept[name] = compute()
-    value: T = kept[name]
-    return value
+    return kept[name]

@@ -32,8 +32,7 @@ def family(name: str) -> Family:
         raise ConfigError(
             "model.family", f"found {name!r}, which this version does not support; use {choices}"
         )
-    loaded: Family = import_module(f"{__name__}.{name}").FAMILY
-    return loaded
+    return import_module(f"{__name__}.{name}").FAMILY
 
 
 def preset(name: str) -> Shape:

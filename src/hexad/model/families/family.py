@@ -16,13 +16,7 @@ from hexad.config.model import ModelSettings
 
 
 class ConfigFile:
-    """A ``config.json`` with the defaults of its family.
-
-    Args:
-        raw: its content.
-        path: of the file, for messages.
-        absent: what missing keys mean.
-    """
+    """A ``config.json`` with what missing keys mean in its family; messages name its path."""
 
     def __init__(self, raw: Mapping[str, Any], path: Path, absent: Mapping[str, Any]) -> None:
         self.path = path
@@ -49,22 +43,18 @@ class ConfigFile:
             raise self.problem(key, "expected a number from 0")
         return float(value or 0)
 
+    def above_zero(self, key: str, value: Any) -> float:
+        """A value that stands at ``key``: any number above 0."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise self.problem(key, "expected a number above 0", value)
+        return value
+
     def switch(self, key: str) -> bool:
         """True or false."""
         value = self.raw.get(key)
         if not isinstance(value, bool):
             raise self.problem(key, "expected true or false")
         return value
-
-
-def without_window(keys: ConfigFile) -> dict[str, Any]:
-    """Refuse a sliding window."""
-    if keys.raw.get("sliding_window") is not None:
-        raise keys.problem(
-            "sliding_window",
-            "which is not supported; where no sequence is longer than the window, set it to null there",
-        )
-    return {}
 
 
 def one_dropout(keys: ConfigFile) -> dict[str, Any]:
@@ -78,11 +68,6 @@ def one_dropout(keys: ConfigFile) -> dict[str, Any]:
 
 
 Shape = dict[str, Any]
-
-
-def no_extra(keys: ConfigFile) -> dict[str, Any]:
-    """Nothing that only one family's ``config.json`` has."""
-    return {}
 
 
 @dataclass(frozen=True)
@@ -142,7 +127,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     also: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    read: Callable[[ConfigFile], dict[str, Any]] = no_extra
+    read: Callable[[ConfigFile], dict[str, Any]] = lambda keys: {}
     write: Callable[[ModelSettings], dict[str, Any]] = lambda model: {}
 
     def context(self, preset: str) -> int | None:

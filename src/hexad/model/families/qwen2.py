@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .family import ConfigFile, Shape, without_window
+from .family import ConfigFile, Shape
 from .llama import FAMILY as LLAMA
 from .llama import Sizes, llama_shape
 
 
 def unused_window(keys: ConfigFile) -> dict[str, Any]:
     """Refuse a sliding window that some layer would use: those from ``max_window_layers`` on."""
-    layers = keys.count("num_hidden_layers")
+    layers, window = keys.count("num_hidden_layers"), keys.raw.get("sliding_window")
     # Where layer_types are given, all of them are full_attention.
-    if keys.raw.get("layer_types") is None and keys.raw["use_sliding_window"]:
-        return without_window(keys) if keys.number("max_window_layers") < layers else {}
+    used = keys.raw.get("layer_types") is None and keys.raw["use_sliding_window"]
+    if used and keys.number("max_window_layers") < layers and window is not None:
+        raise keys.problem(
+            "sliding_window",
+            "which is not supported; where no sequence is longer than the window, set it to null there",
+        )
     return {}
 
 

@@ -44,8 +44,6 @@ def attention_over_ranks(
     Args:
         q: ``[this rank's tokens, heads, width]``.
         k, v: ``[this rank's tokens, key/value heads, width]``.
-        exchange: with the others.
-        kernel: for a tile.
 
     Returns:
         ``[this rank's tokens, heads * width]``.

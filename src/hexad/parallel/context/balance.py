@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from .slice import Run
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class Pieces(NamedTuple):
@@ -31,12 +32,12 @@ class Pieces(NamedTuple):
     """
 
     size: Ints
-    work: NDArray[np.float64]
+    work: Floats
     document: Ints
     end: Ints
 
     @classmethod
-    def of(cls, bounds: Ints, cuts: Ints, work: NDArray[np.float64]) -> Pieces:
+    def of(cls, bounds: Ints, cuts: Ints, work: Floats) -> Pieces:
         """Pieces of tokens cut at ``cuts``, with documents that begin at ``bounds``."""
         document = np.searchsorted(bounds, cuts[:-1], side="right") - 1
         end = np.minimum(cuts[1:], bounds[document + 1]) - bounds[document]
@@ -44,20 +45,10 @@ class Pieces(NamedTuple):
 
 
 def levelled(owner: Ints, pieces: Pieces, ranks: int, tolerance: float, most: int) -> Ints | None:
-    """The owners of pieces after swaps between the rank whose work differs most from the mean and others.
-
-    Args:
-        owner: the rank of every piece.
-        pieces: their sizes and work.
-        ranks: their number.
-        tolerance: by how much the work of a rank may differ from the mean.
-        most: swaps.
-
-    Returns:
-        None where so many swaps are not enough.
-    """
+    """The ranks of pieces after swaps between the rank whose work differs most from the mean and others,
+    until none differs by more than ``tolerance``; None where ``most`` swaps are not enough."""
     owner = owner.copy()
-    loads: NDArray[np.float64] = np.bincount(owner, pieces.work, minlength=ranks).astype(np.float64)
+    loads: Floats = np.bincount(owner, pieces.work, minlength=ranks).astype(np.float64)
     mean = float(loads.mean())
     for _ in range(most):
         if abs(loads - mean).max() <= tolerance * mean:
@@ -73,15 +64,13 @@ def levelled(owner: Ints, pieces: Pieces, ranks: int, tolerance: float, most: in
     return None
 
 
-def _best_swap(
-    owner: Ints, pieces: Pieces, loads: NDArray[np.float64], tolerance: float
-) -> tuple[int, int] | None:
+def _best_swap(owner: Ints, pieces: Pieces, loads: Floats, tolerance: float) -> tuple[int, int] | None:
     """A piece of the rank whose work differs most from the mean and one of another rank: the fewest keys to
     send for the work that then is where it should be. A swap costs a piece's keys more, so that few large
     ones are preferred."""
     mean = loads.mean()
 
-    def beyond(load: NDArray[np.float64]) -> NDArray[np.float64]:
+    def beyond(load: Floats) -> Floats:
         return np.maximum(abs(load - mean) - tolerance * mean, 0.0)
 
     worst = int(abs(loads - mean).argmax())
@@ -120,8 +109,7 @@ class _Change:
         less = self._without[lost] - self._last[rank, self._document[lost]]
         before = self._last[rank, self._document[gained]]
         kept = np.where(same, self._without[lost], before)
-        changed: Ints = np.where(same, 0, less) + np.maximum(self._end[gained], kept) - before
-        return changed
+        return np.where(same, 0, less) + np.maximum(self._end[gained], kept) - before
 
 
 TOLERANCE = 0.04
@@ -140,7 +128,7 @@ _FEWER = 0.9
 """Swaps trade even work for messages: they must leave less than this part of the tokens to receive."""
 
 
-def work_before(bounds: Sequence[int], tokens: NDArray[np.int64], window: int | None) -> NDArray[np.float64]:
+def work_before(bounds: Sequence[int], tokens: Ints, window: int | None) -> Floats:
     """Keys that all queries before each of the ``tokens`` see: a query sees those of its document up to
     itself, and no more than ``window``."""
     starts = np.asarray(bounds, dtype=np.int64)
@@ -149,7 +137,7 @@ def work_before(bounds: Sequence[int], tokens: NDArray[np.int64], window: int | 
     return totals[document] + _seen(tokens - starts[document], window)
 
 
-def _seen(tokens: NDArray[np.int64], window: int | None) -> NDArray[np.float64]:
+def _seen(tokens: Ints, window: int | None) -> Floats:
     """Keys that the first ``tokens`` queries of a document see."""
     count = tokens.astype(np.float64)
     if window is None:
@@ -225,9 +213,7 @@ def _by_swaps(bounds: Sequence[int], ranks: int, window: int | None) -> Iterator
             yield sum(received(bounds, run, window) for run in runs), runs
 
 
-def _dealt(
-    work: NDArray[np.float64], sizes: NDArray[np.int64], ranks: int, alike: float
-) -> NDArray[np.int64]:
+def _dealt(work: Floats, sizes: Ints, ranks: int, alike: float) -> Ints:
     """The rank of every piece."""
     owner = np.empty(len(work), dtype=np.int64)
     loads = np.zeros(ranks)
@@ -247,12 +233,12 @@ def _dealt(
     return owner
 
 
-def _imbalance(work: NDArray[np.float64], owner: NDArray[np.int64], ranks: int) -> float:
+def _imbalance(work: Floats, owner: Ints, ranks: int) -> float:
     loads = np.bincount(owner, work, minlength=ranks)
     return float(abs(loads / loads.mean() - 1).max())
 
 
-def _runs(cuts: NDArray[np.int64], owner: NDArray[np.int64], ranks: int) -> list[list[Run]]:
+def _runs(cuts: Ints, owner: Ints, ranks: int) -> list[list[Run]]:
     """The runs of each rank, those that touch joined."""
     changes = np.concatenate(([0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]))
     runs: list[list[Run]] = [[] for _ in range(ranks)]

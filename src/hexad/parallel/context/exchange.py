@@ -48,18 +48,12 @@ def tokens_for_heads(out: torch.Tensor, heads: int, axis: Axis) -> torch.Tensor:
     return result.flatten(1)
 
 
-def _scattered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """``[size, tokens, heads of a rank, width]`` -> ``[size * tokens, heads of this rank, width]``."""
-    return all_to_all(x.flatten(0, 1), axis)
-
-
 class _HeadsForTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis) -> torch.Tensor:
-        size = axis.size
         ctx.axis, ctx.shapes = axis, (q.shape, k.shape)
-        parts = [_by_rank(q, size), _by_rank(k, size), _by_rank(v, size)]
-        return _scattered(torch.cat(parts, dim=2), axis)
+        parts = [_by_rank(x, axis.size) for x in (q, k, v)]
+        return all_to_all(torch.cat(parts, dim=2).flatten(0, 1), axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -79,7 +73,7 @@ class _TokensForHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _scattered(_by_rank(gradient, ctx.axis.size), ctx.axis), None
+        return all_to_all(_by_rank(gradient, ctx.axis.size).flatten(0, 1), ctx.axis), None
 
 
 def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:

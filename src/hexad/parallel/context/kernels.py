@@ -7,13 +7,16 @@ Backward is that of FlashAttention (Dao et al., arXiv 2205.14135): given the out
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from ..pointwise import widened
 from .rounds import SCORES, Tile
 
 Drop = Callable[[Tile, slice, slice, torch.dtype], torch.Tensor]
@@ -70,27 +73,29 @@ class AttentionGradients(NamedTuple):
     v: torch.Tensor
 
 
-class Kernel(Protocol):
-    """Computes a tile, in parts that it chooses."""
+@dataclass(frozen=True)
+class Kernel(ABC):
+    """Computes a tile, in parts that it chooses.
 
+    Attributes:
+        scale: what scores are multiplied by.
+    """
+
+    scale: float
+
+    @abstractmethod
     def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
         """Compute the attention of all queries, each of them in one part."""
-        ...
 
+    @abstractmethod
     def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
         """Compute gradients in parts, the sum of which is the tile's gradients."""
-        ...
 
 
 def choose(q: torch.Tensor, scale: float, drop: Drop | None, flash: bool) -> Kernel:
     """The kernel for queries like ``q``: plain products where probabilities are dropped, and on GPUs for what
-    flash attention does not compute, formats of more than 16 bits and some widths.
-
-    Args:
-        q: ``[tokens, heads, width]``.
-        scale: what scores are multiplied by.
-        drop: what is dropped of probabilities; None for nothing.
-        flash: PyTorch's flash attention for blocks of any lengths has been tried on the GPU.
+    flash attention does not compute, formats of more than 16 bits and some widths. ``flash``: that for blocks
+    of any lengths has been tried on the GPU.
     """
     if drop is None and q.device.type == "cpu":
         return CpuFlash(scale)
@@ -136,17 +141,13 @@ def _seen(tile: Tile, block: _Block, device: torch.device) -> torch.Tensor:
     return seen if tile.low is None else seen & (column >= row + tile.low)
 
 
-class CpuFlash:
+class CpuFlash(Kernel):
     """PyTorch's flash attention for CPUs, a call for each block.
 
     It returns 0 for the log-sum-exp of a query that sees no key; a tile has none.
     """
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
     def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
-        """See :class:`Kernel`."""
         for block in _blocks(tile):
             rows, columns, _ = block
             operands = given.q[rows], given.k[columns], given.v[columns]
@@ -156,7 +157,6 @@ class CpuFlash:
             yield Output(rows, out[0].transpose(0, 1), lse[0].transpose(0, 1))
 
     def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
-        """See :class:`Kernel`."""
         for block in _blocks(tile):
             rows, columns, _ = block
             operands = given.q[rows], given.k[columns], given.v[columns], results.out[rows], results.lse[rows]
@@ -180,14 +180,10 @@ def _batch(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).unsqueeze(0)
 
 
-class CudaFlash:
+class CudaFlash(Kernel):
     """PyTorch's flash attention for GPUs in 16-bit formats, one call for all blocks of a tile."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
     def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
-        """See :class:`Kernel`."""
         places, options = _places(tile, given.q.device), self._options(tile)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             *given, *places, 0.0, tile.causal, False, **options
@@ -195,7 +191,6 @@ class CudaFlash:
         yield Output(slice(None), out, lse.transpose(0, 1))
 
     def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
-        """See :class:`Kernel`."""
         device = given.q.device
         state = torch.zeros(2, dtype=torch.uint64, device=device)  # of the generator: nothing is drawn
         nothing = torch.empty(0, device=device)
@@ -236,15 +231,14 @@ def _places(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tenso
     return tuple(offsets)
 
 
-class Plain:
+@dataclass(frozen=True)
+class Plain(Kernel):
     """Products and softmax written out, for some queries at a time: :data:`SCORES` exist at most, or those of
     one query."""
 
-    def __init__(self, scale: float, drop: Drop | None) -> None:
-        self.scale, self.drop = scale, drop
+    drop: Drop | None
 
     def forward(self, given: Operands, tile: Tile) -> Iterator[Output]:
-        """See :class:`Kernel`."""
         for block in self._steps(tile, given.q.shape[1]):
             yield self._output(given, tile, block)
 
@@ -260,7 +254,6 @@ class Plain:
         return Output(rows, out, lse.permute(2, 0, 1, 3).flatten(1))
 
     def backward(self, given: Operands, results: Results, tile: Tile) -> Iterator[AttentionGradients]:
-        """See :class:`Kernel`."""
         for block in self._steps(tile, given.q.shape[1]):
             yield self._gradients(given, results, tile, block)
 
@@ -268,11 +261,11 @@ class Plain:
         rows, columns, _ = block
         k, v, groups = given.k[columns], given.v[columns], given.k.shape[1]
         g, out, q = (_grouped(tensor[rows], groups) for tensor in (results.gradient, results.out, given.q))
-        delta = (_wide(g) * _wide(out)).sum(-1, keepdim=True)
+        delta = (widened(g) * widened(out)).sum(-1, keepdim=True)
         lse = _grouped(results.lse[rows].unsqueeze(-1), groups)
         p = self._scores(given, tile, block).sub_(lse).exp_()
         factors = None if self.drop is None else self.drop(tile, rows, columns, p.dtype)
-        grad_p, weighted = _wide(g @ _columns(v).transpose(2, 3)), p
+        grad_p, weighted = widened(g @ _columns(v).transpose(2, 3)), p
         if factors is not None:
             grad_p *= factors
             weighted = factors.mul_(p)
@@ -297,7 +290,7 @@ class Plain:
     def _scores(self, given: Operands, tile: Tile, block: _Block) -> torch.Tensor:
         """``[kv heads, group, rows, columns]``, -inf where a key is not seen."""
         q, k = given.q[block.rows], given.k[block.columns]
-        wide = _wide(_grouped(q, k.shape[1])) @ _wide(_columns(k)).transpose(2, 3)
+        wide = widened(_grouped(q, k.shape[1])) @ widened(_columns(k)).transpose(2, 3)
         wide.mul_(self.scale)
         if tile.causal or tile.low is not None:
             wide.masked_fill_(~_seen(tile, block, q.device), -torch.inf)
@@ -312,8 +305,3 @@ def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
 def _columns(x: torch.Tensor) -> torch.Tensor:
     """``[columns, groups, width]`` -> ``[groups, 1, columns, width]``."""
     return x.transpose(0, 1).unsqueeze(1)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32 at least."""
-    return x.float() if x.dtype.itemsize == 2 else x

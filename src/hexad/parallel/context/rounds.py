@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from .slice import Run, Slice
+from .slice import Run, Slice, joined, token_count
 
 SCORES = 1 << 24
 """Scores that exist at a time where no kernel computes them in parts."""
@@ -65,17 +65,12 @@ class Round:
     @property
     def sent(self) -> int:
         """The number of tokens sent."""
-        return size(self.send)
+        return token_count(self.send)
 
     @property
     def received(self) -> int:
         """The number of tokens received."""
-        return size(self.receive)
-
-
-def size(runs: Sequence[Run]) -> int:
-    """The number of tokens in some runs."""
-    return sum(end - begin for begin, end in runs)
+        return token_count(self.receive)
 
 
 class _Segment(NamedTuple):
@@ -126,13 +121,7 @@ def rounds(
 
 def _needed(tiles: Sequence[Tile]) -> tuple[Run, ...]:
     """The rows of keys that some tiles read, joined into runs."""
-    runs: list[Run] = []
-    for begin, end in sorted(tile.columns for tile in tiles):
-        if runs and begin <= runs[-1][1]:
-            runs[-1] = (runs[-1][0], max(end, runs[-1][1]))
-        else:
-            runs.append((begin, end))
-    return tuple(runs)
+    return joined(sorted(tile.columns for tile in tiles))
 
 
 def _placed(tile: Tile, received: Sequence[Run]) -> Tile:
@@ -204,21 +193,16 @@ def _others(queries: Sequence[_Segment], keys: Sequence[_Segment]) -> tuple[Tile
 
 def _between(query: _Segment, key: _Segment, window: int | None) -> Tile | None:
     """One run of queries with one run of keys; None where they do not see each other."""
-    own = query.begin == key.begin
     behind = query.begin - key.begin
     rows, columns = query.end - query.begin, key.end - key.begin
-    if window is None:
-        return _tile(query, key, (0, rows), (0, columns), own, None)
-    skipped = max(0, behind - window + 1)  # keys that not even the first query sees
-    rows = min(rows, columns - behind - 1 + window)  # the last query that sees the last key
-    if skipped >= columns or rows <= 0:
-        return None
-    low = behind - window + 1 - skipped
-    # A limit that the last query does not reach is none.
-    return _tile(query, key, (0, rows), (skipped, columns), own, low if rows - 1 + low > 0 else None)
-
-
-def _tile(query: _Segment, key: _Segment, rows: Run, columns: Run, causal: bool, low: int | None) -> Tile:
-    queries = tuple(query.row + row for row in rows)
-    keys = tuple(key.row + column for column in columns)
-    return Tile(queries, keys, causal, low, key.begin + columns[0])
+    skipped, low = 0, None
+    if window is not None:
+        skipped = max(0, behind - window + 1)  # keys that not even the first query sees
+        rows = min(rows, columns - behind - 1 + window)  # the last query that sees the last key
+        if skipped >= columns or rows <= 0:
+            return None
+        low = behind - window + 1 - skipped
+        if rows - 1 + low <= 0:  # a limit that the last query does not reach is none
+            low = None
+    queries, keys = (query.row, query.row + rows), (key.row + skipped, key.row + columns)
+    return Tile(queries, keys, behind == 0, low, key.begin + skipped)

@@ -64,14 +64,19 @@ class Slice:
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Ascending runs, of which those that touch become one."""
+    """Ascending runs, of which those that touch or overlap become one."""
     longest: list[Run] = []
     for begin, end in runs:
-        if longest and longest[-1][1] == begin:
-            longest[-1] = (longest[-1][0], end)
+        if longest and begin <= longest[-1][1]:
+            longest[-1] = (longest[-1][0], max(end, longest[-1][1]))
         elif begin < end:
             longest.append((begin, end))
     return tuple(longest)
+
+
+def token_count(runs: Iterable[Run]) -> int:
+    """The number of tokens in some runs."""
+    return sum(end - begin for begin, end in runs)
 
 
 @dataclass(frozen=True)
@@ -143,31 +148,25 @@ def divide(
 def _zigzag(sequences: int, length: int, ranks: int) -> list[list[Run]]:
     """Blocks from the front are as large as each other, and so are those from the back: at most one token
     larger, where a rank's share is odd."""
-    share = length // ranks
-    front = share // 2
-    back = share - front
-    return [
-        [
-            run
-            for first in range(0, sequences * length, length)
-            for run in (
-                (first + rank * front, first + (rank + 1) * front),
-                (first + length - (rank + 1) * back, first + length - rank * back),
-            )
-        ]
-        for rank in range(ranks)
-    ]
+    front = length // ranks // 2
+    back = length // ranks - front
+    runs: list[list[Run]] = [[] for _ in range(ranks)]
+    for begin in range(0, sequences * length, length):
+        for rank, own in enumerate(runs):
+            end = begin + length - rank * back
+            own += [(begin + rank * front, begin + (rank + 1) * front), (end - back, end)]
+    return runs
 
 
 def _parts(runs: Sequence[Run], count: int) -> list[tuple[Run, ...]]:
     """The tokens of some runs in ``count`` parts of one size, in their order."""
-    size = sum(end - begin for begin, end in runs) // count
+    share = token_count(runs) // count
     parts: list[list[Run]] = [[] for _ in range(count)]
     before = 0
     for begin, end in runs:
         while begin < end:
-            part = before // size
-            taken = min(end - begin, (part + 1) * size - before)
+            part = before // share
+            taken = min(end - begin, (part + 1) * share - before)
             parts[part].append((begin, begin + taken))
             begin, before = begin + taken, before + taken
     return [tuple(part) for part in parts]

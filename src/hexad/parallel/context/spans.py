@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -11,40 +12,37 @@ import torch
 from .slice import Slice
 
 
+@dataclass(eq=False)
 class Spans:
     """Runs of flattened tokens inside which attention stays.
 
     Attributes:
+        tokens: of the microbatch.
         sequences: of the microbatch.
         bounds: where documents begin, and the total at the end; None where every sequence is one span.
-        longest: tokens of the longest span.
-        tokens: of the microbatch.
         slice: which context rank holds which of the tokens; None where every rank has all.
         numbers: int64, with a slice, those of the tokens that this rank holds.
-
-    Args:
-        tokens, sequences, bounds, slice_, numbers: see above.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        sequences: int,
-        bounds: Sequence[int] | None = None,
-        slice_: Slice | None = None,
-        numbers: torch.Tensor | None = None,
-    ) -> None:
-        self.sequences, self.bounds = sequences, None if bounds is None else tuple(bounds)
-        self.slice, self.numbers, self.tokens = slice_, numbers, tokens
-        length = tokens // sequences
-        self.longest = length if bounds is None else max(end - begin for begin, end in pairwise(bounds))
-        self._offsets: torch.Tensor | None = None
+    tokens: int
+    sequences: int
+    bounds: Sequence[int] | None = None
+    slice: Slice | None = None
+    numbers: torch.Tensor | None = None
+    _offsets: torch.Tensor | None = None
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest span."""
+        if self.bounds is None:
+            return self.tokens // self.sequences
+        return max(end - begin for begin, end in pairwise(self.bounds))
 
     @cached_property
     def undivided(self) -> Slice:
         """That of one rank, which has all tokens."""
         length = self.tokens // self.sequences
-        bounds = self.bounds or tuple(range(0, self.tokens + 1, length))
+        bounds = tuple(self.bounds or range(0, self.tokens + 1, length))
         return Slice(self.sequences, length, bounds, (((0, self.tokens),),))
 
     def offsets(self, device: torch.device) -> torch.Tensor:

@@ -59,14 +59,8 @@ class StateSharding:
 
     @classmethod
     def create(cls, zero: int, replicas: int, mesh: Mesh, grid: Grid = "dense") -> StateSharding:
-        """Split the axis over which the grid's gradients are reduced; every rank calls this together.
-
-        Args:
-            zero: ``parallel.zero``.
-            replicas: ``parallel.replicas``, which divides the axis's degree.
-            mesh: of the run.
-            grid: whose weights.
-        """
+        """Split the axis over which the grid's gradients are reduced, as ``parallel.zero`` and
+        ``parallel.replicas`` say; every rank calls this together."""
         data = mesh.gradient_axis(grid)
         return cls(*mesh.split(data, state_shards(data.size, zero, replicas)), mesh.model_axes(grid))
 
@@ -76,13 +70,8 @@ Shardings = Mapping[Grid, StateSharding]
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Lock a host tensor's memory, so that copies between it and a GPU run beside computation.
-
-    Args:
-        tensor: contiguous, on the host, with a storage of its own.
-
-    Returns:
-        The same tensor.
+    """Lock a host tensor's memory, so that copies between it and a GPU run beside computation; returns the
+    tensor, which has a storage of its own.
 
     Raises:
         RuntimeError: the driver refuses, most often for the limit of locked memory (``ulimit -l``).
@@ -152,12 +141,9 @@ class Bucket:
         return self.members[0].declaration.weights[0].adapter
 
     def allocate(self, formats: Formats, host: bool) -> None:
-        """Make what stays in memory all the time. Parameters have the values that they came with; deferred
-        ones are zero until :meth:`initialise` or a checkpoint sets them.
-
-        Args:
-            formats: number formats.
-            host: the master values stay in the host's memory.
+        """Make what stays in memory all the time; with ``host`` the master values are in the host's.
+        Parameters have the values that they came with; deferred ones are zero until :meth:`initialise` or a
+        checkpoint sets them.
 
         Raises:
             HexadError: there is not enough memory for the parameters.
@@ -315,15 +301,8 @@ def make_buckets(
     zero: int,
     sharding: Shardings,
 ) -> list[Bucket]:
-    """Parameters of this rank's pipeline stages in buckets, as :func:`plan_buckets` puts them.
-
-    Args:
-        members: parameters, each with the number of its stage.
-        bucket_bytes: see :func:`plan_buckets`.
-        formats: number formats.
-        zero: ``parallel.zero``.
-        sharding: among which ranks the state is sharded, per grid.
-    """
+    """Parameters of this rank's pipeline stages, each with the number of its stage, in buckets as
+    :func:`plan_buckets` puts them."""
     held = [Held.of(stage, member.declaration, member.positions, member.uses) for stage, member in members]
     counts = {grid: state.shards.size for grid, state in sharding.items()}
     plans = plan_buckets(held, bucket_bytes, formats.gradients.itemsize, zero, counts)

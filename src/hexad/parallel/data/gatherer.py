@@ -131,7 +131,8 @@ class ParameterGatherer:
         units = stage_units(stage)
         needed = [list(dict.fromkeys(owner[p] for p in parameters if p in owner)) for _, parameters in units]
         absent = [[n for n in numbers if not self._buckets[n].plan.resident] for numbers in needed]
-        layers = [all(self._backward_needs(n) for n in numbers) for numbers in absent]
+        apart = [bucket.members[0].declaration.weights[0].apart for bucket in self._buckets]
+        layers = [not any(apart[n] for n in numbers) for numbers in absent]
         order = Gathering(absent, layers, self)
         for unit, (module, _) in enumerate(units):
             releases = bool(absent[unit])
@@ -141,9 +142,6 @@ class ParameterGatherer:
                 module.register_forward_hook(self._leaving(order, unit, needed[unit], layers[unit]))
             if releases and self._views:
                 self._save_places(module, absent[unit])
-
-    def _backward_needs(self, number: int) -> bool:
-        return not self._buckets[number].members[0].declaration.weights[0].apart
 
     def _entering(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:
         def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -76,13 +76,8 @@ class Gradients:
         return self._deferred is not None
 
     def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
-        """Add to a parameter's gradient; a product is kept for later while :meth:`defer` is in force.
-
-        Args:
-            parameter: of one of the buckets.
-            contribution: of one microbatch.
-            last: False where further parts of it follow.
-        """
+        """Add to a parameter's gradient, ``last`` unless further parts of the contribution follow; a product
+        is kept for later while :meth:`defer` is in force."""
         if self._deferred is not None and isinstance(contribution, WeightGradient):
             self._deferred.append((parameter, contribution))
             return
@@ -173,9 +168,8 @@ class Gradients:
 
     def _whole(self, number: int) -> torch.Tensor:
         bucket = self._buckets[number]
-        if bucket.plan.keeps_gradients and not self._rounds.first(
-            number
-        ):  # those of the step stay as they are
+        later = bucket.plan.keeps_gradients and not self._rounds.first(number)
+        if later:  # those of the step stay as they are
             if number not in self._later:
                 self._later[number] = self._pool.take(bucket, bucket.gradient.dtype)
             return self._later[number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -20,27 +21,21 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FACTOR = 0x3C6EF372FE94F82A  # twice SplitMix64's increment: times an index and plus one it is odd
 
 
+@dataclass(frozen=True)
 class Replicas:
     """The replicated weights of a rank.
 
-    Args:
-        buckets: of the rank.
+    Attributes:
         sharding: among which ranks the state is sharded.
         ties: by name, the ranks that hold copies of the same parameters for several stages.
         world: all ranks.
-        device: of the rank.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        sharding: Shardings,
-        ties: Mapping[str, Axis],
-        world: Axis,
-        device: torch.device,
-    ) -> None:
-        self.buckets, self.sharding, self.ties = buckets, sharding, ties
-        self.world, self.device = world, device
+    buckets: Sequence[Bucket]
+    sharding: Shardings
+    ties: Mapping[str, Axis]
+    world: Axis
+    device: torch.device
 
     @torch.no_grad()
     def check(self) -> None:

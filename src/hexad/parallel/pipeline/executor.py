@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -27,44 +28,39 @@ Stage = Callable[[M, torch.Tensor | None, float | None], torch.Tensor]
 what the loss will be multiplied by before it is differentiated (None in evaluation): hidden states, and on
 the last stage a scalar, the sum of the microbatch's token losses."""
 
+Buffer = Callable[[M, int], torch.Tensor]
+"""Makes an uninitialised tensor like the result of a stage, given microbatch and stage."""
 
+
+@dataclass
 class Executor(Generic[M]):
     """Runs one schedule on one rank, step after step.
 
-    Args:
+    Attributes:
         schedule: valid; of forward actions only for evaluation.
         stages: this rank's stages, by number.
         axis: the pipeline axis.
-        buffer: makes an uninitialised tensor like the result of a stage, given microbatch and stage.
+        buffer: for what other ranks send.
         gradients: where the stages' weight gradients may be deferred.
         device: where the stages compute.
-
-    Attributes:
         peak_activations: most pairs of stage and microbatch held at once so far, from ``F`` to ``W``.
         times: (start, end) of every action of the last recorded run, in seconds since its start; time spent
             waiting for messages lies between actions.
         began: start of that run, in seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stages: Mapping[int, Stage[M]],
-        axis: Axis,
-        buffer: Callable[[M, int], torch.Tensor] | None,
-        gradients: Gradients,
-        device: torch.device,
-    ) -> None:
-        self.schedule = schedule
-        self.stages = stages
-        self.axis = axis
-        self.device = device
-        self.buffer = buffer
-        self.gradients = gradients
-        self.peak_activations = 0
-        self.times: list[tuple[float, float]] = []
-        self.began = 0.0
-        self._transfers = transfers(schedule)[axis.rank]
+    schedule: Schedule
+    stages: Mapping[int, Stage[M]]
+    axis: Axis
+    buffer: Buffer[M] | None
+    gradients: Gradients
+    device: torch.device
+    peak_activations: int = 0
+    times: list[tuple[float, float]] = field(default_factory=list)
+    began: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._transfers = transfers(self.schedule)[self.axis.rank]
 
     def run(
         self, microbatches: Sequence[M], scale: float | None = None, record: bool = False
@@ -110,23 +106,23 @@ class Executor(Generic[M]):
         return walk.total
 
 
+@dataclass
 class _PointToPoint(Generic[M]):
     """Sends tensors over the pipeline axis."""
 
-    def __init__(
-        self, axis: Axis, buffer: Callable[[M, int], torch.Tensor] | None, microbatches: Sequence[M]
-    ) -> None:
-        self._axis, self._buffer, self._microbatches = axis, buffer, microbatches
+    axis: Axis
+    buffer: Buffer[M] | None
+    microbatches: Sequence[M]
 
     def send(self, message: torch.Tensor, peer: int, tag: int) -> Pending:
-        return send_async(message, self._axis, peer, tag)
+        return send_async(message, self.axis, peer, tag)
 
     def receive(self, message: Message, peer: int, tag: int) -> Pending:
-        assert self._buffer is not None, "stages on several ranks need a boundary"
+        assert self.buffer is not None, "stages on several ranks need a boundary"
         # A gradient has the shape of what the stage before has sent.
         boundary = message.stage if message.kind == "F" else message.stage - 1
-        buffer = self._buffer(self._microbatches[message.microbatch], boundary)
-        return receive_async(buffer, self._axis, peer, tag)
+        buffer = self.buffer(self.microbatches[message.microbatch], boundary)
+        return receive_async(buffer, self.axis, peer, tag)
 
 
 class _Graph(NamedTuple):
@@ -142,64 +138,54 @@ class _Graph(NamedTuple):
     root: torch.Tensor | GradientEdge | None
 
 
+@dataclass
 class _Walk(Generic[M]):
     """What one run holds: activations from ``F`` to ``B``, and operands of weight gradients to ``W``."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        stages: Mapping[int, Stage[M]],
-        microbatches: Sequence[M],
-        scale: float | None,
-        gradients: Gradients,
-    ) -> None:
-        self.total: torch.Tensor | None = None
-        self._schedule = schedule
-        self._stages = stages
-        self._microbatches = microbatches
-        self._scale = scale
-        self._gradients = gradients
-        self._graphs: dict[tuple[int, int], _Graph] = {}
-        self._weights: dict[tuple[int, int], Deferred] = {}
-        self._handed: dict[Message, torch.Tensor] = {}
+    schedule: Schedule
+    stages: Mapping[int, Stage[M]]
+    microbatches: Sequence[M]
+    scale: float | None
+    gradients: Gradients
+    total: torch.Tensor | None = None
+    graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    weights: dict[tuple[int, int], Deferred] = field(default_factory=dict)
+    handed: dict[Message | None, torch.Tensor] = field(default_factory=dict)
 
     @property
     def held(self) -> int:
         """Pairs of stage and microbatch of which anything is held."""
-        return len(self._graphs) + len(self._weights)
+        return len(self.graphs) + len(self.weights)
 
     def act(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
         """Execute one action; returns its result for a neighbouring stage."""
         kind, stage, microbatch = action
         if kind == "W":
-            self._gradients.compute(self._weights.pop((stage, microbatch)))
+            self.gradients.compute(self.weights.pop((stage, microbatch)))
             return None
         if received is None:  # the neighbour is on this rank, or there is none
-            source = (
-                Message("F", stage - 1, microbatch) if kind == "F" else Message("B", stage + 1, microbatch)
-            )
-            received = self._handed.pop(source, None)
+            received = self.handed.pop(action.needs, None)
         if kind == "F":
             result = self._forward(stage, microbatch, received)
         else:
             result = self._backward(stage, microbatch, received, split=kind == "B")
-        message = Message("F" if kind == "F" else "B", stage, microbatch)
-        if result is not None and message.target in self._stages:
-            self._handed[message] = result
+        message = action.gives
+        if result is not None and message is not None and message.target in self.stages:
+            self.handed[message] = result
         return result
 
     def _forward(self, stage: int, microbatch: int, inputs: torch.Tensor | None) -> torch.Tensor | None:
-        training = self._scale is not None
-        passes = training and inputs is not None and self._schedule.passes(stage)
+        training = self.scale is not None
+        passes = training and inputs is not None and self.schedule.passes(stage)
         if inputs is not None:
             inputs.requires_grad_(passes)
         with torch.set_grad_enabled(training):
-            output = self._stages[stage](self._microbatches[microbatch], inputs, self._scale)
-        final = stage == self._schedule.stages - 1
+            output = self.stages[stage](self.microbatches[microbatch], inputs, self.scale)
+        final = stage == self.schedule.stages - 1
         needed = training and output.requires_grad
         if passes or needed:
             root = None if not needed else output if final else get_gradient_edge(output)
-            self._graphs[stage, microbatch] = _Graph(inputs if passes else None, root)
+            self.graphs[stage, microbatch] = _Graph(inputs if passes else None, root)
         if not final:
             return output.detach()
         loss = output.detach().double()
@@ -209,15 +195,15 @@ class _Walk(Generic[M]):
     def _backward(
         self, stage: int, microbatch: int, gradient: torch.Tensor | None, split: bool
     ) -> torch.Tensor | None:
-        inputs, root = self._graphs.pop((stage, microbatch), _Graph(None, None))
+        inputs, root = self.graphs.pop((stage, microbatch), _Graph(None, None))
         if isinstance(root, torch.Tensor):
-            assert self._scale is not None
-            gradient = torch.full_like(root, self._scale)
-        with self._gradients.defer() if split else nullcontext() as later:
+            assert self.scale is not None
+            gradient = torch.full_like(root, self.scale)
+        with self.gradients.defer() if split else nullcontext() as later:
             if root is not None:
                 torch.autograd.backward(root, gradient)
         if later is not None:
-            self._weights[stage, microbatch] = later
+            self.weights[stage, microbatch] = later
         if inputs is None:
             return None
         return torch.zeros_like(inputs) if inputs.grad is None else inputs.grad

@@ -25,13 +25,6 @@ class LayerCosts:
     layers: tuple[float, ...]
     head: float
 
-    @classmethod
-    def uniform(
-        cls, layers: int, layer: float = 1.0, embedding: float = 0.0, head: float = 0.0
-    ) -> LayerCosts:
-        """Costs of ``layers`` equal layers."""
-        return cls(embedding, (layer,) * layers, head)
-
 
 def partition(
     split: Literal["cost", "even"] | Sequence[int], layers: int, stages: int, costs: LayerCosts
@@ -47,11 +40,7 @@ def partition(
       the last stage, so that the stages with embedding and head are the last to get one more.
     - a list: the number of layers of each. The first and the last entry may be 0.
 
-    Args:
-        split: one of these.
-        layers: of the model.
-        stages: over all pipeline ranks, ``pipeline * virtual_stages``.
-        costs: of ``layers`` layers.
+    ``stages`` counts those over all pipeline ranks, ``pipeline * virtual_stages``.
 
     Raises:
         ConfigError: too few layers for the stages, or a list that does not fit.
@@ -163,33 +152,17 @@ def _furthest(kinds: list[_Ends], limit: int) -> list[int]:
     return reached if begin == layers else []
 
 
-def _nearest(kinds: list[_Ends], limit: int) -> list[int]:
-    """For each stage the least begin of its layers from which it and those after it reach the last layer, all
-    within ``limit``; there is one."""
-    reached, end = [], len(kinds[0].starts) - 1
-    for kind in reversed(kinds):
-        begin = end - kind.fewest
-        while begin > 0 and kind.ends[end] - kind.starts[begin - 1] <= limit:
-            begin -= 1
-        reached.append(begin)
-        end = begin
-    return reached[::-1]
-
-
 def _balanced(kinds: list[_Ends], limit: int) -> list[int]:
     """The sizes with the least sum of squared times, every one within ``limit``: dynamic programming."""
     layers = len(kinds[0].starts) - 1
     unreachable = len(kinds) * limit * limit + 1
     best = [0, *[unreachable] * layers]
     choices = []
-    nearest = _nearest(kinds, limit)
-    for (starts, ends, fewest), furthest, low, end_low in zip(
-        kinds, _furthest(kinds, limit), nearest, [*nearest[1:], layers]
-    ):
+    for (starts, ends, fewest), furthest in zip(kinds, _furthest(kinds, limit)):
         after = [unreachable] * (layers + 1)
         chosen = [0] * (layers + 1)
-        for end in range(max(end_low, fewest), furthest + 1):
-            for begin in range(end - fewest, low - 1, -1):
+        for end in range(fewest, furthest + 1):
+            for begin in range(end - fewest, -1, -1):
                 time = ends[end] - starts[begin]
                 if time > limit:
                     break
@@ -198,17 +171,10 @@ def _balanced(kinds: list[_Ends], limit: int) -> list[int]:
         choices.append(chosen)
         best = after
     assert best[layers] < unreachable
-    return _sizes(choices, layers)
-
-
-def _sizes(choices: list[list[int]], layers: int) -> list[int]:
-    sizes: list[int] = []
-    end = layers
+    bounds = [layers]
     for chosen in reversed(choices):
-        sizes.append(end - chosen[end])
-        end = chosen[end]
-    assert end == 0
-    return sizes[::-1]
+        bounds.append(chosen[bounds[-1]])
+    return [end - begin for end, begin in pairwise(bounds)][::-1]
 
 
 def _whole_numbers(values: Sequence[float]) -> list[int]:

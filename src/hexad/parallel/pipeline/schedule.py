@@ -24,6 +24,25 @@ class ScheduleError(HexadError):
     """A schedule that cannot be built, or is not valid."""
 
 
+class Message(NamedTuple):
+    """A tensor that one stage computes for another: an activation (``F``) or a gradient (``B``).
+
+    Attributes:
+        kind: ``F`` or ``B``.
+        stage: the stage that computed it. ``F`` goes to ``stage + 1``, ``B`` to ``stage - 1``.
+        microbatch: number in the step.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    @property
+    def target(self) -> int:
+        """The stage that needs the result."""
+        return self.stage + 1 if self.kind == "F" else self.stage - 1
+
+
 class Action(NamedTuple):
     """One action of a pipeline rank.
 
@@ -40,24 +59,18 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind} of stage {self.stage}, microbatch {self.microbatch}"
 
-
-class Message(NamedTuple):
-    """A tensor that one rank sends another: an activation (``F``) or a gradient (``B``).
-
-    Attributes:
-        kind: ``F`` or ``B``.
-        stage: the stage that computed it. ``F`` goes to ``stage + 1``, ``B`` to ``stage - 1``.
-        microbatch: number in the step.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
+    @property
+    def needs(self) -> Message | None:
+        """What it takes from a neighbouring stage, if there is one; None of ``W``."""
+        if self.kind == "W":
+            return None
+        forward = self.kind == "F"
+        return Message("F" if forward else "B", self.stage + (-1 if forward else 1), self.microbatch)
 
     @property
-    def target(self) -> int:
-        """The stage that needs the result."""
-        return self.stage + 1 if self.kind == "F" else self.stage - 1
+    def gives(self) -> Message | None:
+        """What it computes for a neighbouring stage, if there is one; None of ``W``."""
+        return None if self.kind == "W" else Message(self.kind[0], self.stage, self.microbatch)
 
 
 @dataclass(frozen=True)
@@ -100,23 +113,20 @@ class Schedule:
 
     def sent(self, action: Action) -> Message | None:
         """The message to another rank after ``action``."""
-        kind, stage, microbatch = action
-        return None if kind == "W" else self._message(Message("F" if kind == "F" else "B", stage, microbatch))
+        return self._message(action.gives)
 
     def received(self, action: Action) -> Message | None:
         """The message that ``action`` waits for."""
-        kind, stage, microbatch = action
-        if kind == "W":
-            return None
-        forward = kind == "F"
-        return self._message(Message("F" if forward else "B", stage + (-1 if forward else 1), microbatch))
+        return self._message(action.needs)
 
     def passes(self, stage: int) -> bool:
         """Whether a stage passes a gradient on to the one before."""
         return stage > self.trained_from
 
-    def _message(self, message: Message) -> Message | None:
+    def _message(self, message: Message | None) -> Message | None:
         """The message, if there are such stages, on different ranks, and it is a gradient that is needed."""
+        if message is None:
+            return None
         first = 0 if message.kind == "F" else self.trained_from
         if not (0 <= message.stage < self.stages and first <= message.target < self.stages):
             return None
@@ -173,13 +183,11 @@ def read_schedule(path: str | Path) -> Schedule:
         ScheduleError: the file cannot be read, or what it holds is not a schedule.
     """
     try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
-    try:
-        return _from_tree(tree, Path(path).stem)
+        return _from_tree(json.loads(Path(path).read_text(encoding="utf-8")), Path(path).stem)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
@@ -267,15 +275,11 @@ class _Steady:
 
 
 def shortened(schedule: Schedule, keep: int | None = None) -> Shortened:
-    """The schedule with at most ``keep`` repetitions of its steady state on some rank, or as it is where
+    """A valid schedule with at most ``keep`` repetitions of its steady state on some rank, or as it is where
     there is no such state on all ranks, as in ``gpipe``.
 
     All ranks lose the same microbatches, so that their offsets to each other stay. Exact for what has become
     periodic after half of ``keep`` repetitions: by default four per rank and 16 more.
-
-    Args:
-        schedule: valid.
-        keep: see above.
     """
     keep = 4 * schedule.pipeline + 16 if keep is None else keep
     whole = Shortened(schedule, (0,) * schedule.pipeline, (0,) * schedule.pipeline)

@@ -21,29 +21,24 @@ class Costs:
         forward: seconds of F, of each stage.
         backward: seconds of B, the gradient of the stage's input alone. BW takes ``backward + weight``.
         weight: seconds of W.
-        latency: seconds of a message besides ``transfer``.
         transfer: seconds that a message occupies its link. There is one link from each rank to each other,
             and messages on one link are sequential.
-        activation: memory held from the beginning of F to the end of B, of each stage, in any unit; 1.0 each
+        activation: memory held from the beginning of F to the end of W, of each stage, in any unit; 1.0 each
             by default.
-        weight_inputs: the part of it that is held until the end of W; by default all.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...]
-    latency: float = 0.0
     transfer: float = 0.0
     activation: tuple[float, ...] = ()
-    weight_inputs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activation", self.activation or (1.0,) * len(self.forward))
-        object.__setattr__(self, "weight_inputs", self.weight_inputs or self.activation)
-        given = (self.forward, self.backward, self.weight, self.activation, self.weight_inputs)
+        given = (self.forward, self.backward, self.weight, self.activation)
         if len({len(values) for values in given}) > 1:
             raise ScheduleError("costs need as many values of each kind as there are stages")
-        if min(min(values, default=0.0) for values in (*given, (self.latency, self.transfer))) < 0:
+        if min(self.transfer, *(value for values in given for value in values)) < 0:
             raise ScheduleError("costs cannot be negative")
 
     @property
@@ -59,22 +54,11 @@ class Costs:
         forward: float = 1.0,
         backward: float = 1.0,
         weight: float = 1.0,
-        latency: float = 0.0,
-        transfer: float = 0.0,
     ) -> Costs:
-        """Equal costs of every stage.
-
-        Args:
-            stages: over all ranks.
-            per_rank: stages per rank; each has that fraction of a rank's time and memory.
-            forward: seconds of F in all of a rank's stages for one microbatch; so ``backward``, ``weight``.
-            backward: see above.
-            weight: see above.
-            latency: seconds per message, for any ``per_rank``.
-            transfer: seconds per message, for any ``per_rank``.
-        """
-        shares = [(total / per_rank,) * stages for total in (forward, backward, weight, 1.0)]
-        return cls(shares[0], shares[1], shares[2], latency, transfer, shares[3])
+        """Equal costs of every stage, of which each rank has ``per_rank``: together they take these seconds
+        for F, B and W of one microbatch, and hold one unit of memory."""
+        f, b, w, held = ((total / per_rank,) * stages for total in (forward, backward, weight, 1.0))
+        return cls(f, b, w, activation=held)
 
 
 @dataclass(frozen=True)
@@ -88,7 +72,6 @@ class Timeline:
         span: seconds from a rank's first start to its last end, of the rank where that is longest: the time
             of a step if steps follow each other without synchronisation.
         bubble: the idle fraction of ``ranks * span`` (as in Qi et al., arXiv 2401.10241).
-        peak_memory: of each rank, in the unit of :attr:`Costs.activation`.
     """
 
     schedule: Schedule
@@ -96,22 +79,16 @@ class Timeline:
     makespan: float
     span: float
     bubble: float
-    peak_memory: tuple[float, ...]
 
     @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        times: Sequence[Sequence[tuple[float, float]]],
-        peak_memory: Sequence[float] = (),
-    ) -> Timeline:
+    def of(cls, schedule: Schedule, times: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
         """The timeline of given times, simulated or measured: for each rank and action (start, end)."""
         spans = [(actions[0][0], actions[-1][1]) for actions in times if actions]
         makespan = max(end for _, end in spans) - min(start for start, _ in spans)
         span = max(end - start for start, end in spans)
         busy = sum(end - start for actions in times for start, end in actions)
         bubble = 1 - busy / (len(times) * span) if span else 0.0
-        return cls(schedule, tuple(map(tuple, times)), makespan, span, bubble, tuple(peak_memory))
+        return cls(schedule, tuple(map(tuple, times)), makespan, span, bubble)
 
     def as_tree(self) -> dict[str, Any]:
         """The schedule with times, as JSON values; see :func:`~.schedule.read_schedule`."""
@@ -135,11 +112,7 @@ def simulate(
     """Simulate a valid schedule (see :func:`~hexad.parallel.pipeline.validate.validate`).
 
     Sends never block and take none of a rank's time. It takes time proportional to the number of actions.
-
-    Args:
-        schedule: to simulate.
-        costs: of its stages.
-        durations: seconds of every rank's actions one by one, as measured, in place of the costs' times.
+    ``durations``: seconds of every rank's actions one by one, as measured, in place of the costs' times.
 
     Raises:
         ScheduleError: the costs are of another number of stages, the durations of other numbers of actions,
@@ -148,40 +121,32 @@ def simulate(
     if costs.stages != schedule.stages:
         raise ScheduleError(f"found costs of {costs.stages} stages for a schedule of {schedule.stages}")
     if durations is None:
-        seconds = _seconds(costs)
+        both = [backward + weight for backward, weight in zip(costs.backward, costs.weight)]
+        seconds = {"F": costs.forward, "B": costs.backward, "W": costs.weight, "BW": both}
         durations = [[seconds[kind][stage] for kind, stage, _ in actions] for actions in schedule.ranks]
     elif [*map(len, durations)] != [*map(len, schedule.ranks)]:
         raise ScheduleError("durations need as many values of each rank as it has actions")
-    times = _times(schedule, durations, costs.latency, costs.transfer)
-    return Timeline.of(schedule, times, peak_memory(schedule, costs))
+    return Timeline.of(schedule, _times(schedule, durations, costs.transfer))
 
 
 def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """The most activation memory that each rank holds at once, in the unit of :attr:`Costs.activation`."""
-    activation = costs.activation
-    early = [held - later for held, later in zip(costs.activation, costs.weight_inputs)]
-    freed = {"B": early, "W": costs.weight_inputs, "BW": activation}
     peaks = []
     for actions in schedule.ranks:
         held = peak = 0.0
         for kind, stage, _ in actions:
             if kind == "F":
-                held += activation[stage]
+                held += costs.activation[stage]
                 if held > peak:
                     peak = held
-            else:
-                held -= freed[kind][stage]
+            elif kind != "B":
+                held -= costs.activation[stage]
         peaks.append(round(peak, 9))
     return tuple(peaks)
 
 
-def _seconds(costs: Costs) -> dict[str, Sequence[float]]:
-    both = [backward + weight for backward, weight in zip(costs.backward, costs.weight)]
-    return {"F": costs.forward, "B": costs.backward, "W": costs.weight, "BW": both}
-
-
 def _times(
-    schedule: Schedule, durations: Sequence[Sequence[float]], latency: float, transfer: float
+    schedule: Schedule, durations: Sequence[Sequence[float]], transfer: float
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
     """(start, end) of every action. Each rank runs until it must wait, and resumes when its input is known.
 
@@ -229,14 +194,11 @@ def _times(
                 arrivals[gives] = now
                 continue
             link = rank * pipeline + other
-            sent = links[link] = max(now, links[link]) + transfer
-            arrivals[gives] = sent + latency
+            arrivals[gives] = links[link] = max(now, links[link]) + transfer
             if waiting[other] == gives:
                 waiting[other] = -1
                 stack.append(other)
     if any(len(done) < len(actions) for done, actions in zip(times, schedule.ranks)):
-        validate(
-            schedule, forward_only=not any(kind != "F" for actions in schedule.ranks for kind, *_ in actions)
-        )
+        validate(schedule)
         raise ScheduleError("the schedule cannot be carried out")
     return tuple(map(tuple, times))

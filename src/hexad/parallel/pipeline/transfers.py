@@ -66,9 +66,7 @@ def _with_answers(own: list[Transfer]) -> list[Transfer]:
         if not transfer.outgoing:
             last[transfer.peer] = max(transfer.delivered, last.get(transfer.peer, -1))
     return [
-        transfer._replace(answered=True)
-        if transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1)
-        else transfer
+        transfer._replace(answered=transfer.outgoing and transfer.delivered <= last.get(transfer.peer, -1))
         for transfer in own
     ]
 
@@ -98,13 +96,7 @@ class Transport(Protocol[T]):
 
 
 class Exchange(Generic[T]):
-    """Sends and receives one step's messages of this rank.
-
-    Args:
-        schedule: whose messages.
-        order: this rank's entry of :func:`.transfers.transfers`.
-        transport: starts the transfers.
-    """
+    """Sends and receives one step's messages of this rank, in the order of its entry of :func:`transfers`."""
 
     def __init__(self, schedule: Schedule, order: list[Transfer], transport: Transport[T]) -> None:
         self._order = order

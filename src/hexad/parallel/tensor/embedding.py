@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_reduce, reduce_scatter
 
-from ..contributions import Rows, accumulator_of, add_rows_
+from ..contributions import Rows, contributed
 from ..sharding import Shard, ShardedModule
 from .embedding_inventory import EmbeddingSpec, HeadSpec
 from .linear import column_linear
@@ -40,22 +40,12 @@ class _Embed(torch.autograd.Function):
             gradient = all_gather(gradient.contiguous(), ctx.shard.tensor)
         if elsewhere is not None:
             gradient = gradient.masked_fill(elsewhere[:, None], 0)
-        accumulator = accumulator_of(ctx.weight)
-        if accumulator is not None:
-            accumulator.contribute(ctx.weight, Rows(rows, gradient))
-            return None, None, None
-        weight = torch.zeros_like(ctx.weight)
-        add_rows_(weight, rows, gradient)
-        return None, weight, None
+        return None, contributed(ctx.weight, Rows(rows, gradient)), None
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """A token embedding with the vocabulary's rows divided over the tensor axis.
-
-    Args:
-        inventory: what it holds; padding rows belong to no weight and stay zero.
-        shard: in sequence parallel the output is divided over tokens.
-    """
+    """A token embedding with the vocabulary's rows divided over the tensor axis; padding rows belong to no
+    weight and stay zero."""
 
     weight: nn.Parameter
 
@@ -70,13 +60,7 @@ class VocabParallelEmbedding(ShardedModule):
 
 class VocabParallelHead(ShardedModule):
     """The output projection with the vocabulary divided over the tensor axis; each rank returns its own
-    logits.
-
-    Args:
-        inventory: what it holds.
-        shard: in sequence parallel the input is divided over tokens.
-        weight: the embedding's, where the inventory says that it is used ``here``.
-    """
+    logits. ``weight`` is the embedding's, where the inventory says that it is used ``here``."""
 
     weight: nn.Parameter
 

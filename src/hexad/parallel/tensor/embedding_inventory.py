@@ -54,8 +54,7 @@ class EmbeddingSpec:
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """The embedding table as a parameter."""
-        weight = _table("embedding.weight", self.vocab, self.hidden, self.std, "embedding")
-        weight = replace(weight, frozen=self.frozen)
+        weight = _table("embedding.weight", self, "embedding")
         return (Parameter("embedding.weight", (weight,), tied=TIE if self.tied else ""),)
 
     def positions(self, run: Execution) -> int:
@@ -100,7 +99,7 @@ class HeadSpec:
             return ()
         copy = self.tied == "copy"
         name = "embedding.weight" if copy else "head.weight"
-        weight = replace(_table(name, self.vocab, self.hidden, self.std, "head"), frozen=self.frozen)
+        weight = _table(name, self, "head")
         return (Parameter("head.weight", (weight,), tied=TIE if copy else "", copy=copy),)
 
     def products(self, run: Execution) -> list[Product]:
@@ -147,15 +146,7 @@ class HeadSpec:
         return run.stream(hidden) + most, run.stream(hidden) + logits + 3 * states
 
 
-def _table(name: str, vocab: int, hidden: int, std: float, unit: str) -> Weight:
+def _table(name: str, spec: EmbeddingSpec | HeadSpec, unit: str) -> Weight:
     """Rows divided over the tensor axis, padded."""
-    return Weight(
-        name,
-        (vocab, hidden),
-        {"tensor": 0},
-        decay=True,
-        std=std,
-        multiple=_ROWS_MULTIPLE,
-        unit=unit,
-        apart=True,
-    )
+    table = Weight(name, (spec.vocab, spec.hidden), {"tensor": 0}, decay=True, std=spec.std, unit=unit)
+    return replace(table, multiple=_ROWS_MULTIPLE, apart=True, frozen=spec.frozen)

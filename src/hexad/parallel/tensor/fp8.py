@@ -13,6 +13,7 @@ last bit, and a tensor's maximum matters only to the rounding of numbers too sma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +25,11 @@ _SMALLEST = 2.0**-100  # maxima below it are scaled like it, so that scales and 
 _EXPONENT = 0x7F800000  # of a float32
 
 
-def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+Narrow = tuple[torch.Tensor, torch.Tensor]
+"""An operand in 8 bits, and the number that undoes its scale."""
+
+
+def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> Narrow:
     """``x`` times a power of two, rounded to ``dtype``; and the float32 number that undoes it.
 
     A value that is not finite makes products NaN, never a large number.
@@ -36,24 +41,26 @@ def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return (x.contiguous() * scale).to(dtype), scale.reciprocal()
 
 
-def _narrowed_weight(weight: torch.Tensor, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _narrowed_weight(weight: torch.Tensor, compiled: bool) -> Narrow:
     """A weight in e4m3: made once for the microbatches of a step, their forward and backward passes."""
-
-    def compute() -> tuple[torch.Tensor, torch.Tensor]:
-        narrowed: tuple[torch.Tensor, torch.Tensor] = maybe_compiled(_narrowed, compiled)(
-            weight.detach(), torch.float8_e4m3fn
-        )
-        return narrowed
-
-    return derived(weight, "e4m3", compute)
+    narrow: Callable[..., Narrow] = maybe_compiled(_narrowed, compiled)
+    return derived(weight, "e4m3", lambda: narrow(weight.detach(), torch.float8_e4m3fn))
 
 
-def _scales(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands' scales as the product takes them. Some CPUs' kernels multiply an operand by its scale
-    before they multiply operands, which overflows: there one scale stands for both."""
-    if first.device.type == "cpu":
-        return first * second, torch.ones_like(second)
-    return first, second
+def _multiply(
+    left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``left @ right + bias`` in ``dtype``; ``fast``: partial sums may be kept with fewer bits.
+
+    Some CPUs' kernels multiply an operand by its scale before they multiply operands, which overflows: there
+    one scale stands for both.
+    """
+    (x, scale), (y, other) = left, right
+    if x.device.type == "cpu":
+        scale, other = scale * other, torch.ones_like(other)
+    return torch._scaled_mm(
+        x, y, scale_a=scale, scale_b=other, bias=bias, out_dtype=dtype, use_fast_accum=fast
+    )
 
 
 def product(
@@ -64,35 +71,17 @@ def product(
     Partial sums may be kept with fewer bits ("fast accumulation"), as forward passes tolerate. ``compiled``:
     operands are scaled and rounded in one pass, after one for their maximum.
     """
-    narrow, undo = maybe_compiled(_narrowed, compiled)(x, torch.float8_e4m3fn)
-    narrow_weight, undo_weight = _narrowed_weight(weight, compiled)
-    scale, scale_weight = _scales(undo, undo_weight)
-    return torch._scaled_mm(
-        narrow,
-        narrow_weight.t(),
-        scale_a=scale,
-        scale_b=scale_weight,
-        bias=bias,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
-    )
+    narrow = maybe_compiled(_narrowed, compiled)(x, torch.float8_e4m3fn)
+    narrow_weight, undo = _narrowed_weight(weight, compiled)
+    return _multiply(narrow, (narrow_weight.t(), undo), x.dtype, True, bias)
 
 
 def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, compiled: bool = False) -> torch.Tensor:
     """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
-    narrow, undo = maybe_compiled(_narrowed, compiled)(gradient, torch.float8_e5m2)
-    narrow_weight, undo_weight = _narrowed_weight(weight, compiled)
+    narrow = maybe_compiled(_narrowed, compiled)(gradient, torch.float8_e5m2)
+    narrow_weight, undo = _narrowed_weight(weight, compiled)
     # The units multiply rows by columns that are both contiguous along the sum: the weight is turned round.
-    turned = narrow_weight.t().contiguous().t()
-    scale, scale_weight = _scales(undo, undo_weight)
-    return torch._scaled_mm(
-        narrow,
-        turned,
-        scale_a=scale,
-        scale_b=scale_weight,
-        out_dtype=gradient.dtype,
-        use_fast_accum=False,
-    )
+    return _multiply(narrow, (narrow_weight.t().contiguous().t(), undo), gradient.dtype, False)
 
 
 class _Linear(torch.autograd.Function):

@@ -120,12 +120,7 @@ class Adapters:
 
 
 class AdaptedLinear(ShardedModule):
-    """A linear layer's parameters, and those of its adapters.
-
-    Args:
-        inventory: what it holds.
-        shard: of the layer.
-    """
+    """A linear layer's parameters, and those of its adapters."""
 
     lora_a: nn.Parameter
 

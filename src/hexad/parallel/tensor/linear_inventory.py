@@ -49,19 +49,17 @@ class AdaptersSpec:
         """All ``A``, fused along their rows; then each ``B``. ``B`` begins with zeros, so that the adapted
         model begins as the base; ``A`` with normal values of the variance that PEFT's uniform ones have."""
         rank, std = self.kind.rank, (3 * self.inputs) ** -0.5
-        first = []
+        whole, tensor = frozenset[str](), frozenset({"tensor"})
+        first, parameters = [], []
         for name, matrix in self.matrices.items():
-            divided = {"tensor": 1} if self.row else {}
-            partial = frozenset() if self.row else frozenset({"tensor"})
-            shape = (rank, self.inputs)
-            first.append(_weight(f"{name}.lora_a", shape, matrix, divided, partial, std))
-        parameters = [Parameter(f"{self.name}.lora_a", tuple(first))]
-        for name, matrix in self.matrices.items():
-            partial = frozenset({"tensor"}) if self.row else matrix.partial
-            divided = {} if self.row else dict(matrix.divided)
-            weight = _weight(f"{name}.lora_b", (self.outputs[name], rank), matrix, divided, partial, 0.0)
-            parameters.append(Parameter(f"{self.name}.{b_name(name)}", (weight,)))
-        return tuple(parameters)
+            half = replace(matrix, frozen=False, adapter=True)
+            divided, partial = ({"tensor": 1}, whole) if self.row else ({}, tensor)
+            a = replace(half, name=f"{name}.lora_a", shape=(rank, self.inputs), std=std)
+            first.append(replace(a, divided=divided, partial=partial))
+            b = replace(half, name=f"{name}.lora_b", shape=(self.outputs[name], rank), std=0.0)
+            b = replace(b, divided={}, partial=tensor) if self.row else b
+            parameters.append(Parameter(f"{self.name}.{b_name(name)}", (b,)))
+        return Parameter(f"{self.name}.lora_a", tuple(first)), *parameters
 
     @property
     def width(self) -> int:
@@ -98,28 +96,6 @@ class AdaptersSpec:
 def b_name(name: str) -> str:
     """The attribute that holds ``B`` of a weight's module."""
     return f"lora_b_{name.rpartition('.')[2]}"
-
-
-def _weight(
-    name: str,
-    shape: tuple[int, int],
-    matrix: Weight,
-    divided: Mapping[str, int],
-    partial: frozenset[str],
-    std: float,
-) -> Weight:
-    """One half of the adapter of a matrix."""
-    return Weight(
-        name,
-        shape,
-        divided,
-        partial,
-        matrix.grid,
-        decay=True,
-        std=std,
-        unit=matrix.unit,
-        adapter=True,
-    )
 
 
 @dataclass(frozen=True)
@@ -202,12 +178,9 @@ class LinearSpec:
         """The low-rank adapters of the layer; None without them."""
         if self.lora is None or not self.adapted & self.outputs.keys():
             return None
-        kinds = {
-            weight.name.removesuffix(".weight"): weight
-            for parameter in self.layers
-            for weight in parameter.weights
-        }
-        matrices = {name: kinds[name] for name in kinds if name in self.adapted}
+        weights = [weight for parameter in self.layers for weight in parameter.weights]
+        names = {weight.name.removesuffix(".weight"): weight for weight in weights}
+        matrices = {name: weight for name, weight in names.items() if name in self.adapted}
         outputs = {name: self.outputs[name] for name in matrices}
         return AdaptersSpec(self.name, self.lora, self.inputs, outputs, matrices, self.row)
 

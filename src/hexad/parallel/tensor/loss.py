@@ -21,7 +21,7 @@ from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, 
 from hexad.topology.mesh import Axis
 
 from ..contributions import WeightGradient, accumulator_of
-from ..pointwise import maybe_compiled
+from ..pointwise import maybe_compiled, widened
 from ..sharding import Shard
 from .embedding_inventory import loss_rows
 
@@ -46,14 +46,6 @@ def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def cross_entropy_sum_(
-    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
-) -> torch.Tensor:
-    """Sum of :func:`token_losses_`: a scalar, equal on all ranks of the axis."""
-    return token_losses_(logits, labels, vocab, axis, scale).sum()
-
-
-@torch.no_grad()
 def token_losses_(
     logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
 ) -> torch.Tensor:
@@ -75,10 +67,8 @@ def token_losses_(
     first = axis.rank * logits.shape[1]
     real = min(max(vocab - first, 0), logits.shape[1])
     logits[:, real:] = -torch.inf  # padding takes no part
-    rows = labels - first
-    ignored = labels == IGNORED
-    here = (rows >= 0) & (rows < real) & ~ignored
-    rows = rows.masked_fill_(~here, 0)
+    rows, here = _rows(labels, first, real)
+    rows, ignored = rows.masked_fill_(~here, 0), labels == IGNORED
     targets = logits.gather(1, rows[:, None]).squeeze(1).masked_fill_(~here, 0)
     local_highest, sums = _exponentials(logits)
     highest = all_reduce(local_highest.clone(), axis, "max")
@@ -97,8 +87,8 @@ def token_losses_(
 def compiled_cross_entropy_sum_(
     logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
 ) -> torch.Tensor:
-    """As :func:`cross_entropy_sum_`, in compiled passes over logits of any format: one reads them, the other
-    overwrites them with the gradient. Nothing else of their size is made."""
+    """The sum of :func:`token_losses_`, in compiled passes over logits of any format: one reads them, the
+    other overwrites them with the gradient. Nothing else of their size is made."""
     first = axis.rank * logits.shape[1]
     real = min(max(vocab - first, 0), logits.shape[1])
     highest, sums, targets = maybe_compiled(_statistics, True)(logits, labels, first, real)
@@ -110,8 +100,7 @@ def compiled_cross_entropy_sum_(
         # A tensor, because a new number would be compiled anew.
         factor = torch.full((), scale, dtype=sums.dtype, device=sums.device)
         maybe_compiled(_gradient_, True)(logits, labels, first, real, highest, sums, factor)
-    loss: torch.Tensor = maybe_compiled(_loss, True)(labels, highest, sums, targets)
-    return loss
+    return maybe_compiled(_loss, True)(labels, highest, sums, targets)
 
 
 def _statistics(
@@ -129,7 +118,7 @@ def _statistics(
 
 def _real_columns(logits: torch.Tensor, real: int) -> torch.Tensor:
     """In at least float32, and -inf in the padding."""
-    wide = logits.float() if logits.dtype.itemsize == 2 else logits
+    wide = widened(logits)
     if real == logits.shape[1]:
         return wide
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -197,23 +186,17 @@ def head_loss_sum(
             gradients are wanted.
     """
     wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _HeadLoss.apply(x, weight, labels, vocab, shard, scale if wanted else None)
+    return _HeadLoss.apply(x, weight, scale if wanted else None, labels, vocab, shard)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
-        vocab: int,
-        shard: Shard,
-        scale: float | None,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float | None, *rest: Any
     ) -> torch.Tensor:
-        total, grad_x, grad_weight = _slices(x, weight, labels, vocab, shard, scale)
+        total, *gradients = _slices(x, weight, scale, *rest)
         ctx.scale = scale
-        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
@@ -226,10 +209,10 @@ class _HeadLoss(torch.autograd.Function):
 def _slices(
     x: torch.Tensor,
     weight: torch.Tensor,
+    scale: float | None,
     labels: torch.Tensor,
     vocab: int,
     shard: Shard,
-    scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(loss, gradient of ``x``, gradient of ``weight`` unless it is accumulated or the weight is frozen);
     gradients times ``scale``.
@@ -296,7 +279,7 @@ def _logits(
     if shard.compiled:
         loss = compiled_cross_entropy_sum_(logits, labels, vocab, shard.tensor, scale)
         return loss, None if scale is None else logits
-    wide = logits.float() if logits.dtype.itemsize == 2 else logits
+    wide = widened(logits)
     del logits
-    loss = cross_entropy_sum_(wide, labels, vocab, shard.tensor, scale)
+    loss = token_losses_(wide, labels, vocab, shard.tensor, scale).sum()
     return loss, None if scale is None else wide.to(x.dtype)

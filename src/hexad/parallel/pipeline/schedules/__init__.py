@@ -9,15 +9,12 @@ from hexad.config import did_you_mean
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Costs
 from .auto import search
-from .published import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
+from .published import ONE_STAGE, V_SHAPED, gpipe, interleaved
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "auto")
 
 MOST_PASSES = 2**20
 """Microbatches x stages of a step: a schedule lists them all."""
-
-_ONE_STAGE = {"1f1b": one_forward_one_backward, "zb_h1": zb_h1, "zb_h2": zb_h2}
-_V_SHAPED = {"zb_v": zb_v, "dualpipe_v": dualpipe_v}
 
 
 def stages_per_rank(name: str, virtual_stages: int = 1) -> int:
@@ -34,10 +31,10 @@ def stages_per_rank(name: str, virtual_stages: int = 1) -> int:
         )
     if virtual_stages < 1:
         raise ScheduleError(f"found {virtual_stages} stages per rank, expected at least 1")
-    if name in _ONE_STAGE and virtual_stages != 1:
+    if name in ONE_STAGE and virtual_stages != 1:
         other = "interleaved" if name == "1f1b" else "zb_v or auto"
         raise ScheduleError(f"{name} has one stage per rank, found {virtual_stages}; use {other}")
-    if name in _V_SHAPED:
+    if name in V_SHAPED:
         if virtual_stages > 2:
             raise ScheduleError(
                 f"{name} has two stages per rank, found {virtual_stages}; use interleaved or auto"
@@ -87,4 +84,4 @@ def build_schedule(
         return interleaved(pipeline, microbatches, per_rank, group)
     if name == "auto":
         return search(pipeline, microbatches, virtual_stages, costs, memory)
-    return (_ONE_STAGE | _V_SHAPED)[name](pipeline, microbatches)
+    return (ONE_STAGE | V_SHAPED)[name](pipeline, microbatches)

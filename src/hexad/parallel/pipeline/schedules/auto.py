@@ -13,7 +13,7 @@ from itertools import product
 from ..schedule import Schedule, ScheduleError, looped, v_shaped
 from ..simulate import Costs, peak_memory, simulate
 from .greedy import Preference, greedy
-from .published import dualpipe_v, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
+from .published import ONE_STAGE, V_SHAPED, gpipe, interleaved
 
 Placement = tuple[int, ...]
 
@@ -93,15 +93,12 @@ def named(pipeline: int, microbatches: int, placement: Placement) -> Iterator[Sc
     per_rank = len(placement) // pipeline
     if placement == looped(pipeline, per_rank):
         if per_rank == 1:
-            yield one_forward_one_backward(pipeline, microbatches)
-            yield zb_h1(pipeline, microbatches)
-            yield zb_h2(pipeline, microbatches)
+            yield from (build(pipeline, microbatches) for build in ONE_STAGE.values())
         else:
             yield interleaved(pipeline, microbatches, per_rank)
         yield gpipe(pipeline, microbatches, per_rank)
     if placement == v_shaped(pipeline):
-        yield zb_v(pipeline, microbatches)
-        yield dualpipe_v(pipeline, microbatches)
+        yield from (build(pipeline, microbatches) for build in V_SHAPED.values())
 
 
 def _costs(

@@ -49,24 +49,19 @@ def greedy(
     has advanced furthest can always continue, and in the end all of them.
 
     Args:
-        placement: rank of every stage.
-        microbatches: of the step.
-        costs: of the stages.
+        placement: the pipeline rank of every stage.
         memory: in the unit of :attr:`Costs.activation`; at least one microbatch's of all stages of a rank.
-        preference: the heuristic.
         follow: forwards and backwards keep their order in this schedule (a backward is B or BW), and only the
-            weight gradients are moved.
-
-    Returns:
-        None if ``follow`` does not fit into the memory.
+            weight gradients are moved; None is returned where it does not fit into the memory.
     """
-    run = _Search(placement, microbatches, costs, memory, preference, follow)
+    run = _Search(placement, microbatches, costs, memory, preference, _plans(follow) if follow else None)
     run.carry_out()
     if sum(map(len, run.orders)) < 3 * len(placement) * microbatches:
         return None
     return Schedule("auto", microbatches, placement, tuple(map(tuple, run.orders)))
 
 
+@dataclass
 class _Search:
     """A step that is being simulated.
 
@@ -74,28 +69,25 @@ class _Search:
     known, and ``counts`` how many of each kind have started.
     """
 
-    def __init__(
-        self,
-        placement: tuple[int, ...],
-        microbatches: int,
-        costs: Costs,
-        memory: float,
-        preference: Preference,
-        follow: Schedule | None,
-    ) -> None:
-        self.placement, self.costs, self.preference = placement, costs, preference
-        pipeline, stages = max(placement) + 1, len(placement)
-        self.pipeline = pipeline
+    placement: tuple[int, ...]
+    microbatches: int
+    costs: Costs
+    memory: float
+    preference: Preference
+    plans: list[list[tuple[str, int]]] | None
+
+    def __post_init__(self) -> None:
+        placement, costs = self.placement, self.costs
+        self.pipeline = pipeline = max(placement) + 1
+        stages = len(placement)
         self.orders: list[list[Action]] = [[] for _ in range(pipeline)]
-        self.plans = _plans(follow) if follow else None
         self.stages = [[s for s in range(stages) if placement[s] == rank] for rank in range(pipeline)]
         self.inputs: dict[str, list[list[float]]] = {kind: [[] for _ in placement] for kind in "FB"}
-        self.inputs["F"][0] = [0.0] * microbatches
+        self.inputs["F"][0] = [0.0] * self.microbatches
         self.counts = {kind: [0] * stages for kind in "FBW"}
         self.seconds = {"F": costs.forward, "B": costs.backward, "W": costs.weight}
-        early = tuple(held - later for held, later in zip(costs.activation, costs.weight_inputs))
-        self.frees = {"F": [-held for held in costs.activation], "B": early, "W": costs.weight_inputs}
-        self.room = [memory * (1 + _SLACK)] * pipeline
+        self.frees = {"F": [-held for held in costs.activation], "B": [0.0] * stages, "W": costs.activation}
+        self.room = [self.memory * (1 + _SLACK)] * pipeline
         self.needs = [0.0] * stages
         for own in self.stages:
             for stage, needed in zip(reversed(own), accumulate(costs.activation[s] for s in reversed(own))):
@@ -205,7 +197,7 @@ class _Search:
             if other != rank:
                 link = rank * self.pipeline + other
                 self.links[link] = max(end, self.links[link]) + self.costs.transfer
-                end = self.links[link] + self.costs.latency
+                end = self.links[link]
                 heappush(events, (end, other))
             self.inputs[kind][target].append(end)
 

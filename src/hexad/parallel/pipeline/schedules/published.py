@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -56,12 +56,8 @@ def interleaved(pipeline: int, microbatches: int, virtual_stages: int, group: in
     ``2 * (p - r - 1) + (v - 1) * group`` forwards ahead. If the groups do not divide the microbatches, the
     remainder is spread over them: a small group at the end would make every rank wait once per stage.
 
-    Args:
-        pipeline: ranks ``p``.
-        microbatches: any number from 1.
-        virtual_stages: stages per rank, ``v``.
-        group: microbatches of one group, from 1. The default, the number of ranks, is the smallest that keeps
-            all ranks busy; a larger one leaves more time for messages and holds more activations.
+    The default ``group``, as many microbatches as ranks, is the smallest that keeps all ranks busy; a larger
+    one leaves more time for messages and holds more activations.
     """
     if virtual_stages == 1:
         return replace(one_forward_one_backward(pipeline, microbatches), name="interleaved")
@@ -147,10 +143,7 @@ def zb_v(pipeline: int, microbatches: int) -> Schedule:
     Every rank holds the activations of at most ``2 * p`` stages, that is of ``p`` complete microbatches: as
     many as 1F1B's first rank.
     """
-    planned = max(microbatches, 2 * pipeline)
-    return _schedule(
-        "zb_v", pipeline, microbatches, [_zb_v(pipeline, rank, planned) for rank in range(pipeline)]
-    )
+    return _v_schedule("zb_v", pipeline, microbatches, _zb_v)
 
 
 def dualpipe_v(pipeline: int, microbatches: int) -> Schedule:
@@ -160,17 +153,16 @@ def dualpipe_v(pipeline: int, microbatches: int) -> Schedule:
     other's arithmetic; here they run one after the other. Every rank holds the activations of at most
     ``2 * p + 1`` stages.
     """
+    return _v_schedule("dualpipe_v", pipeline, microbatches, _dualpipe_v)
+
+
+def _v_schedule(
+    name: str, pipeline: int, microbatches: int, order: Callable[[int, int, int], _Order]
+) -> Schedule:
+    """The beginning of a step that is long enough for every phase of an order."""
     planned = max(microbatches, 2 * pipeline)
-    orders = [_dualpipe_v(pipeline, rank, planned) for rank in range(pipeline)]
-    return _schedule("dualpipe_v", pipeline, microbatches, orders)
-
-
-def _schedule(name: str, pipeline: int, microbatches: int, orders: Sequence[_Order]) -> Schedule:
-    # The orders are those of a step long enough for every phase.
-    ranks = tuple(
-        tuple(action for action in order.actions if action.microbatch < microbatches) for order in orders
-    )
-    return Schedule(name, microbatches, v_shaped(pipeline), ranks)
+    ranks = tuple(tuple(order(pipeline, rank, planned).actions) for rank in range(pipeline))
+    return Schedule(name, planned, v_shaped(pipeline), ranks).first(microbatches)
 
 
 class _Order:
@@ -236,3 +228,8 @@ def _dualpipe_v(pipeline: int, rank: int, microbatches: int) -> _Order:
     order.add("W B0", after)
     order.add("W", rank + 1)
     return order
+
+
+ONE_STAGE = {"1f1b": one_forward_one_backward, "zb_h1": zb_h1, "zb_h2": zb_h2}
+V_SHAPED = {"zb_v": zb_v, "dualpipe_v": dualpipe_v}
+"""The schedules with one stage per rank, and those with two in a V, by name."""

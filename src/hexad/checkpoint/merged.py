@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hexad.config import Config, HexadError, blaming
 from hexad.model.inventory import ModelInventory
@@ -34,7 +35,7 @@ class Weights:
     where: str
     weights_only: bool
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    read: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
+    read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
 
     def dtype(self, name: str) -> torch.dtype:
         """The format in which a tensor is stored."""
@@ -60,7 +61,7 @@ def _saved(checkpoint: Checkpoint) -> Weights:
         if name.startswith("model.")
     }
 
-    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return checkpoint.read(f"model.{name}", offset, sizes)
 
     return Weights(f"checkpoint {checkpoint.path}", checkpoint.manifest.weights_only, tensors, read)
@@ -70,7 +71,7 @@ def _published(model: HuggingFaceModel) -> Weights:
     """The weights of a Hugging Face directory."""
     tensors = {name: (model.dtypes[name], place.shape) for name, place in model.tensors.items()}
 
-    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return model.read(Rectangle(name, tensors[name][1], tuple(offset), tuple(sizes)))
 
     return Weights(str(model.directory), True, tensors, read)
@@ -82,7 +83,7 @@ def _merged(own: Weights, base: Weights, config: Config) -> Weights:
     lora = ModelInventory(config.model).trained.lora
     assert lora is not None
 
-    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read(name: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         values = (own if name in own.tensors else base).read(name, offset, sizes)
         first, second = (f"{name.removesuffix('.weight')}.lora_{which}" for which in "ab")
         if first not in own.tensors:

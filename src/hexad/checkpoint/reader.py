@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
 from hexad.comm import agreed, from_first, handed_out
 from hexad.config import HexadError
@@ -121,7 +122,7 @@ class Checkpoint:
 
     def read(
         self, name: str, offset: Sequence[int] | None = None, sizes: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """A rectangle of a tensor (by default all of it), in the format it is stored in.
 
         Raises:
@@ -181,7 +182,7 @@ class Checkpoint:
             self._block(part.file, part.block + number, place, data)
             to.copy_(_view(data.view(dtype).view(block.sizes), block, piece))
 
-    def _block(self, file: str, number: int, begin: int, out: torch.Tensor) -> None:
+    def _block(self, file: str, number: int, begin: int, out: Tensor) -> None:
         """Read a block of a file to ``out``, bytes on the CPU, and verify it."""
         descriptor = self._file(file)
         view = memoryview(out.numpy())  # type: ignore[arg-type]
@@ -227,7 +228,7 @@ class Checkpoint:
             os.close(self._files.popitem()[1])
 
 
-def _view(values: torch.Tensor, rectangle: Rectangle, part: Rectangle) -> torch.Tensor:
+def _view(values: Tensor, rectangle: Rectangle, part: Rectangle) -> Tensor:
     """The part of a rectangle's values."""
     low = map(sub, part.offset, rectangle.offset)
     return values[tuple(slice(begin, begin + size) for begin, size in zip(low, part.sizes))]

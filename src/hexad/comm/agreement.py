@@ -15,6 +15,7 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from hexad.config import AgreedError, HexadError
 from hexad.topology.layout import Level, Tree
@@ -250,7 +251,7 @@ def _send(tree: Tree, level: Level, places: Any, content: bytes) -> None:
 def _receive(tree: Tree, level: Level, places: Any) -> list[bytes]:
     """What the ranks at some places have sent, in their order."""
 
-    def start(place: int, size: int) -> tuple[torch.Tensor, Any]:
+    def start(place: int, size: int) -> tuple[Tensor, Any]:
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         return buffer, level.group.recv([buffer], place, tree.channel)
 

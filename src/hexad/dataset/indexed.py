@@ -326,10 +326,7 @@ class IndexedWriter:
         return len(self._boundaries) - 1
 
     def add_document(
-        self,
-        tokens: ArrayLike,
-        lengths: ArrayLike | None = None,
-        trained: NDArray[np.bool_] | None = None,
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, trained: NDArray[np.bool_] | None = None
     ) -> None:
         """Append one document.
 

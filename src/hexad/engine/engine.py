@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.comm import Pending, all_reduce, all_reduce_async
 from hexad.config import Config, HexadError
@@ -27,17 +27,17 @@ from .language import LanguageModel, compute
 from .modules import Ties, checked, with_common_dtype
 from .state import Heap, State
 
-Compute = Callable[[nn.Module, Any, torch.Tensor | None, float | None], torch.Tensor]
+Compute = Callable[[nn.Module, Any, Tensor | None, float | None], Tensor]
 """What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
 first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
 scalar."""
-Boundary = Callable[[Any, int], torch.Tensor]
+Boundary = Callable[[Any, int], Tensor]
 """Makes an empty tensor like what a stage, given by its number, computes of a microbatch."""
 
 
-def _call(stage: nn.Module, microbatch: Any, inputs: torch.Tensor | None, _: float | None) -> torch.Tensor:
+def _call(stage: nn.Module, microbatch: Any, inputs: Tensor | None, _: float | None) -> Tensor:
     """A plain module's loss of a microbatch."""
-    result: torch.Tensor = stage(microbatch) if inputs is None else stage(inputs)
+    result: Tensor = stage(microbatch) if inputs is None else stage(inputs)
     return result
 
 
@@ -166,7 +166,7 @@ class Engine(State):
 
     def accumulate(
         self, microbatches: Sequence[Any], scale: float = 1.0, record: bool = False
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Run forward and backward passes of this data rank's microbatches by the pipeline's schedule.
 
         Call :meth:`begin` before. All pipeline ranks pass the same microbatches.
@@ -195,7 +195,7 @@ class Engine(State):
             self._recorded = (executor.began, executor.times)
         return total
 
-    def total_loss(self, microbatches: Sequence[Any]) -> torch.Tensor | None:
+    def total_loss(self, microbatches: Sequence[Any]) -> Tensor | None:
         """The sum of this data rank's losses, without gradients: float64 on the rank of the last stage, None
         on others. All pipeline ranks pass the same microbatches; in ZeRO 3 all ranks as many."""
         if self._full:
@@ -221,7 +221,7 @@ class Engine(State):
         return self._update(lr, veto, divisor)[0]
 
     def _update(
-        self, lr: float | None, veto: Pending | None, divisor: float, further: torch.Tensor | None = None
+        self, lr: float | None, veto: Pending | None, divisor: float, further: Tensor | None = None
     ) -> tuple[float, bool, list[float]]:
         """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
         scale = self.scaler.scale * divisor

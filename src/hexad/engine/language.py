@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.comm import Pending, all_reduce, all_reduce_async, merging, wait_for
 from hexad.config import Config, ConfigError, HexadError
@@ -124,7 +124,7 @@ def _say_not_compiled(missing: str) -> None:
     log.warning("run.compile auto: functions are not compiled: this machine lacks %s", missing)
 
 
-def compute(stage: nn.Module, task: Task, inputs: torch.Tensor | None, scale: float | None) -> torch.Tensor:
+def compute(stage: nn.Module, task: Task, inputs: Tensor | None, scale: float | None) -> Tensor:
     """A stage's hidden states of a microbatch; the last stage's sum of token losses."""
     assert isinstance(stage, Transformer)
     microbatch, auxiliary = task.microbatch, task.auxiliary
@@ -190,7 +190,7 @@ class LanguageModel:
                 f"Microbatch.tokens: found shape {shape}, expected (1, {wanted.share}) of a part"
             )
 
-    def boundary(self, task: Task, stage: int) -> torch.Tensor:
+    def boundary(self, task: Task, stage: int) -> Tensor:
         """An empty tensor for the hidden states that any stage but the last computes of a microbatch."""
         shard = self.shard
         rows = task.microbatch.tokens.numel() // (shard.tensor.size if shard.sequence else 1)
@@ -256,7 +256,7 @@ class LanguageModel:
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
         return Auxiliary(names, sums, targets / (microbatches * self.mesh.data.size))
 
-    def start_summing(self, total: torch.Tensor | None, auxiliary: Auxiliary | None) -> Pending:
+    def start_summing(self, total: Tensor | None, auxiliary: Auxiliary | None) -> Pending:
         """Start summing, over the ranks that have other tokens, the token losses (None but on the rank of the
         last stage) and the layers' own: float64 ``[1 + losses]``."""
         sums = torch.zeros(1 + len(self.losses), dtype=torch.float64, device=self.mesh.device)

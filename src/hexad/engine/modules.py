@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.checkpoint.tensor_file import Chunk, dtype_name
 from hexad.comm import agreed, broadcast, merged
@@ -72,9 +72,9 @@ class Untrained:
     persistent: bool = True
 
     @property
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """The current values."""
-        tensor: torch.Tensor = getattr(self.module, self.attribute)
+        tensor: Tensor = getattr(self.module, self.attribute)
         return tensor
 
 
@@ -161,7 +161,7 @@ class Modules:
         copies = (mesh.gradient_axis(), *mesh.model_axes())
         return cls(held, untrained, sorted(grids), stages_of, copies, mesh.device)
 
-    def broadcast(self, tensors: Iterable[torch.Tensor], *axes: Axis) -> None:
+    def broadcast(self, tensors: Iterable[Tensor], *axes: Axis) -> None:
         """Give plain tensors the values they have on the first rank of their stage, as in PyTorch's DDP; or
         of other axes."""
         axes = axes or self.copies
@@ -232,7 +232,7 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
 
 def _untrained(stages: Mapping[int, nn.Module], declared: set[nn.Parameter]) -> list[Untrained]:
     """The plain values of the stages that no optimizer updates, each once: none of the ``declared`` ones."""
-    untrained: dict[torch.Tensor, Untrained] = {}
+    untrained: dict[Tensor, Untrained] = {}
     for number, stage in stages.items():
         for path, module in stage.named_modules():
             sharded = isinstance(module, ShardedModule)
@@ -318,7 +318,7 @@ def _entries(
     return entries
 
 
-def _description(tensor: torch.Tensor) -> str:
+def _description(tensor: Tensor) -> str:
     trained = "a trained" if tensor.requires_grad else "an untrained"
     return f"{trained} {dtype_name(tensor.dtype)} tensor of shape {tuple(tensor.shape)}"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.checkpoint.hugging_face.weights import WeightSource
 from hexad.checkpoint.tensor_file import Chunk
@@ -130,7 +130,7 @@ class State:
         self.gatherer.settle()  # whoever overwrites them must not be overwritten by a gather under way
         return [chunk for bucket in buckets for chunk in self._pieces(bucket, "model", bucket.master)]
 
-    def _pieces(self, bucket: Bucket, kind: str, tensor: torch.Tensor) -> list[Chunk]:
+    def _pieces(self, bucket: Bucket, kind: str, tensor: Tensor) -> list[Chunk]:
         """A tensor like a bucket's master as chunks. Frozen weights are rounded to the model's format."""
         traits = bucket.traits
         # A copy of the embedding's weight is written by the stage with the embedding.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 
 class Lengths:
@@ -22,7 +23,7 @@ class Lengths:
         self.bounds = (0, *torch.tensor(lengths).cumsum(0).tolist())
         self.capacity = capacity
         self._longest, self._even = max(lengths), len(set(lengths)) == 1
-        self.masks: dict[int | None, torch.Tensor | None] = {}
+        self.masks: dict[int | None, Tensor | None] = {}
 
     def advance(self) -> None:
         """Count one more token of every sequence."""
@@ -30,7 +31,7 @@ class Lengths:
         self._longest += 1
         self.masks.clear()
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """Keep only these sequences."""
         self.now = self.now[rows]
         self.masks.clear()
@@ -40,7 +41,7 @@ class Lengths:
         """Tokens of the longest sequence, the new one included."""
         return self._longest + 1
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None) -> Tensor | None:
         """bool ``[sequences, 1, 1, longest]``: the tokens that each new one sees; None if it sees all."""
         if window not in self.masks:
             if self._even and (window is None or window >= self.longest):
@@ -63,7 +64,7 @@ class KeyValueCache:
         self._keys = torch.empty(0)
         self._values = torch.empty(0)
 
-    def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def fill(self, keys: Tensor, values: Tensor) -> None:
         """Store keys and values of the prompts, ``[all their tokens, heads, width]``; the rest is padding."""
         bounds, (_, heads, width) = self.lengths.bounds, keys.shape
         shape = (len(bounds) - 1, heads, self.lengths.capacity, width)
@@ -74,8 +75,8 @@ class KeyValueCache:
         self.filled = True
 
     def extend(
-        self, keys: torch.Tensor, values: torch.Tensor, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        self, keys: Tensor, values: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append one token of each sequence, ``[sequences, heads, width]``.
 
         Returns:
@@ -88,6 +89,6 @@ class KeyValueCache:
         longest = self.lengths.longest
         return self._keys[:, :, :longest], self._values[:, :, :longest], self.lengths.mask(window)
 
-    def keep(self, rows: torch.Tensor) -> None:
+    def keep(self, rows: Tensor) -> None:
         """Keep only these sequences."""
         self._keys, self._values = self._keys[rows], self._values[rows]

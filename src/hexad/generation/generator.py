@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hexad.checkpoint.base import load_model_weights
 from hexad.checkpoint.tensor_file import Chunk
@@ -60,7 +61,7 @@ class Sampling:
             raise ConfigError("--seed", f"found {self.seed}, expected 0 to 2^63 - 1")
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """int64 ``[sequences]`` next tokens from ``[sequences, vocab]`` logits on the CPU."""
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
@@ -164,7 +165,7 @@ def _steps(
     running = list(range(len(prompts)))  # prompts of the rows
     spans: Spans | None
     fresh, spans = divided(model, prompts)
-    start: torch.Tensor | None = None
+    start: Tensor | None = None
     last = torch.tensor(lengths.bounds[1:], device=device) - 1
     for _ in range(tokens):
         inputs = from_stage_before(model, fresh, pipeline)
@@ -210,7 +211,7 @@ def _check(model: Transformer, prompt: list[int], tokens: int) -> None:
         )
 
 
-def divided(model: Transformer, sequences: Sequence[list[int]]) -> tuple[torch.Tensor, Spans]:
+def divided(model: Transformer, sequences: Sequence[list[int]]) -> tuple[Tensor, Spans]:
     """Sequences of any lengths one after the other, and of these the tokens that this context rank holds.
 
     Each is a document, to which attention and positions are confined. Padding, so that every rank has as many
@@ -237,7 +238,7 @@ def divided(model: Transformer, sequences: Sequence[list[int]]) -> tuple[torch.T
     return tokens, Spans(len(ids), 1, bounds, slice_, numbers.to(shard.device))
 
 
-def from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) -> torch.Tensor | None:
+def from_stage_before(model: Transformer, fresh: Tensor, pipeline: Axis) -> Tensor | None:
     """``[tokens, hidden]`` of the new tokens; None on the first stage."""
     if model.inventory.first:
         return None
@@ -245,7 +246,7 @@ def from_stage_before(model: Transformer, fresh: torch.Tensor, pipeline: Axis) -
     return receive_async(buffer, pipeline, pipeline.rank - 1).wait()
 
 
-def gathered_logits(model: Transformer, hidden: torch.Tensor) -> torch.Tensor:
+def gathered_logits(model: Transformer, hidden: Tensor) -> Tensor:
     """``[sequences, vocab]`` logits on the CPU, gathered from the tensor ranks and without padding."""
     parts = all_gather(model.logits(hidden).contiguous(), model.shard.tensor)
     whole = parts.unflatten(0, (-1, len(hidden))).transpose(0, 1).flatten(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.parallel.context.attention import KeyExchange, attention_over_ranks
 from hexad.parallel.context.exchange import gathered_rows, heads_for_tokens, tokens_for_heads
@@ -24,7 +24,7 @@ from .positions import Geometry
 from .recompute import recomputable
 
 
-def dropped_tiles(dropper: Dropper, queries: torch.Tensor, kv_heads: int, length: int) -> Drop:
+def dropped_tiles(dropper: Dropper, queries: Tensor, kv_heads: int, length: int) -> Drop:
     """Factors of the probabilities of tiles of attention, of a layer's ``dropper``.
 
     Args:
@@ -33,7 +33,7 @@ def dropped_tiles(dropper: Dropper, queries: torch.Tensor, kv_heads: int, length
         length: tokens of a sequence; an element's column is its key's place in it.
     """
 
-    def factors(tile: Tile, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
+    def factors(tile: Tile, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
         begin, number = tile.queries[0], tile.first + columns.start
         keys = dropper.keys(queries[:, begin + rows.start : begin + rows.stop])
         grouped = keys.transpose(1, 2).unflatten(1, (kv_heads, -1))
@@ -50,13 +50,13 @@ class KeyValueStore(Protocol):
         """Whether the store holds the prompts."""
         ...
 
-    def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def fill(self, keys: Tensor, values: Tensor) -> None:
         """Keep those of the prompts, ``[tokens, heads, width]``; tokens after these are padding."""
         ...
 
     def extend(
-        self, keys: torch.Tensor, values: torch.Tensor, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        self, keys: Tensor, values: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Append one token of each sequence, ``[sequences, heads, width]``; returns everything so far,
         ``[sequences, heads, length, width]``, and a mask of what each new token sees, None for all."""
         ...
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         """The product that makes the branch's result."""
         return self.out
 
-    def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, where: Geometry, store: KeyValueStore | None = None) -> Tensor:
         """Normalised ``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``store``: keys and
         values so far (generation)."""
         heads, kv_heads = self.heads, self.kv_heads
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         return self.out(self._core(qk, v, where, store), second)
 
     @recomputable
-    def _queries_and_keys(self, qk: torch.Tensor, where: Geometry) -> torch.Tensor:
+    def _queries_and_keys(self, qk: Tensor, where: Geometry) -> Tensor:
         """``[tokens, heads + key/value heads, width]``, normalised and rotated; else a view of ``qk``."""
         heads, kv_heads = self.heads, self.kv_heads
         qk = qk.view(-1, heads + kv_heads, self.width)
@@ -115,9 +115,7 @@ class Attention(nn.Module):
             qk = rotate(qk, where.cos, where.sin, self.compiled)
         return qk
 
-    def _core(
-        self, qk: torch.Tensor, v: torch.Tensor, where: Geometry, store: KeyValueStore | None
-    ) -> torch.Tensor:
+    def _core(self, qk: Tensor, v: Tensor, where: Geometry, store: KeyValueStore | None) -> Tensor:
         """``[tokens, this rank's heads * width]``."""
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
         if where.slice is not None:
@@ -132,7 +130,7 @@ class Attention(nn.Module):
             store.fill(k, v)
         return self._attended(q, k, v, where)
 
-    def _attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: Geometry) -> torch.Tensor:
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
         """``[tokens, heads * width]``, of the keys of all ranks of the ring. In tiles where there are several
         ranks, and where probabilities are dropped: PyTorch's fused attention draws its own random numbers."""
         if self.ring.size == 1 and where.queries is None:

@@ -21,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from hexad.parallel.context.spans import Spans
@@ -41,10 +42,10 @@ class AttentionKernel:
 
     scale: float
     window: int | None = None
-    varlen: Callable[..., torch.Tensor] | None = None
+    varlen: Callable[..., Tensor] | None = None
     flash: bool = True
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans) -> torch.Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
         """``[tokens, heads * width]``.
 
         Args:
@@ -67,7 +68,7 @@ class AttentionKernel:
         parts = zip(q.split(lengths), k.split(lengths), v.split(lengths))
         return torch.cat([self._equal_spans(*part, 1) for part in parts])
 
-    def _equal_spans(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: int) -> torch.Tensor:
+    def _equal_spans(self, q: Tensor, k: Tensor, v: Tensor, spans: int) -> Tensor:
         tokens = q.shape[0]
         q, k, v = (tensor.unflatten(0, (spans, -1)).transpose(1, 2) for tensor in (q, k, v))
         if self.window is None or self.window >= q.shape[2]:
@@ -76,14 +77,7 @@ class AttentionKernel:
             out = self._banded(q, k, v, self.window)
         return out.transpose(1, 2).reshape(tokens, -1)
 
-    def dense(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def dense(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
         """Attention of ``[spans, heads, tokens, width]``, all of one length."""
         group = q.shape[1] // k.shape[1]
         flash = mask is None and q.dtype.itemsize == 2 and self.flash
@@ -96,7 +90,7 @@ class AttentionKernel:
             q, k, v, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=group > 1
         )
 
-    def _banded(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+    def _banded(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         """Windowed attention of ``[spans, heads, tokens, width]``: a block of queries sees its own keys and
         the one before, under one mask for all blocks."""
         spans, _, tokens, _ = q.shape
@@ -120,7 +114,7 @@ class AttentionKernel:
         return torch.cat(parts, dim=2)
 
 
-def _blocks(x: torch.Tensor, size: int, step: int) -> torch.Tensor:
+def _blocks(x: Tensor, size: int, step: int) -> Tensor:
     """Blocks of tokens, one every ``step``: ``[spans * blocks, heads, size, width]``."""
     return x.unfold(2, size, step).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
@@ -143,7 +137,7 @@ def choose(
 @cache
 def varlen(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, width: int, windowed: bool
-) -> Callable[..., torch.Tensor] | None:
+) -> Callable[..., Tensor] | None:
     """PyTorch's kernel for spans of any lengths; None where it cannot compute forward and backward here.
 
     FlashAttention 4 or 3 takes the place of PyTorch's flash kernels before, if it computes spans of equal
@@ -167,7 +161,7 @@ def _refusal(
     heads: int,
     kv_heads: int,
     width: int,
-    kernel: Callable[..., torch.Tensor] | None,
+    kernel: Callable[..., Tensor] | None,
 ) -> str | None:
     """Why attention fails here: by ``kernel``, or if that is None, of spans of equal lengths; None if it
     computes what it should, forward and backward."""
@@ -203,7 +197,7 @@ def _brief(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _varlen_kernel(grouped: bool) -> Callable[..., torch.Tensor] | None:
+def _varlen_kernel(grouped: bool) -> Callable[..., Tensor] | None:
     """``varlen_attn`` with the arguments that this version of PyTorch has."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -222,8 +216,8 @@ _refused: set[str] = set()
 
 def _use_newest_flash(
     capability: tuple[int, int],
-    refusal: Callable[[Callable[..., torch.Tensor] | None], str | None],
-    kernel: Callable[..., torch.Tensor] | None,
+    refusal: Callable[[Callable[..., Tensor] | None], str | None],
+    kernel: Callable[..., Tensor] | None,
 ) -> None:
     """Put FlashAttention 4 or 3 in the place of PyTorch's flash kernels, where its package is installed, made
     for the GPU (3 for Hopper, 4 for Hopper and Blackwell) and computes what is needed: :func:`_refusal` says

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class Auxiliary:
     """
 
     names: Sequence[str]
-    sums: torch.Tensor
+    sums: Tensor
     scale: float
 
     def scaled(self, factor: float) -> Auxiliary:
         """The same sums with another scale."""
         return replace(self, scale=self.scale * factor)
 
-    def attach(self, x: torch.Tensor, name: str, loss: torch.Tensor) -> torch.Tensor:
+    def attach(self, x: Tensor, name: str, loss: Tensor) -> Tensor:
         """``x`` as it is; its backward pass adds ``loss`` to what is minimised.
 
         Args:
@@ -52,13 +53,11 @@ class _Attach(torch.autograd.Function):
     pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, loss: torch.Tensor, auxiliary: Auxiliary, place: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor, auxiliary: Auxiliary, place: int) -> Tensor:
         ctx.auxiliary, ctx.place, ctx.loss = auxiliary, place, loss.detach()
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.auxiliary.sums[ctx.place] += ctx.loss.double()
         return gradient, torch.full_like(ctx.loss, ctx.auxiliary.scale), None, None

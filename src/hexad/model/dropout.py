@@ -19,6 +19,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.parallel.inventory import DRAWN
 from hexad.parallel.pointwise import maybe_compiled
@@ -63,7 +64,7 @@ def _words(*values: object) -> tuple[int, int]:
     return first, second
 
 
-def _mix_(h: torch.Tensor) -> torch.Tensor:
+def _mix_(h: Tensor) -> Tensor:
     """MurmurHash3's finalizer of int32 values, in place; the shifts are made logical by a mask."""
     h ^= (h >> 16) & 0xFFFF
     h *= 0x85EBCA6B - (1 << 32)
@@ -73,12 +74,12 @@ def _mix_(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
-def _low(values: torch.Tensor) -> torch.Tensor:
+def _low(values: Tensor) -> Tensor:
     """The low 32 bits of int64 values, as int32."""
     return (((values + _HALF) & 0xFFFFFFFF) - _HALF).to(torch.int32)
 
 
-def row_keys(key: DropoutKey, rows: torch.Tensor) -> torch.Tensor:
+def row_keys(key: DropoutKey, rows: Tensor) -> Tensor:
     """int32 ``[2, ...]``: keys of the rows of a microbatch, for all layers.
 
     Args:
@@ -110,17 +111,17 @@ class Dropper:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     compiled: bool = False
     first: int = 0
-    words: torch.Tensor = field(init=False)
+    words: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         words = torch.tensor(_words(self.layer, int(self.site)), dtype=torch.int32, device=self.device)
         object.__setattr__(self, "words", words)
 
-    def keys(self, rows: torch.Tensor) -> torch.Tensor:
+    def keys(self, rows: Tensor) -> Tensor:
         """This site's keys, of what :func:`row_keys` has for all."""
         return _site_keys(rows, self.words)
 
-    def factors(self, keys: torch.Tensor, first: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    def factors(self, keys: Tensor, first: int, columns: int, dtype: torch.dtype) -> Tensor:
         """``[..., columns]``: 0 where an element is dropped, else ``1 / (1 - rate)``.
 
         Args:
@@ -131,13 +132,13 @@ class Dropper:
         """
         return maybe_compiled(_factors, self.compiled)(keys, first, columns, dtype, self.rate)
 
-    def __call__(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, rows: Tensor) -> Tensor:
         """``x [rows, width]`` with elements dropped; ``rows`` from :func:`row_keys`."""
         if torch.compiler.is_compiling():
             return dropped(x, rows, self.words, self.rate)
         return _Dropout.apply(x, rows, self)
 
-    def at(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    def at(self, rows: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         """The function that drops, given ``row_keys`` of all tokens; None where there are none."""
         if rows is None:
             return None
@@ -145,11 +146,11 @@ class Dropper:
         return lambda x: drop(x, rows, self.words, self.rate, self.first)
 
 
-def _site_keys(rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def _site_keys(rows: Tensor, words: Tensor) -> Tensor:
     return _mix_(rows ^ words.view(2, *[1] * (rows.dim() - 1)))
 
 
-def _factors(keys: torch.Tensor, first: int, columns: int, dtype: torch.dtype, rate: float) -> torch.Tensor:
+def _factors(keys: Tensor, first: int, columns: int, dtype: torch.dtype, rate: float) -> Tensor:
     numbers = torch.arange(first, first + columns, dtype=torch.int32, device=keys.device)
     # Multiplying by the odd 0x9E3779B1 spreads neighbouring columns before they meet the key. In halves:
     # torch's compiler makes an arange's factor its step, and a large one overflows in C++ (a crash with
@@ -161,9 +162,7 @@ def _factors(keys: torch.Tensor, first: int, columns: int, dtype: torch.dtype, r
     return kept.to(dtype).mul_(1.0 / (1.0 - rate))
 
 
-def dropped(
-    x: torch.Tensor, rows: torch.Tensor, words: torch.Tensor, rate: float, first: int = 0
-) -> torch.Tensor:
+def dropped(x: Tensor, rows: Tensor, words: Tensor, rate: float, first: int = 0) -> Tensor:
     """``x [rows, width]``, of which ``first`` is the number of the first column, with elements dropped at a
     site; compiled, one kernel."""
     if torch.compiler.is_compiling():
@@ -188,13 +187,13 @@ class _Dropout(torch.autograd.Function):
     """Keeps the rows' keys, which all layers share, and computes the mask again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, dropper: Dropper) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, dropper: Dropper) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.dropper = dropper
         return maybe_compiled(dropped, dropper.compiled)(x, rows, dropper.words, dropper.rate)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
         dropper = ctx.dropper
         backward = maybe_compiled(dropped, dropper.compiled)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.parallel.sharding import Shard
 from hexad.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -35,7 +34,7 @@ class FeedForward(nn.Module):
         """The product that makes the branch's result."""
         return self.down
 
-    def forward(self, x: torch.Tensor, where: Geometry, store: Any = None) -> torch.Tensor:
+    def forward(self, x: Tensor, where: Geometry, store: Any = None) -> Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``where``: the tokens' geometry;
         ``store``: of attention, not used."""
         first, second = (dropper.at(where.adapted) for dropper in self.droppers)

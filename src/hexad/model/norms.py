@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.parallel.sharding import Shard, ShardedModule
 
@@ -22,7 +21,7 @@ class Norm(ShardedModule):
         self.kind, self.eps = inventory.kind, inventory.eps
         self.declare(*inventory.parameters)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension of ``[..., width]``."""
         if self.kind == "layer":
             return layer_norm(x, self.weight, self.bias, self.eps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from hexad.parallel.contributions import Dense, contributed
@@ -19,7 +20,7 @@ from hexad.parallel.pointwise import maybe_compiled, widened
 from .recompute import recomputable
 
 
-def by_hand(x: torch.Tensor, compiled: bool) -> bool:
+def by_hand(x: Tensor, compiled: bool) -> bool:
     """Whether the hand-written halves serve."""
     return (compiled or x.device.type == "cpu") and not torch.compiler.is_compiling()
 
@@ -27,7 +28,7 @@ def by_hand(x: torch.Tensor, compiled: bool) -> bool:
 # RMSNorm
 
 
-def rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normalised ``x [..., width]``, the factor of each row in at least float32)."""
     wide = widened(x)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -35,9 +36,7 @@ def rms_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torc
     return (wide * scale).to(x.dtype).mul_(weight), scale
 
 
-def rms_backward(
-    gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_backward(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of ``x``, of ``weight`` in at least float32)."""
     wide = x.to(scale.dtype)
     product = gradient * wide
@@ -56,14 +55,14 @@ def rms_backward(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, compiled: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, compiled: bool) -> Tensor:
         y, scale = maybe_compiled(rms_forward, compiled)(x, weight.detach(), eps)
         ctx.save_for_backward(x, scale)
         ctx.weight, ctx.compiled = weight, compiled
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         backward = maybe_compiled(rms_backward, ctx.compiled)
         grad_x, grad_weight = backward(gradient, x, scale, ctx.weight.detach())
@@ -71,7 +70,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 @recomputable
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, compiled: bool = False) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
     """RMSNorm over the last dim (Zhang & Sennrich, arXiv 1910.07467), computed in at least float32."""
     if by_hand(x, compiled):
         return _RmsNorm.apply(x, weight, eps, compiled)
@@ -81,21 +80,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, compiled: bool =
 # LayerNorm
 
 
-def layer_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def layer_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(normalised ``x [..., width]``, each row's mean, its reciprocal deviation)."""
     return torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def layer_backward(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradient: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``x``, ``weight`` and ``bias``."""
     return torch.ops.aten.native_layer_norm_backward(
         gradient, x, (x.shape[-1],), mean, deviation, weight, bias, [True, True, True]
@@ -103,7 +95,7 @@ def layer_backward(
 
 
 @recomputable
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """LayerNorm over the last dim (Ba et al., arXiv 1607.06450), one kernel on every device."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
@@ -111,12 +103,12 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 # Activations
 
 
-def _swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
+def _swiglu_forward(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-def _swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def _swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if torch.compiler.is_compiling():
         sigmoid = gate.sigmoid()
@@ -131,19 +123,19 @@ def _swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Ten
 
 class _SwiGlu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, compiled: bool) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.compiled = compiled
         return maybe_compiled(_swiglu_forward, compiled)(gate_up)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         return maybe_compiled(_swiglu_backward, ctx.compiled)(gradient, gate_up), None
 
 
 @recomputable
-def swiglu(gate_up: torch.Tensor, compiled: bool = False) -> torch.Tensor:
+def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
     """``silu(gate) * up`` of ``[tokens, 2 * width]`` = ``[gate | up]`` (Shazeer, arXiv 2002.05202)."""
     if by_hand(gate_up, compiled):
         return _SwiGlu.apply(gate_up, compiled)
@@ -152,7 +144,7 @@ def swiglu(gate_up: torch.Tensor, compiled: bool = False) -> torch.Tensor:
 
 
 @recomputable
-def gelu(x: torch.Tensor) -> torch.Tensor:
+def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks & Gimpel, arXiv 1606.08415), one kernel on every device."""
     return F.gelu(x, approximate="tanh")
 
@@ -160,14 +152,14 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 # Rotary positions
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = 2 * cos.shape[-1]
     first, second = x[..., :width].chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*turned, x[..., width:]), dim=-1)
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: float) -> torch.Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     if torch.compiler.is_compiling():
         return _turned(x, cos, sin * direction)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -182,20 +174,18 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: floa
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, compiled: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.compiled = compiled
         return maybe_compiled(_turn, compiled)(x, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         return maybe_compiled(_turn, ctx.compiled)(gradient, cos, sin, -1.0), None, None, None
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, compiled: bool = False) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
     """Rotary positions (Su et al., arXiv 2104.09864), pairing element ``i`` with ``i + rotary width / 2``.
 
     Args:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hexad.config.model import ModelSettings, RopeScaling
 from hexad.parallel.context.slice import Slice
@@ -32,17 +33,17 @@ class Geometry:
     """
 
     spans: Spans
-    positions: torch.Tensor
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
-    rows: torch.Tensor | None = None
-    queries: torch.Tensor | None = None
-    adapted: torch.Tensor | None = None
+    positions: Tensor
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    rows: Tensor | None = None
+    queries: Tensor | None = None
+    adapted: Tensor | None = None
     slice: Slice | None = None
     auxiliary: Auxiliary | None = None
 
 
-def rotary_frequencies(model: ModelSettings, device: torch.device) -> torch.Tensor:
+def rotary_frequencies(model: ModelSettings, device: torch.device) -> Tensor:
     """float32 ``[rotary width / 2]`` angular frequencies, in radians per token."""
     width = model.rotary_width
     exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
@@ -50,7 +51,7 @@ def rotary_frequencies(model: ModelSettings, device: torch.device) -> torch.Tens
     return frequencies if model.rope_scaling is None else _llama3_scaled(frequencies, model.rope_scaling)
 
 
-def _llama3_scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Slow low frequencies down, keep high ones, blend in between (Llama 3.1 model card)."""
     wavelengths = 2 * math.pi / frequencies
     blend = (scaling.original_positions / wavelengths - scaling.low_freq_factor) / (
@@ -62,9 +63,7 @@ def _llama3_scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Ten
     return torch.where(low, frequencies / scaling.factor, torch.where(high, frequencies, blended))
 
 
-def rotary_factors(
-    positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_factors(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``cos, sin`` of shape ``[tokens, 1, rotary width / 2]``. Angles are float32 in every precision, the
     convention of published checkpoints."""
     angles = positions.float()[:, None, None] * frequencies

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ from hexad.parallel.tensor.linear import RowParallelLinear
 
 from .block_inventory import Recomputed
 
-Function = TypeVar("Function", bound=Callable[..., torch.Tensor])
+Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,11 @@ class Recompute:
         return layer
 
 
-def _full(
-    forward: Callable[..., torch.Tensor], last: RowParallelLinear | None
-) -> Callable[..., torch.Tensor]:
-    def recomputing(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _full(forward: Callable[..., Tensor], last: RowParallelLinear | None) -> Callable[..., Tensor]:
+    def recomputing(x: Tensor, *rest: Any) -> Tensor:
         repeated = False
 
-        def run(x: torch.Tensor) -> torch.Tensor:
+        def run(x: Tensor) -> Tensor:
             nonlocal repeated
             unused, repeated = repeated, True
             if last is None:
@@ -83,8 +81,8 @@ def _full(
     return recomputing
 
 
-def _selective(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def recomputing(*arguments: Any) -> torch.Tensor:
+def _selective(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def recomputing(*arguments: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(*arguments)
         scope = _Selective()
@@ -108,7 +106,7 @@ def recomputable(function: Function) -> Function:
     """
 
     @wraps(function)
-    def call(*arguments: Any) -> torch.Tensor:
+    def call(*arguments: Any) -> Tensor:
         scope = None if torch.compiler.is_compiling() else _SCOPE.get()
         if scope is None:
             return function(*arguments)
@@ -122,14 +120,12 @@ def recomputable(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
-def recomputable_from(
-    result: torch.Tensor, function: Callable[..., torch.Tensor], *arguments: Any
-) -> torch.Tensor:
+def recomputable_from(result: Tensor, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """``result``, of which as much holds as of what a :func:`recomputable` function returns."""
     scope = None if torch.compiler.is_compiling() else _SCOPE.get()
     if scope is not None:
         kept = tuple(
-            argument.detach() if isinstance(argument, torch.Tensor) else argument for argument in arguments
+            argument.detach() if isinstance(argument, Tensor) else argument for argument in arguments
         )
         scope.register(result, lambda: function(*kept), kept)
     return result
@@ -143,13 +139,11 @@ class _Selective(saved_tensors_hooks):
         self._sources: dict[int, _Source] = {}
         super().__init__(self._pack, _unpack)
 
-    def register(
-        self, result: torch.Tensor, compute: Callable[[], torch.Tensor], kept: tuple[Any, ...]
-    ) -> None:
+    def register(self, result: Tensor, compute: Callable[[], Tensor], kept: tuple[Any, ...]) -> None:
         """Recompute ``result`` by ``compute``, unless it lies in the memory of what is ``kept``."""
         storage = result.untyped_storage()
         address = storage.data_ptr()
-        tensors = (tensor for tensor in kept if isinstance(tensor, torch.Tensor))
+        tensors = (tensor for tensor in kept if isinstance(tensor, Tensor))
         if all(tensor.untyped_storage().data_ptr() != address for tensor in tensors):
             self._sources[address] = _Source(compute, weakref.ref(storage))
 
@@ -157,7 +151,7 @@ class _Selective(saved_tensors_hooks):
         """Forget what was registered: from now on it lives as long as the graph that needs it."""
         self._sources.clear()
 
-    def _pack(self, saved: torch.Tensor) -> Any:
+    def _pack(self, saved: Tensor) -> Any:
         storage = saved.untyped_storage()
         source = self._sources.get(storage.data_ptr())
         if source is None or source.storage() is not storage:  # or other values at the same address
@@ -173,14 +167,14 @@ _SCOPE: ContextVar[_Selective | None] = ContextVar("hexad.recompute", default=No
 class _Source:
     """Recomputes a tensor, and holds it until all that was cut from it has been asked for."""
 
-    def __init__(self, compute: Callable[[], torch.Tensor], storage: weakref.ref[Any]) -> None:
+    def __init__(self, compute: Callable[[], Tensor], storage: weakref.ref[Any]) -> None:
         self.uses = 0
         self.storage = storage
         self._compute = compute
-        self._made: torch.Tensor | None = None
+        self._made: Tensor | None = None
         self._asked = 0
 
-    def get(self) -> torch.Tensor:
+    def get(self) -> Tensor:
         if self._made is None:
             with torch.no_grad():
                 self._made = self._compute()
@@ -191,8 +185,8 @@ class _Source:
         return made
 
 
-def _unpack(packed: Any) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
         return packed
     source, shape, stride, offset = packed
     return source.get().as_strided(shape, stride, offset)

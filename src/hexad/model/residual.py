@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.parallel.contributions import Dense, contributed
 from hexad.parallel.pointwise import maybe_compiled
@@ -31,7 +32,7 @@ class Residual:
     dropper: Dropper
     compiled: bool
 
-    def add(self, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    def add(self, x: Tensor, branch: Tensor, rows: Tensor | None) -> Tensor:
         """``x`` plus the branch, both ``[tokens, hidden]``; ``rows``: dropout's keys, None for none."""
         if rows is not None and self._in_one(x):
             return _Add.apply(x, branch, rows, self)
@@ -39,8 +40,8 @@ class Residual:
         return torch.add(x, branch, alpha=self.multiplier)
 
     def add_and_normalise(
-        self, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor | None, norm: Norm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: Tensor, branch: Tensor, rows: Tensor | None, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
         """The sum as :meth:`add` returns it, and its norm."""
         if not self._in_one(x):
             x = self.add(x, branch, rows)
@@ -48,7 +49,7 @@ class Residual:
         total, normed = _AddNorm.apply(x, branch, rows, self, norm.eps, *norm.vectors)
         return total, recomputable_from(normed, norm.forward, total)
 
-    def _in_one(self, x: torch.Tensor) -> bool:
+    def _in_one(self, x: Tensor) -> bool:
         return self.compiled and not torch.compiler.is_compiling()
 
     @property
@@ -57,32 +58,28 @@ class Residual:
         return self.dropper.words, self.dropper.rate, self.multiplier
 
 
-Constants = tuple[torch.Tensor, float, float]
+Constants = tuple[Tensor, float, float]
 
 
-def _scaled(
-    branch: torch.Tensor, rows: torch.Tensor | None, words: torch.Tensor, rate: float, multiplier: float
-) -> torch.Tensor:
+def _scaled(branch: Tensor, rows: Tensor | None, words: Tensor, rate: float, multiplier: float) -> Tensor:
     """What is added of a branch; also, its gradient given the sum's."""
     branch = branch if rows is None else dropped(branch, rows, words, rate)
     return branch if multiplier == 1 else branch * multiplier
 
 
-def _add(x: torch.Tensor, branch: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _add(x: Tensor, branch: Tensor, *rest: Any) -> Tensor:
     return x + _scaled(branch, *rest)
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, branch: torch.Tensor, rows: torch.Tensor, residual: Residual
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, branch: Tensor, rows: Tensor, residual: Residual) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.residual = residual
         return maybe_compiled(_add, residual.compiled)(x, branch, rows, *residual.constants)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         backward = maybe_compiled(_scaled, ctx.residual.compiled)
         return gradient, backward(gradient, rows, *ctx.residual.constants), None, None
@@ -90,13 +87,13 @@ class _Add(torch.autograd.Function):
 
 def _add_norm(
     layer: bool,
-    x: torch.Tensor,
-    branch: torch.Tensor,
-    rows: torch.Tensor | None,
+    x: Tensor,
+    branch: Tensor,
+    rows: Tensor | None,
     constants: Constants,
-    vectors: Sequence[torch.Tensor],
+    vectors: Sequence[Tensor],
     eps: float,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """(sum, its norm, the norm's statistics)."""
     total = _add(x, branch, rows, *constants)
     forward: Callable[..., Any] = ops.layer_forward if layer else ops.rms_forward
@@ -105,14 +102,14 @@ def _add_norm(
 
 def _add_norm_backward(
     layer: bool,
-    grad_total: torch.Tensor,
-    gradient: torch.Tensor,
-    rows: torch.Tensor | None,
+    grad_total: Tensor,
+    gradient: Tensor,
+    rows: Tensor | None,
     constants: Constants,
-    total: torch.Tensor,
-    statistics: Sequence[torch.Tensor],
-    vectors: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
+    total: Tensor,
+    statistics: Sequence[Tensor],
+    vectors: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
     """(gradient of the stream, of the vectors, of the branch where that is another)."""
     backward: Callable[..., Any] = ops.layer_backward if layer else ops.rms_backward
     grad_x, *grad_vectors = backward(gradient, total, *statistics, *vectors)
@@ -126,13 +123,13 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        branch: torch.Tensor,
-        rows: torch.Tensor | None,
+        x: Tensor,
+        branch: Tensor,
+        rows: Tensor | None,
         residual: Residual,
         eps: float,
-        *vectors: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        *vectors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         forward = maybe_compiled(_add_norm, residual.compiled)
         plain = [vector.detach() for vector in vectors]
         total, normed, *statistics = forward(
@@ -143,9 +140,7 @@ class _AddNorm(torch.autograd.Function):
         return total, normed
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_total: torch.Tensor, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_total: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, total, *statistics = ctx.saved_tensors
         residual, vectors = ctx.residual, ctx.vectors
         backward = maybe_compiled(_add_norm_backward, residual.compiled)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hexad.config.model import ModelSettings
@@ -53,7 +53,7 @@ class Branch(Protocol):
         used."""
         ...
 
-    def __call__(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None) -> torch.Tensor:
+    def __call__(self, x: Tensor, where: Geometry, store: KeyValueStore | None) -> Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same; ``store``: keys and values so far
         (generation)."""
         ...
@@ -81,7 +81,7 @@ class Block(nn.Module):
             residuals.append(Residual(model.residual_multiplier, dropper, shard.compiled))
         self.norms, self.branches, self.residuals = norms, cast(list[Branch], branches), residuals
 
-    def forward(self, x: torch.Tensor, where: Geometry, store: KeyValueStore | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, where: Geometry, store: KeyValueStore | None = None) -> Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> the same."""
         branch = self.branches[0](self.norms[0](x), where, store)
         for residual, norm, following in zip(self.residuals, self.norms[1:], self.branches[1:]):
@@ -99,7 +99,7 @@ class Positions(ShardedModule):
         super().__init__(shard)
         self.declare(*inventory.parameters)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """``x [tokens (/ size), hidden]`` plus the embedding of ``positions [tokens]``."""
         if self.shard.sequence:
             axis = self.shard.tensor
@@ -107,7 +107,7 @@ class Positions(ShardedModule):
         return x + F.embedding(positions, self.weight)
 
 
-def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+def scaled(x: Tensor, factor: float) -> Tensor:
     """``x`` times a constant; ``x`` itself where that is 1."""
     return x if factor == 1 else x * factor
 
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         self.vocab, self.hidden = int(model.vocab), model.hidden
         self.dropper = Dropper(model.dropout, -1, Site.EMBEDDING, shard.device, shard.compiled)
         self.embedding = self.positions = self.norm = self.head = None
-        self.frequencies: torch.Tensor | None = None
+        self.frequencies: Tensor | None = None
         if stage.embedding is not None:
             self.embedding = VocabParallelEmbedding(stage.embedding, shard)
             tied = self.embedding.weight
@@ -154,14 +154,14 @@ class Transformer(nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         spans: Spans | None = None,
         stores: Sequence[KeyValueStore] | None = None,
-        start: torch.Tensor | None = None,
-        inputs: torch.Tensor | None = None,
+        start: Tensor | None = None,
+        inputs: Tensor | None = None,
         key: DropoutKey | None = None,
         auxiliary: Auxiliary | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Hidden states, ``[tokens (/ size in sequence parallel), hidden]``; the last stage's are normalised.
 
         Args:
@@ -193,14 +193,14 @@ class Transformer(nn.Module):
 
     def loss_sum(
         self,
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
+        tokens: Tensor,
+        labels: Tensor,
         spans: Spans | None = None,
-        inputs: torch.Tensor | None = None,
+        inputs: Tensor | None = None,
         scale: float | None = 1.0,
         key: DropoutKey | None = None,
         auxiliary: Auxiliary | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Sum of the token losses, in nats; labels are int64 ``[sequences, length]``, -100 for none.
 
         Only the last stage has it; ``inputs``, ``key`` and ``auxiliary`` as for :meth:`forward`. ``scale`` is
@@ -210,7 +210,7 @@ class Transformer(nn.Module):
         hidden = self(tokens, spans, inputs=inputs, key=key, auxiliary=auxiliary)
         return self.head(hidden, labels.flatten(), scale)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """``[tokens, padded vocab / size]`` of the last stage's hidden states."""
         assert self.head is not None, "only the last stage has the output head"
         return self.head(hidden)
@@ -222,9 +222,9 @@ class Transformer(nn.Module):
 
     def _geometry(
         self,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         spans: Spans | None,
-        start: torch.Tensor | None,
+        start: Tensor | None,
         key: DropoutKey | None,
         auxiliary: Auxiliary | None = None,
     ) -> Geometry:
@@ -239,7 +239,7 @@ class Transformer(nn.Module):
 
     def _keys(
         self, spans: Spans, ring: Slice | None, key: DropoutKey | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Dropout's keys of the residual stream's rows, of attention's queries and of the inputs of adapters;
         see :class:`Geometry`."""
         lora = self.model.lora

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.comm import Pending, all_reduce, broadcast
 from hexad.config.schema import OptimizerSettings
@@ -30,9 +31,7 @@ class Rule(ABC):
     """
 
     @abstractmethod
-    def update(
-        self, gradients: Iterator[torch.Tensor], lr: float | None, factor: float, publish: Publish
-    ) -> None:
+    def update(self, gradients: Iterator[Tensor], lr: float | None, factor: float, publish: Publish) -> None:
         """Update all buckets and publish each.
 
         Args:
@@ -43,7 +42,7 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """(name in a checkpoint, values like the master's) of all that is kept of a bucket's parameters."""
 
     def numbers(self) -> dict[str, Any]:
@@ -80,16 +79,16 @@ class BucketOptimizer:
         clip: float,
         sharding: Shardings,
         pipeline: Axis,
-        norm: torch.Tensor,
+        norm: Tensor,
         axes: Sequence[Axis],
     ) -> None:
         self.buckets, self.rule = buckets, rule
         self.clip, self.clip_epsilon = clip, 0.0
         self._norm, self._wide = norm, norm.dtype
         self.sharding, self.pipeline, self._axes = sharding, pipeline, axes
-        self._arriving: list[torch.Tensor] = []  # gradients in the host's memory
+        self._arriving: list[Tensor] = []  # gradients in the host's memory
 
-    def gradient_norm(self) -> torch.Tensor:
+    def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole model's gradient, as a scalar tensor on the device.
 
         Squares are summed over the ranks that hold other shards. What several ranks of an axis hold counts
@@ -109,9 +108,9 @@ class BucketOptimizer:
             norm = broadcast(norm, axis)
         return norm
 
-    def _squares(self, grid: Grid) -> dict[int, torch.Tensor]:
+    def _squares(self, grid: Grid) -> dict[int, Tensor]:
         """Number of ranks that hold copies of the same shards -> sum of squares of such buckets' shards."""
-        squares: dict[int, torch.Tensor] = {}
+        squares: dict[int, Tensor] = {}
         for bucket in self.buckets:
             traits = bucket.traits
             if traits.grid == grid and not traits.copy:
@@ -127,7 +126,7 @@ class BucketOptimizer:
         scale: float,
         publish: Publish,
         veto: Pending | None = None,
-        further: torch.Tensor | None = None,
+        further: Tensor | None = None,
     ) -> tuple[float, bool, list[float]]:
         """Clip and update at learning rate ``lr``.
 
@@ -153,7 +152,7 @@ class BucketOptimizer:
         self.rule.update(self._on_master(), lr, factor, publish)
         return total_norm, True, others
 
-    def _on_master(self) -> Iterator[torch.Tensor]:
+    def _on_master(self) -> Iterator[Tensor]:
         """Every bucket's gradient in the master's format, where the master is.
 
         From a GPU to the host all copies are started at once, and each is waited for when its turn comes:
@@ -167,7 +166,7 @@ class BucketOptimizer:
             return
         if not self._arriving:
             self._arriving = [pinned(torch.empty_like(bucket.master)) for bucket in self.buckets]
-        arriving: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+        arriving: list[tuple[Tensor, torch.cuda.Event]] = []
         for gradient, copy in zip(gradients, self._arriving):
             copy.copy_(gradient, non_blocking=True)
             arriving.append((copy, torch.cuda.Event()))
@@ -189,9 +188,7 @@ class AdamW(Rule):
         device = buckets[0].master.device if buckets else device
         self._updates = torch.zeros((), dtype=torch.float32, device=device)  # made so far
 
-    def update(
-        self, gradients: Iterator[torch.Tensor], lr: float | None, factor: float, publish: Publish
-    ) -> None:
+    def update(self, gradients: Iterator[Tensor], lr: float | None, factor: float, publish: Publish) -> None:
         """Bucket by bucket, so that a bucket can be gathered while the next is updated."""
         assert lr is not None, "AdamW has no learning rate of its own"
         divisor = self._divisor(factor)
@@ -218,7 +215,7 @@ class AdamW(Rule):
             )
             publish(bucket)
 
-    def _divisor(self, factor: float) -> torch.Tensor | None:
+    def _divisor(self, factor: float) -> Tensor | None:
         """What AdamW's kernel divides gradients by as it reads them (``GradScaler``'s way): a float32. None
         where that is too narrow, and for a factor of 1: the kernel writes the quotients back."""
         if factor == 1 or any(bucket.master.dtype == torch.float64 for bucket in self.buckets[:1]):
@@ -228,6 +225,6 @@ class AdamW(Rule):
     def restored(self, updates: int, numbers: Mapping[str, Any]) -> None:
         self._updates.fill_(updates)
 
-    def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         for name, values in zip(MOMENTS, self._moments[self.buckets.index(bucket)]):
             yield f"optimizer.{name}", values

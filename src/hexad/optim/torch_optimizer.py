@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.config import HexadError
 from hexad.parallel.data.buckets import Bucket
@@ -60,9 +61,7 @@ class TorchOptimizer(Rule):
                 group["fused"] = True  # fewer passes over memory; the same numbers but for rounding
 
     @torch.no_grad()
-    def update(
-        self, gradients: Iterator[torch.Tensor], lr: float | None, factor: float, publish: Publish
-    ) -> None:
+    def update(self, gradients: Iterator[Tensor], lr: float | None, factor: float, publish: Publish) -> None:
         """Elementwise optimizers bucket by bucket, so that one is gathered while the next is updated; others
         all at once: they may have numbers of their own, which a step advances."""
         assert lr is None, "the optimizer's groups hold the learning rate"
@@ -93,7 +92,7 @@ class TorchOptimizer(Rule):
             publish(bucket)
         waiting.clear()
 
-    def state(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """State as large as the values, by name; none before the first step or :meth:`prepare`."""
         held, states = self._held[self.buckets.index(bucket)], self.optimizer.state
         as_large = (
@@ -161,7 +160,7 @@ class TorchOptimizer(Rule):
             )
 
     def _count(self, key: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
+        if isinstance(value, Tensor) and value.numel() == 1:
             return {"tensor": value.item()} | ({"shape": list(value.shape)} if value.dim() else {})
         if _plain(value):
             return value
@@ -174,7 +173,7 @@ class TorchOptimizer(Rule):
         for group, saved in zip(self.optimizer.param_groups, numbers.get("groups", ())):
             for key, value in saved.items():
                 known = group.get(key)
-                if isinstance(known, torch.Tensor):
+                if isinstance(known, Tensor):
                     known.fill_(value)
                 elif key != "fused":
                     group[key] = tuple(value) if isinstance(known, tuple) else value
@@ -188,7 +187,7 @@ class TorchOptimizer(Rule):
                     self.optimizer.state[tensor][key] = value
 
 
-Held = list[tuple[int | None, torch.Tensor]]
+Held = list[tuple[int | None, Tensor]]
 """What an optimizer is given of a bucket: its members by number, or all as one."""
 
 
@@ -200,13 +199,13 @@ def _given(bucket: Bucket, flat: bool) -> Held:
     return [(member, view if view.dim() else view.view(1)) for member, view in enumerate(views)]
 
 
-def _alike(value: Any, tensor: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == tensor.shape
+def _alike(value: Any, tensor: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == tensor.shape
 
 
 def _number(value: Any) -> Any:
     """A tensor's number; else the value itself."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _plain(value: Any) -> bool:
@@ -222,6 +221,6 @@ def _fusible(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool
         return False
     if group.get("foreach") or group.get("capturable") or group.get("differentiable"):
         return False
-    if isinstance(group.get("lr"), torch.Tensor):
+    if isinstance(group.get("lr"), Tensor):
         return False
     return all(tensor.is_floating_point() for tensor in group["params"])

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.topology.mesh import Axis
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class Dense(NamedTuple):
     """A gradient of the parameter's shape."""
 
-    values: torch.Tensor
+    values: Tensor
 
-    def add_to(self, total: torch.Tensor, fresh: bool) -> None:
+    def add_to(self, total: Tensor, fresh: bool) -> None:
         """Add to ``total``; overwrite what it holds where that is ``fresh`` memory."""
         if fresh:
             total.copy_(self.values)
@@ -44,12 +44,12 @@ class WeightGradient(NamedTuple):
         rows: of each matrix of a stack ``[matrices * out, in]``, in order; they add up to the tokens.
     """
 
-    output_gradient: torch.Tensor
-    inputs: torch.Tensor
+    output_gradient: Tensor
+    inputs: Tensor
     gather: Axis | None = None
     rows: Sequence[int] | None = None
 
-    def add_to(self, total: torch.Tensor, fresh: bool) -> None:
+    def add_to(self, total: Tensor, fresh: bool) -> None:
         """As :meth:`Dense.add_to`; a float32 total of 16-bit operands in one product where the device has it,
         elsewhere through a 16-bit temporary."""
         if self.rows is None:
@@ -61,7 +61,7 @@ class WeightGradient(NamedTuple):
             _add_product(matrix, left, right, fresh)
 
 
-def _add_product(total: torch.Tensor, gradient: torch.Tensor, inputs: torch.Tensor, fresh: bool) -> None:
+def _add_product(total: Tensor, gradient: Tensor, inputs: Tensor, fresh: bool) -> None:
     """Add ``gradient.T @ inputs`` to ``total [out, in]``, or overwrite it."""
     left = gradient.t()
     if left.dtype == total.dtype:
@@ -93,10 +93,10 @@ def widening_products(device: torch.device) -> bool:
 class Rows(NamedTuple):
     """``values[i]`` for row ``rows[i]`` of the parameter, as an embedding has them."""
 
-    rows: torch.Tensor
-    values: torch.Tensor
+    rows: Tensor
+    values: Tensor
 
-    def add_to(self, total: torch.Tensor, fresh: bool) -> None:
+    def add_to(self, total: Tensor, fresh: bool) -> None:
         """As :meth:`Dense.add_to`."""
         if fresh:
             total.zero_()
@@ -112,7 +112,7 @@ class Rows(NamedTuple):
 Contribution = Dense | WeightGradient | Rows
 
 
-def accumulator_of(parameter: torch.Tensor) -> Gradients | None:
+def accumulator_of(parameter: Tensor) -> Gradients | None:
     """Where the parameter's gradient is accumulated; None under plain autograd."""
     return getattr(parameter, "gradient_accumulator", None)
 
@@ -123,7 +123,7 @@ def attach(parameter: nn.Parameter, accumulator: Gradients) -> None:
     parameter.register_post_accumulate_grad_hook(_move)
 
 
-def _move(parameter: torch.Tensor) -> None:
+def _move(parameter: Tensor) -> None:
     # A function that held the accumulator itself would close a reference cycle through the hook, which is
     # never collected: buffers and process groups would outlive their engine.
     accumulator = accumulator_of(parameter)
@@ -132,19 +132,19 @@ def _move(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-def deferred(weight: torch.Tensor) -> bool:
+def deferred(weight: Tensor) -> bool:
     """Whether the weight's gradient will be computed later."""
     accumulator = accumulator_of(weight)
     return accumulator is not None and accumulator.deferring
 
 
 def weight_gradient(
-    weight: torch.Tensor,
-    output_gradient: torch.Tensor,
-    inputs: torch.Tensor,
+    weight: Tensor,
+    output_gradient: Tensor,
+    inputs: Tensor,
     gather: Axis | None = None,
     rows: Sequence[int] | None = None,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """``output_gradient.T @ inputs``: contributed (returning None), or returned; None for frozen weights.
 
     ``gather`` is the axis over which the inputs are still divided; only where the product is deferred.
@@ -156,14 +156,14 @@ def weight_gradient(
     return contributed(weight, WeightGradient(output_gradient, inputs.detach(), gather, rows))
 
 
-def bias_gradient(bias: torch.Tensor | None, output_gradient: torch.Tensor) -> torch.Tensor | None:
+def bias_gradient(bias: Tensor | None, output_gradient: Tensor) -> Tensor | None:
     """The sum over tokens: contributed (returning None), else as a new tensor; None for a frozen bias."""
     if bias is None or not bias.requires_grad:
         return None
     return contributed(bias, Dense(output_gradient.sum(0)))
 
 
-def contributed(parameter: torch.Tensor, contribution: Contribution) -> torch.Tensor | None:
+def contributed(parameter: Tensor, contribution: Contribution) -> Tensor | None:
     """A gradient: contributed (returning None), or returned; None for a frozen parameter."""
     if not parameter.requires_grad:
         return None

@@ -19,6 +19,7 @@ from itertools import product
 from math import prod
 
 import torch
+from torch import Tensor
 
 from .rectangle import Rectangle
 
@@ -50,7 +51,7 @@ _PI = 3.141592653589793
 
 
 @torch.no_grad()
-def fill_normal(target: torch.Tensor, rectangle: Rectangle, std: float, seed: int) -> None:
+def fill_normal(target: Tensor, rectangle: Rectangle, std: float, seed: int) -> None:
     """Set part of a global tensor to its initial values, drawn in float32.
 
     Args:
@@ -81,7 +82,7 @@ def fill_normal(target: torch.Tensor, rectangle: Rectangle, std: float, seed: in
                 part[rows, side : side + len(columns)] = values[begin - top : end - top]
 
 
-def _runs(rectangle: Rectangle, target: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def _runs(rectangle: Rectangle, target: Tensor) -> Iterator[tuple[int, Tensor]]:
     """A rectangle as runs of neighbouring rows of its tensor flattened to a matrix: (number of the first,
     view of the target). A matrix is one run."""
     outer, extents, sizes = rectangle.offset[:-1], rectangle.shape[:-1], rectangle.sizes[:-1]
@@ -109,7 +110,7 @@ class _Pairs:
         self._integers = torch.empty(2, self.most, dtype=torch.int64, device=device)
         self._floats = torch.empty(4, self.most, dtype=torch.float32, device=device)
 
-    def __call__(self, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Tensor, columns: Tensor) -> Tensor:
         """float32 ``[2, rows, columns]`` of pairs at ``rows [rows, 1] + columns [columns]``, valid until the
         next call."""
         shape = (len(rows), len(columns))
@@ -136,15 +137,13 @@ class _Pairs:
         return out.view(2, *shape)
 
 
-def _xor_shift(z: torch.Tensor, by: int, temporary: torch.Tensor) -> None:
+def _xor_shift(z: Tensor, by: int, temporary: Tensor) -> None:
     """``z ^= z >> by``, shifting in zeros."""
     torch.bitwise_right_shift(z, by, out=temporary)
     z.bitwise_xor_(temporary.bitwise_and_((1 << (64 - by)) - 1))
 
 
-def _radius(
-    k: torch.Tensor, c: torch.Tensor, d: torch.Tensor, out: torch.Tensor, wide: torch.Tensor
-) -> torch.Tensor:
+def _radius(k: Tensor, c: Tensor, d: Tensor, out: Tensor, wide: Tensor) -> Tensor:
     """``sqrt(-2 ln(k / 2^24))`` of integers; overwrites all arguments."""
     bits, exponent = k.view(torch.int32), c.view(torch.int32)
     torch.bitwise_right_shift(bits.sub_(_SQRT_HALF), 23, out=exponent)
@@ -157,7 +156,7 @@ def _radius(
     return out.copy_(wide.copy_(square).sqrt_())
 
 
-def _polynomial(x: torch.Tensor, coefficients: Sequence[float], out: torch.Tensor) -> torch.Tensor:
+def _polynomial(x: Tensor, coefficients: Sequence[float], out: Tensor) -> Tensor:
     """By Horner's rule, without fused products."""
     torch.mul(x, coefficients[-1], out=out)
     for coefficient in coefficients[-2:0:-1]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Function = Callable[..., Any]
 
@@ -30,7 +31,7 @@ def _compiled(function: Function) -> Function:
     return torch.compile(function)
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
+def widened(x: Tensor) -> Tensor:
     """The tensor in float32 at least."""
     return x.float() if x.dtype.itemsize == 2 else x
 

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.topology.mesh import Axis
 
@@ -81,7 +81,7 @@ class Shard:
         return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
 
 
-def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Stands for values that are not on this rank: an expanded NaN placeholder of ``shape``.
 
     Computing with it by mistake gives NaN, not stale numbers.
@@ -201,7 +201,7 @@ def initialise(parameters: Iterable[Declared], seed: int) -> None:
 
 
 @torch.no_grad()
-def fill_initial(values: torch.Tensor, rectangle: Rectangle, weight: Weight, seed: int) -> None:
+def fill_initial(values: Tensor, rectangle: Rectangle, weight: Weight, seed: int) -> None:
     """Set part of a weight to its initial values: all layouts and devices agree bit for bit."""
     if weight.std == 0.0:
         values.fill_(weight.fill)
@@ -212,13 +212,13 @@ def fill_initial(values: torch.Tensor, rectangle: Rectangle, weight: Weight, see
 T = TypeVar("T")
 
 
-def forget_derived(parameter: torch.Tensor) -> None:
+def forget_derived(parameter: Tensor) -> None:
     """Forget what was computed from a parameter: call it whenever its values change. The first call allows
     values to be kept; for a parameter that comes and goes (ZeRO 3) there is none."""
     parameter.derived = {}  # type: ignore[attr-defined]
 
 
-def derived(parameter: torch.Tensor, name: str, compute: Callable[[], T]) -> T:
+def derived(parameter: Tensor, name: str, compute: Callable[[], T]) -> T:
     """What ``compute`` makes of the parameter's values, made once until they change."""
     kept: dict[str, Any] | None = getattr(parameter, "derived", None)
     if kept is None or torch.compiler.is_compiling():  # a graph has no side effects

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from hexad.config import HexadError
 from hexad.config.model import ModelSettings
@@ -50,7 +50,7 @@ class PublishedTensor:
         place = (slice(first.start + self.row, first.stop + self.row), *rest)
         return place[::-1] if self.transposed else place
 
-    def read(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def read(self, state: Mapping[str, Tensor]) -> Tensor:
         """Our tensor, as a view into theirs. Raises KeyError naming a missing key."""
         tensor = state[self.name][self.place(Rectangle.whole("", self.shape))]
         return tensor.t() if self.transposed else tensor

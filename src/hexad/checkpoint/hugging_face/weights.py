@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from hexad.config import HexadError
 from hexad.config.model import ModelSettings
@@ -101,7 +102,7 @@ class HuggingFaceModel:
                 part = chunk.rectangle.rows(row, row + rows)
                 chunk.tensor.detach().narrow(0, row, rows).copy_(self.read(part.named(name)))
 
-    def read(self, rectangle: Rectangle) -> torch.Tensor:
+    def read(self, rectangle: Rectangle) -> Tensor:
         """A rectangle of one of our tensors, in the format it is stored in.
 
         Raises:
@@ -121,9 +122,9 @@ class HuggingFaceModel:
                 )
         return values.t() if tensor.transposed else values
 
-    def _slice(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+    def _slice(self, name: str, place: tuple[slice, ...]) -> Tensor:
         try:
-            values: torch.Tensor = self._slices[name][place]
+            values: Tensor = self._slices[name][place]
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise HexadError(f"{self.directory}: {name}: cannot be read: {one_line(error)}") from None
         return values
@@ -231,5 +232,5 @@ def _sampled(path: Path) -> str:
     return f"{size} {checksum.hexdigest()}"
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)

@@ -259,12 +259,7 @@ def _grouped(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterat
 
 
 def _encode(
-    pieces: Sequence[Piece],
-    tokenizer: Tokenizer,
-    *,
-    reading: Reading,
-    frame: _Frame,
-    dtype: np.dtype[Any],
+    pieces: Sequence[Piece], tokenizer: Tokenizer, *, reading: Reading, frame: _Frame, dtype: np.dtype[Any]
 ) -> _Encoded:
     """Read and tokenize the documents of some pieces."""
     parts: list[NDArray[Any]] = []

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from hexad.parallel.context.exchange import numbers_of
 from hexad.parallel.context.slice import Slice, Slicing
@@ -30,11 +31,11 @@ class Microbatch:
         numbers: of a part, int64 ``[tokens]``: the tokens' places in the flattened microbatch.
     """
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    tokens: Tensor
+    labels: Tensor
     documents: tuple[int, ...] | None = None
     slice: Slice | None = None
-    numbers: torch.Tensor | None = None
+    numbers: Tensor | None = None
 
     @property
     def sequences(self) -> int:

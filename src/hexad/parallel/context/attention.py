@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from hexad.comm import Pending, all_gather_async, exchange_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
@@ -36,9 +37,7 @@ class KeyExchange:
     method: Literal["ring", "all_gather"] = "ring"
 
 
-def attention_over_ranks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange, kernel: Kernel
-) -> torch.Tensor:
+def attention_over_ranks(q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
     """Causal attention of this rank's queries over the keys of all ranks.
 
     Args:
@@ -62,7 +61,7 @@ class Merged:
         q: the queries, ``[tokens, heads, width]``.
     """
 
-    def __init__(self, q: torch.Tensor) -> None:
+    def __init__(self, q: Tensor) -> None:
         wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
         self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device)
@@ -81,9 +80,7 @@ class Merged:
 
 class _AttentionOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange, kernel: Kernel
-    ) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, exchange: KeyExchange, kernel: Kernel) -> Tensor:
         merged = Merged(q)
         for round_, keys, values in _arrivals(k, v, exchange):
             for tile in round_.tiles:
@@ -100,7 +97,7 @@ class _AttentionOverRanks(torch.autograd.Function):
         return out.flatten(1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         gradient, heads = gradient.contiguous().view(q.shape), k.shape[1]
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
@@ -123,11 +120,11 @@ class _AttentionOverRanks(torch.autograd.Function):
         return dq.to(q.dtype), total[:, :heads], total[:, heads:], None, None
 
 
-Arrival = tuple[Round, torch.Tensor, torch.Tensor]
+Arrival = tuple[Round, Tensor, Tensor]
 """A round, and the keys and values that its tiles are of."""
 
 
-def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange) -> Iterator[Arrival]:
+def _arrivals(k: Tensor, v: Tensor, exchange: KeyExchange) -> Iterator[Arrival]:
     """This rank's own keys and values, then those of the others; the next are under way meanwhile."""
     own, *others = exchange.rounds
     if not others:
@@ -152,13 +149,13 @@ def _arrivals(k: torch.Tensor, v: torch.Tensor, exchange: KeyExchange) -> Iterat
         del received
 
 
-def _start(packed: torch.Tensor, round_: Round, axis: Axis) -> Pending:
+def _start(packed: Tensor, round_: Round, axis: Axis) -> Pending:
     """Start a round's messages."""
     message, out = _cut(packed, round_.send), packed.new_empty((round_.received, *packed.shape[1:]))
     return exchange_async(message, round_.target, out, round_.source, axis, 2 * round_.distance)
 
 
-def _cut(rows: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+def _cut(rows: Tensor, runs: Sequence[Run]) -> Tensor:
     """Some runs of rows; not copied where it is one."""
     parts = [rows[begin:end] for begin, end in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else rows[:0]
@@ -174,22 +171,22 @@ class _Returns:
         dtype: in which gradients are added up; they are sent in that of the keys.
     """
 
-    def __init__(self, k: torch.Tensor, exchange: KeyExchange, dtype: torch.dtype) -> None:
+    def __init__(self, k: Tensor, exchange: KeyExchange, dtype: torch.dtype) -> None:
         self._exchange, self._k = exchange, k
         self._total = torch.zeros((len(k), 2 * k.shape[1], k.shape[2]), dtype=dtype, device=k.device)
         self._leaving: tuple[Round, Pending] | None = None
-        self._gathered: torch.Tensor | None = None
+        self._gathered: Tensor | None = None
         if exchange.method == "all_gather":
             shape = exchange.axis.size, *self._total.shape
             self._gathered = torch.zeros(shape, dtype=k.dtype, device=k.device)
 
-    def place(self, round_: Round) -> torch.Tensor:
+    def place(self, round_: Round) -> Tensor:
         """Where a round's gradients are added, ``[tokens, heads of keys and of values, width]``."""
         if round_.distance == 0:
             return self._total
         return self._total.new_zeros((round_.received, *self._total.shape[1:]))
 
-    def send(self, gradients: torch.Tensor, round_: Round) -> None:
+    def send(self, gradients: Tensor, round_: Round) -> None:
         """Send a round's complete gradients to the rank whose keys and values they belong to."""
         if round_.distance == 0:
             return
@@ -201,7 +198,7 @@ class _Returns:
         axis, tag = self._exchange.axis, 2 * round_.distance + 1
         self._leaving = round_, exchange_async(message, round_.source, out, round_.target, axis, tag)
 
-    def complete(self) -> torch.Tensor:
+    def complete(self) -> Tensor:
         """The gradients of this rank's keys and values, side by side."""
         self._receive()
         if self._gathered is not None:

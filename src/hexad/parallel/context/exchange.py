@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.comm import all_gather, all_reduce, all_to_all
 from hexad.topology.mesh import Axis
@@ -17,9 +18,7 @@ from hexad.topology.mesh import Axis
 from .slice import Slice, heads_of
 
 
-def heads_for_tokens(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of all tokens of the group, of this rank's share of the heads.
 
     Where there are fewer key/value heads than ranks, several ranks get the same.
@@ -34,29 +33,29 @@ def heads_for_tokens(
     """
     if axis.size == 1:
         return q, k, v
-    out: torch.Tensor = _HeadsForTokens.apply(q, k, v, axis)
+    out: Tensor = _HeadsForTokens.apply(q, k, v, axis)
     own_q, own_k = q.shape[1] // axis.size, heads_of(k.shape[1], axis.size)
     parts = out.split([own_q, own_k, own_k], dim=1)
     return parts[0], parts[1], parts[2]
 
 
-def tokens_for_heads(out: torch.Tensor, heads: int, axis: Axis) -> torch.Tensor:
+def tokens_for_heads(out: Tensor, heads: int, axis: Axis) -> Tensor:
     """The way back: ``[size * tokens, heads / size * width]`` -> ``[tokens, heads * width]``."""
     if axis.size == 1:
         return out
-    result: torch.Tensor = _TokensForHeads.apply(out.unflatten(1, (heads // axis.size, -1)), axis)
+    result: Tensor = _TokensForHeads.apply(out.unflatten(1, (heads // axis.size, -1)), axis)
     return result.flatten(1)
 
 
 class _HeadsForTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> Tensor:
         ctx.axis, ctx.shapes = axis, (q.shape, k.shape)
         parts = [_by_rank(x, axis.size) for x in (q, k, v)]
         return all_to_all(torch.cat(parts, dim=2).flatten(0, 1), axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         axis, ((_, heads, _), (_, kv_heads, _)) = ctx.axis, ctx.shapes
         back = all_to_all(gradient.contiguous(), axis).unflatten(0, (axis.size, -1))
         own = heads_of(kv_heads, axis.size)
@@ -66,36 +65,36 @@ class _HeadsForTokens(torch.autograd.Function):
 
 class _TokensForHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
         back = all_to_all(x.contiguous(), axis).unflatten(0, (axis.size, -1))
         return _together(back, back.shape[0] * back.shape[2])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_to_all(_by_rank(gradient, ctx.axis.size).flatten(0, 1), ctx.axis), None
 
 
-def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
+def _by_rank(x: Tensor, size: int) -> Tensor:
     """``[tokens, heads, width]`` -> ``[size, tokens, heads of a rank, width]``; of few heads, copies."""
     if x.shape[1] < size:
         return x.transpose(0, 1).unsqueeze(2).repeat_interleave(size // x.shape[1], dim=0)
     return x.unflatten(1, (size, -1)).transpose(0, 1)
 
 
-def _together(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _together(x: Tensor, heads: int) -> Tensor:
     """The reverse: ``[tokens, heads, width]``; copies are added up."""
     if heads < x.shape[0]:
         return x.squeeze(2).unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def numbers_of(slice_: Slice, rank: int) -> torch.Tensor:
+def numbers_of(slice_: Slice, rank: int) -> Tensor:
     """int64 ``[tokens of a rank]``: their places in the flattened microbatch, ascending."""
     return torch.cat([torch.arange(*run) for run in slice_.runs[rank]])
 
 
-def gathered_rows(x: torch.Tensor, slice_: Slice, axis: Axis) -> torch.Tensor:
+def gathered_rows(x: Tensor, slice_: Slice, axis: Axis) -> Tensor:
     """The rows of all tokens, in the order of the tokens, on every rank.
 
     Args:
@@ -107,9 +106,7 @@ def gathered_rows(x: torch.Tensor, slice_: Slice, axis: Axis) -> torch.Tensor:
     return rows if slice_.whole else rows[_places(slice_, x.device)]
 
 
-def selected_rows(
-    x: torch.Tensor, wanted: torch.Tensor, numbers: torch.Tensor | None, axis: Axis
-) -> torch.Tensor:
+def selected_rows(x: Tensor, wanted: Tensor, numbers: Tensor | None, axis: Axis) -> Tensor:
     """The rows of some tokens, on every rank; bitwise the same on all.
 
     Args:
@@ -127,7 +124,7 @@ def selected_rows(
 
 
 @lru_cache(maxsize=4)
-def _places(slice_: Slice, device: torch.device) -> torch.Tensor:
+def _places(slice_: Slice, device: torch.device) -> Tensor:
     """int64 ``[tokens]``: for each token its row where the ranks' rows follow each other."""
     numbers = torch.cat([numbers_of(slice_, rank) for rank in range(slice_.ranks)])
     return numbers.argsort().to(device)

@@ -15,11 +15,12 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..pointwise import widened
 from .rounds import SCORES, Tile
 
-Drop = Callable[[Tile, slice, slice, torch.dtype], torch.Tensor]
+Drop = Callable[[Tile, slice, slice, torch.dtype], Tensor]
 """Factors of dropped probabilities, ``[key/value heads, group, queries, keys]``: of a tile with one block of
 keys, of some of its rows and columns, in a format."""
 
@@ -37,9 +38,9 @@ class Operands(NamedTuple):
         k, v: its keys and values, ``[columns, key/value heads, width]``.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class Results(NamedTuple):
@@ -50,17 +51,17 @@ class Results(NamedTuple):
         lse: ``[rows, heads]``, in at least float32.
     """
 
-    out: torch.Tensor
-    lse: torch.Tensor
-    gradient: torch.Tensor
+    out: Tensor
+    lse: Tensor
+    gradient: Tensor
 
 
 class Output(NamedTuple):
     """Attention of some queries of a tile: ``out [rows, heads, width]``, ``lse [rows, heads]``."""
 
     rows: slice
-    out: torch.Tensor
-    lse: torch.Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class AttentionGradients(NamedTuple):
@@ -68,9 +69,9 @@ class AttentionGradients(NamedTuple):
 
     rows: slice
     columns: slice
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Kernel(ABC):
         """Compute gradients in parts, the sum of which is the tile's gradients."""
 
 
-def choose(q: torch.Tensor, scale: float, drop: Drop | None, flash: bool) -> Kernel:
+def choose(q: Tensor, scale: float, drop: Drop | None, flash: bool) -> Kernel:
     """The kernel for queries like ``q``: plain products where probabilities are dropped, and on GPUs for what
     flash attention does not compute, formats of more than 16 bits and some widths. ``flash``: that for blocks
     of any lengths has been tried on the GPU.
@@ -132,7 +133,7 @@ def _blocks(tile: Tile) -> Iterator[_Block]:
             yield _Block(slice(row + begin, row + end), slice(column + key, column + end), begin - key)
 
 
-def _seen(tile: Tile, block: _Block, device: torch.device) -> torch.Tensor:
+def _seen(tile: Tile, block: _Block, device: torch.device) -> Tensor:
     """bool ``[rows, columns]``: the keys that a block's queries see."""
     rows, columns = (part.stop - part.start for part in block[:2])
     row = torch.arange(block.behind, block.behind + rows, device=device)[:, None]
@@ -166,7 +167,7 @@ class CpuFlash(Kernel):
             yield AttentionGradients(rows, columns, *(gradient[0].transpose(0, 1) for gradient in gradients))
             del gradients
 
-    def _options(self, tile: Tile, block: _Block, q: torch.Tensor) -> dict[str, Any]:
+    def _options(self, tile: Tile, block: _Block, q: Tensor) -> dict[str, Any]:
         """Which keys queries see: by a mask to add, where there is a limit from below."""
         if tile.low is None:
             return {"is_causal": tile.causal, "attn_mask": None, "scale": self.scale}
@@ -175,7 +176,7 @@ class CpuFlash(Kernel):
         return {"is_causal": False, "attn_mask": mask, "scale": self.scale}
 
 
-def _batch(x: torch.Tensor) -> torch.Tensor:
+def _batch(x: Tensor) -> Tensor:
     """``[tokens, heads, ...]`` -> ``[1, heads, tokens, ...]``."""
     return x.transpose(0, 1).unsqueeze(0)
 
@@ -220,7 +221,7 @@ class CudaFlash(Kernel):
 
 
 @lru_cache(maxsize=512)  # of a microbatch's tiles, which all layers compute
-def _places(tile: Tile, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _places(tile: Tile, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """Where the blocks of queries and of keys begin, int32 on the device, and the largest of each."""
     offsets: list[Any] = []
     for bounds in (tile.queries, tile.keys):
@@ -287,7 +288,7 @@ class Plain(Kernel):
                 seen = min(columns.stop, columns.start + first + end - begin) if tile.causal else columns.stop
                 yield _Block(slice(begin, end), slice(columns.start, seen), first)
 
-    def _scores(self, given: Operands, tile: Tile, block: _Block) -> torch.Tensor:
+    def _scores(self, given: Operands, tile: Tile, block: _Block) -> Tensor:
         """``[kv heads, group, rows, columns]``, -inf where a key is not seen."""
         q, k = given.q[block.rows], given.k[block.columns]
         wide = widened(_grouped(q, k.shape[1])) @ widened(_columns(k)).transpose(2, 3)
@@ -297,11 +298,11 @@ class Plain(Kernel):
         return wide
 
 
-def _grouped(x: torch.Tensor, groups: int) -> torch.Tensor:
+def _grouped(x: Tensor, groups: int) -> Tensor:
     """``[rows, heads, width]`` -> ``[groups, heads of a group, rows, width]``."""
     return x.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
 
 
-def _columns(x: torch.Tensor) -> torch.Tensor:
+def _columns(x: Tensor) -> Tensor:
     """``[columns, groups, width]`` -> ``[groups, 1, columns, width]``."""
     return x.transpose(0, 1).unsqueeze(1)

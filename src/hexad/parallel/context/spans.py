@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from .slice import Slice
 
@@ -28,8 +29,8 @@ class Spans:
     sequences: int
     bounds: Sequence[int] | None = None
     slice: Slice | None = None
-    numbers: torch.Tensor | None = None
-    _offsets: torch.Tensor | None = None
+    numbers: Tensor | None = None
+    _offsets: Tensor | None = None
 
     @cached_property
     def longest(self) -> int:
@@ -45,7 +46,7 @@ class Spans:
         bounds = tuple(self.bounds or range(0, self.tokens + 1, length))
         return Slice(self.sequences, length, bounds, (((0, self.tokens),),))
 
-    def offsets(self, device: torch.device) -> torch.Tensor:
+    def offsets(self, device: torch.device) -> Tensor:
         """int32 ``[spans + 1]``: first token of every span, and the total (``cu_seqlens``); made once."""
         if self._offsets is None and self.bounds is not None:
             self._offsets = moved(torch.tensor(self.bounds, dtype=torch.int32), device)
@@ -54,7 +55,7 @@ class Spans:
             self._offsets = torch.arange(0, self.tokens + 1, length, dtype=torch.int32, device=device)
         return self._offsets
 
-    def positions(self, device: torch.device) -> torch.Tensor:
+    def positions(self, device: torch.device) -> Tensor:
         """int64 ``[tokens]``: the place of each of this rank's tokens in its sequence, or in its document if
         there are any."""
         tokens = self.tokens
@@ -68,7 +69,7 @@ class Spans:
         return positions if self.numbers is None else positions[self.numbers]
 
 
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device; from page-locked memory, without which the host would wait for a GPU."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

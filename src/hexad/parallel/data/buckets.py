@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.config.errors import HexadError
 from hexad.topology.mesh import Axis, Mesh
@@ -69,7 +70,7 @@ Shardings = Mapping[Grid, StateSharding]
 """The state sharding of every grid that has weights."""
 
 
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
+def pinned(tensor: Tensor) -> Tensor:
     """Lock a host tensor's memory, so that copies between it and a GPU run beside computation; returns the
     tensor, which has a storage of its own.
 
@@ -129,8 +130,8 @@ class Bucket:
         self.traits = plan.traits
         self.members = tuple(members)
         self.low, self.high = rank * plan.shard_size, (rank + 1) * plan.shard_size
-        self.whole: torch.Tensor | None = None
-        self.gradients: torch.Tensor | None = None
+        self.whole: Tensor | None = None
+        self.gradients: Tensor | None = None
         self.master = torch.empty(0)
         self.source = torch.empty(0)
         self.gradient = torch.empty(0)
@@ -183,7 +184,7 @@ class Bucket:
             self.gradient = torch.zeros(self.plan.shard_size, dtype=formats.gradients, device=device)
 
     @staticmethod
-    def _copy_given(values: torch.Tensor, low: int, offset: int, given: torch.Tensor) -> None:
+    def _copy_given(values: Tensor, low: int, offset: int, given: Tensor) -> None:
         """Copy a parameter's values, from ``offset`` on in the bucket, to a tensor that begins at ``low``."""
         begin, end = max(offset, low), min(offset + given.numel(), low + values.numel())
         if begin < end:
@@ -202,7 +203,7 @@ class Bucket:
             # Master values begin as what the model computes with, as they do in buckets that are resident.
             self.master.copy_(shard.to(self.members[0].parameter.dtype))
 
-    def _keep_shard(self, shard: torch.Tensor, master: torch.dtype, host: bool) -> None:
+    def _keep_shard(self, shard: Tensor, master: torch.dtype, host: bool) -> None:
         if host:
             self.master = shard.to("cpu", master, copy=True)
             if shard.device.type == "cuda":
@@ -212,7 +213,7 @@ class Bucket:
         self.source = shard if self.plan.resident or host else self.master
 
     @property
-    def held(self) -> tuple[torch.Tensor, int]:
+    def held(self) -> tuple[Tensor, int]:
         """The values that always are on the device, and which element of the bucket they begin with."""
         if self.plan.resident:
             assert self.whole is not None
@@ -239,23 +240,23 @@ class Bucket:
             for declared in self.members:
                 forget_derived(declared.parameter)
 
-    def shard(self, flat: torch.Tensor | None) -> torch.Tensor:
+    def shard(self, flat: Tensor | None) -> Tensor:
         """This rank's slice of a flat tensor of the bucket's size."""
         assert flat is not None
         return flat[self.low : self.high]
 
-    def view(self, flat: torch.Tensor, member: int) -> torch.Tensor:
+    def view(self, flat: Tensor, member: int) -> Tensor:
         """A member's view of a flat tensor of the bucket's size."""
         shape, offset = self.members[member].parameter.shape, self.plan.offsets[member]
         return flat[offset : offset + shape.numel()].view(shape)
 
-    def attach(self, whole: torch.Tensor) -> None:
+    def attach(self, whole: Tensor) -> None:
         """Make the parameters views of ``whole``."""
         self.whole = whole
         for member, declared in enumerate(self.members):
             declared.parameter.data = self.view(whole, member)
 
-    def detach(self) -> torch.Tensor:
+    def detach(self) -> Tensor:
         """Leave the parameters without values; returns what held them."""
         whole, self.whole = self.whole, None
         assert whole is not None
@@ -266,15 +267,13 @@ class Bucket:
         for declared in self.members:
             declared.parameter.data = absent(declared.parameter.shape, dtype, device)
 
-    def pieces(self, shard: torch.Tensor) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+    def pieces(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """(rectangle of a global tensor, its view) of everything in a tensor like ``master``: a rank holds at
         most three rectangles of a matrix."""
         for rectangle, _, view in self.weights(shard, self.low):
             yield rectangle, view
 
-    def weights(
-        self, flat: torch.Tensor, first: int
-    ) -> Iterator[tuple[Rectangle, Weight | None, torch.Tensor]]:
+    def weights(self, flat: Tensor, first: int) -> Iterator[tuple[Rectangle, Weight | None, Tensor]]:
         """(rectangle, weight if it is declared, view) of everything in a tensor that holds the bucket from
         element ``first`` on."""
         for offset, declared in zip(self.plan.offsets, self.members):
@@ -321,9 +320,9 @@ class BufferPool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[object, ...], list[torch.Tensor]] = {}
+        self._free: dict[tuple[object, ...], list[Tensor]] = {}
 
-    def take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """A buffer for ``bucket``, with whatever values its parameters' elements had last."""
         free = self._free.get((dtype, *bucket.plan.layout))
         if free:
@@ -331,6 +330,6 @@ class BufferPool:
         with torch.inference_mode(False):  # a buffer made while evaluating is used in training too
             return torch.zeros(bucket.plan.size, dtype=dtype, device=self._device)
 
-    def give(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+    def give(self, bucket: Bucket, buffer: Tensor) -> None:
         """Give back what :meth:`take` returned for a bucket of the same layout."""
         self._free.setdefault((buffer.dtype, *bucket.plan.layout), []).append(buffer)

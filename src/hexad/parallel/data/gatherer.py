@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hexad.comm import Pending, all_gather_async
@@ -148,14 +148,14 @@ class ParameterGatherer:
             order.enter(unit)
             for number in needed:
                 self._arrive(number)
-            if layer and arguments and isinstance(arguments[0], torch.Tensor) and arguments[0].requires_grad:
+            if layer and arguments and isinstance(arguments[0], Tensor) and arguments[0].requires_grad:
                 # When the gradient of the input is there, the layer's own backward is over.
                 arguments[0].register_hook(lambda _: order.leave(unit))
 
         return enter
 
     def _leaving(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:
-        def turn(_: torch.Tensor) -> None:
+        def turn(_: Tensor) -> None:
             order.turn(unit)
             for number in needed:
                 self._arrive(number)
@@ -176,15 +176,15 @@ class ParameterGatherer:
         """
         running: list[saved_tensors_hooks] = []
 
-        def pack(tensor: torch.Tensor) -> Any:
+        def pack(tensor: Tensor) -> Any:
             for number in absent:
                 whole = self._buckets[number].whole
                 if whole is not None and _shares_memory(tensor, whole):
                     return number, tensor.shape, tensor.stride(), tensor.storage_offset()
             return tensor
 
-        def unpack(saved: Any) -> torch.Tensor:
-            if isinstance(saved, torch.Tensor):
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, Tensor):
                 return saved
             number, *place = saved
             self.fetch(number)
@@ -205,15 +205,15 @@ class ParameterGatherer:
         module.register_forward_hook(end, prepend=True, always_call=True)
 
 
-def _shares_memory(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+def _shares_memory(tensor: Tensor, whole: Tensor) -> bool:
     if tensor.layout != torch.strided or tensor.dtype != whole.dtype:
         return False
     return tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in what a module returns; those in other objects are ignored."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
@@ -20,7 +21,7 @@ from ..contributions import Contribution, Dense, WeightGradient, attach
 from .buckets import Bucket, BufferPool, Shardings
 from .ordering import Rounds
 
-Deferred = deque[tuple[torch.Tensor, WeightGradient]]
+Deferred = deque[tuple[Tensor, WeightGradient]]
 """Parameters, and products that are missing from their gradients."""
 
 
@@ -58,11 +59,11 @@ class Gradients:
             bucket.gradient.device.type == "cpu" or bucket.gradient.dtype != reduced for bucket in buckets
         )
         self._rounds = Rounds([bucket.plan for bucket in buckets], self, beside, turns=plain)
-        self._reducing: dict[int, deque[tuple[Pending, torch.Tensor, bool]]] = {}
-        self._summing: list[tuple[Pending, torch.Tensor]] = []
+        self._reducing: dict[int, deque[tuple[Pending, Tensor, bool]]] = {}
+        self._summing: list[tuple[Pending, Tensor]] = []
         self._deferred: Deferred | None = None
-        self._extended, self._later = False, dict[int, torch.Tensor]()
-        self._places: dict[torch.Tensor, tuple[int, int]] = {}
+        self._extended, self._later = False, dict[int, Tensor]()
+        self._places: dict[Tensor, tuple[int, int]] = {}
         for number, bucket in enumerate(buckets):
             for member, declared in enumerate(bucket.members):
                 self._places[declared.parameter] = number, member
@@ -75,7 +76,7 @@ class Gradients:
         """Whether products are kept for later instead of computed."""
         return self._deferred is not None
 
-    def contribute(self, parameter: torch.Tensor, contribution: Contribution, last: bool = True) -> None:
+    def contribute(self, parameter: Tensor, contribution: Contribution, last: bool = True) -> None:
         """Add to a parameter's gradient, ``last`` unless further parts of the contribution follow; a product
         is kept for later while :meth:`defer` is in force."""
         if self._deferred is not None and isinstance(contribution, WeightGradient):
@@ -166,7 +167,7 @@ class Gradients:
                 gradient.copy_(total)
         self._summing.clear()
 
-    def _whole(self, number: int) -> torch.Tensor:
+    def _whole(self, number: int) -> Tensor:
         bucket = self._buckets[number]
         later = bucket.plan.keeps_gradients and not self._rounds.first(number)
         if later:  # those of the step stay as they are
@@ -210,7 +211,7 @@ class Gradients:
             sent = self._narrowed(bucket.gradient, replicas)
             self._summing.append((all_reduce_async(sent, replicas), bucket.gradient))
 
-    def _narrowed(self, gradients: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def _narrowed(self, gradients: Tensor, axis: Axis) -> Tensor:
         """In the format in which they are sent; as they are where nothing is."""
         return gradients if axis.size == 1 else gradients.to(self._format)
 

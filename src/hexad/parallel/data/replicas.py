@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hexad.comm import all_reduce, gather_objects
 from hexad.config import AgreedError
@@ -81,7 +82,7 @@ class Replicas:
         return [groups[key] for key in sorted(groups, key=repr)]
 
 
-def _hash(values: torch.Tensor) -> torch.Tensor:
+def _hash(values: Tensor) -> Tensor:
     """A 64-bit hash of bits and their order: any change of one element changes it. Sums of integers are the
     same in any order."""
     flat = values.reshape(-1).view(_INTEGERS[values.element_size()])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hexad.comm import Pending, receive_async, send_async
@@ -23,12 +24,12 @@ from .transfers import Exchange, transfers
 
 M = TypeVar("M")
 
-Stage = Callable[[M, torch.Tensor | None, float | None], torch.Tensor]
+Stage = Callable[[M, Tensor | None, float | None], Tensor]
 """What one stage computes, given a microbatch, the hidden states of the stage before (None on the first), and
 what the loss will be multiplied by before it is differentiated (None in evaluation): hidden states, and on
 the last stage a scalar, the sum of the microbatch's token losses."""
 
-Buffer = Callable[[M, int], torch.Tensor]
+Buffer = Callable[[M, int], Tensor]
 """Makes an uninitialised tensor like the result of a stage, given microbatch and stage."""
 
 
@@ -64,7 +65,7 @@ class Executor(Generic[M]):
 
     def run(
         self, microbatches: Sequence[M], scale: float | None = None, record: bool = False
-    ) -> torch.Tensor | None:
+    ) -> Tensor | None:
         """Execute this rank's actions.
 
         Args:
@@ -114,7 +115,7 @@ class _PointToPoint(Generic[M]):
     buffer: Buffer[M] | None
     microbatches: Sequence[M]
 
-    def send(self, message: torch.Tensor, peer: int, tag: int) -> Pending:
+    def send(self, message: Tensor, peer: int, tag: int) -> Pending:
         return send_async(message, self.axis, peer, tag)
 
     def receive(self, message: Message, peer: int, tag: int) -> Pending:
@@ -134,8 +135,8 @@ class _Graph(NamedTuple):
             itself. None if nothing needs a gradient.
     """
 
-    inputs: torch.Tensor | None
-    root: torch.Tensor | GradientEdge | None
+    inputs: Tensor | None
+    root: Tensor | GradientEdge | None
 
 
 @dataclass
@@ -147,17 +148,17 @@ class _Walk(Generic[M]):
     microbatches: Sequence[M]
     scale: float | None
     gradients: Gradients
-    total: torch.Tensor | None = None
+    total: Tensor | None = None
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     weights: dict[tuple[int, int], Deferred] = field(default_factory=dict)
-    handed: dict[Message | None, torch.Tensor] = field(default_factory=dict)
+    handed: dict[Message | None, Tensor] = field(default_factory=dict)
 
     @property
     def held(self) -> int:
         """Pairs of stage and microbatch of which anything is held."""
         return len(self.graphs) + len(self.weights)
 
-    def act(self, action: Action, received: torch.Tensor | None) -> torch.Tensor | None:
+    def act(self, action: Action, received: Tensor | None) -> Tensor | None:
         """Execute one action; returns its result for a neighbouring stage."""
         kind, stage, microbatch = action
         if kind == "W":
@@ -174,7 +175,7 @@ class _Walk(Generic[M]):
             self.handed[message] = result
         return result
 
-    def _forward(self, stage: int, microbatch: int, inputs: torch.Tensor | None) -> torch.Tensor | None:
+    def _forward(self, stage: int, microbatch: int, inputs: Tensor | None) -> Tensor | None:
         training = self.scale is not None
         passes = training and inputs is not None and self.schedule.passes(stage)
         if inputs is not None:
@@ -192,11 +193,9 @@ class _Walk(Generic[M]):
         self.total = loss if self.total is None else self.total + loss
         return None
 
-    def _backward(
-        self, stage: int, microbatch: int, gradient: torch.Tensor | None, split: bool
-    ) -> torch.Tensor | None:
+    def _backward(self, stage: int, microbatch: int, gradient: Tensor | None, split: bool) -> Tensor | None:
         inputs, root = self.graphs.pop((stage, microbatch), _Graph(None, None))
-        if isinstance(root, torch.Tensor):
+        if isinstance(root, Tensor):
             assert self.scale is not None
             gradient = torch.full_like(root, self.scale)
         with self.gradients.defer() if split else nullcontext() as later:

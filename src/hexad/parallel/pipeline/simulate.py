@@ -48,12 +48,7 @@ class Costs:
 
     @classmethod
     def uniform(
-        cls,
-        stages: int,
-        per_rank: int = 1,
-        forward: float = 1.0,
-        backward: float = 1.0,
-        weight: float = 1.0,
+        cls, stages: int, per_rank: int = 1, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0
     ) -> Costs:
         """Equal costs of every stage, of which each rank has ``per_rank``: together they take these seconds
         for F, B and W of one microbatch, and hold one unit of memory."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hexad.comm import all_gather, all_reduce, reduce_scatter
@@ -20,7 +20,7 @@ from .loss import head_loss_sum
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, shard: Shard) -> torch.Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, shard: Shard) -> Tensor:
         ctx.weight, ctx.shard = weight, shard
         axis = shard.tensor
         if axis.size == 1:
@@ -34,7 +34,7 @@ class _Embed(torch.autograd.Function):
         return (reduce_scatter if shard.sequence else all_reduce)(out, axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, elsewhere = ctx.saved_tensors
         if ctx.shard.sequence:
             gradient = all_gather(gradient.contiguous(), ctx.shard.tensor)
@@ -53,7 +53,7 @@ class VocabParallelEmbedding(ShardedModule):
         super().__init__(shard)
         self.declare(*inventory.parameters)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
         """int64 ``[tokens]`` -> ``[tokens (/ size in sequence parallel), hidden]``."""
         return _Embed.apply(tokens, self.weight, self.shard)
 
@@ -72,9 +72,7 @@ class VocabParallelHead(ShardedModule):
             assert weight is not None
             self.weight = weight
 
-    def forward(
-        self, x: torch.Tensor, labels: torch.Tensor | None = None, scale: float | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, scale: float | None = None) -> Tensor:
         """``[tokens (/ size in sequence parallel), hidden]`` -> logits ``[tokens, padded vocab / size]``.
 
         With ``labels``, int64 ``[tokens]``: the sum of the token losses, without ever holding all logits; see

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..pointwise import maybe_compiled
 from ..sharding import derived
@@ -25,11 +26,11 @@ _SMALLEST = 2.0**-100  # maxima below it are scaled like it, so that scales and 
 _EXPONENT = 0x7F800000  # of a float32
 
 
-Narrow = tuple[torch.Tensor, torch.Tensor]
+Narrow = tuple[Tensor, Tensor]
 """An operand in 8 bits, and the number that undoes its scale."""
 
 
-def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> Narrow:
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Narrow:
     """``x`` times a power of two, rounded to ``dtype``; and the float32 number that undoes it.
 
     A value that is not finite makes products NaN, never a large number.
@@ -41,15 +42,15 @@ def _narrowed(x: torch.Tensor, dtype: torch.dtype) -> Narrow:
     return (x.contiguous() * scale).to(dtype), scale.reciprocal()
 
 
-def _narrowed_weight(weight: torch.Tensor, compiled: bool) -> Narrow:
+def _narrowed_weight(weight: Tensor, compiled: bool) -> Narrow:
     """A weight in e4m3: made once for the microbatches of a step, their forward and backward passes."""
     narrow: Callable[..., Narrow] = maybe_compiled(_narrowed, compiled)
     return derived(weight, "e4m3", lambda: narrow(weight.detach(), torch.float8_e4m3fn))
 
 
 def _multiply(
-    left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+    left: Narrow, right: Narrow, dtype: torch.dtype, fast: bool, bias: Tensor | None = None
+) -> Tensor:
     """``left @ right + bias`` in ``dtype``; ``fast``: partial sums may be kept with fewer bits.
 
     Some CPUs' kernels multiply an operand by its scale before they multiply operands, which overflows: there
@@ -63,9 +64,7 @@ def _multiply(
     )
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, compiled: bool = False
-) -> torch.Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, compiled: bool = False) -> Tensor:
     """``x W^T + b`` of ``[tokens, in]`` and ``[out, in]``; every size a multiple of 16.
 
     Partial sums may be kept with fewer bits ("fast accumulation"), as forward passes tolerate. ``compiled``:
@@ -76,7 +75,7 @@ def product(
     return _multiply(narrow, (narrow_weight.t(), undo), x.dtype, True, bias)
 
 
-def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, compiled: bool = False) -> torch.Tensor:
+def input_gradient(gradient: Tensor, weight: Tensor, compiled: bool = False) -> Tensor:
     """``gradient W`` of ``[tokens, out]`` and ``[out, in]``; every size a multiple of 16."""
     narrow = maybe_compiled(_narrowed, compiled)(gradient, torch.float8_e5m2)
     narrow_weight, undo = _narrowed_weight(weight, compiled)
@@ -86,18 +85,18 @@ def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, compiled: bool 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias = bias is not None
         return product(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient = gradient.contiguous()
         return input_gradient(gradient, weight), gradient.t() @ x, gradient.sum(0) if ctx.bias else None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """:func:`product` under plain autograd; the weight's gradient is computed in the operands' format."""
     return _Linear.apply(x, weight, bias)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hexad.comm import (
@@ -30,7 +30,7 @@ from ..sharding import Shard, ShardedModule
 from . import fp8
 from .linear_inventory import LinearSpec, b_name
 
-Drop = Callable[[torch.Tensor], torch.Tensor]
+Drop = Callable[[Tensor], Tensor]
 """Drops elements of a layer's input ``[tokens, inputs on this rank]``: multiplies it by a mask that is the
 same whenever it is called, also with a gradient."""
 
@@ -58,30 +58,30 @@ class Adapters:
         """All parameters of the adapters."""
         return (self.a, *self.b)
 
-    def dropped(self, x: torch.Tensor) -> torch.Tensor:
+    def dropped(self, x: Tensor) -> Tensor:
         """Values, or their gradient, with elements dropped."""
         return x if self.drop is None else self.drop(x)
 
-    def _parts(self, inner: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _parts(self, inner: Tensor) -> tuple[Tensor, ...]:
         return inner.split(self.b[0].shape[1], dim=1)
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
+    def inner(self, x: Tensor) -> Tensor:
         """``[tokens, adapters * rank]``: what lies between ``A`` and ``B``."""
         return F.linear(self.dropped(x), self.a)
 
-    def add_(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_(self, y: Tensor, x: Tensor) -> Tensor:
         """Add to a layer's output, in place; returns what lies between ``A`` and ``B``, for backward."""
         inner = self.inner(x)
         for part, b, (start, width) in zip(self._parts(inner), self.b, self.columns):
             y.narrow(1, start, width).addmm_(part, b.t(), alpha=self.scale)
         return inner
 
-    def inner_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+    def inner_gradient(self, gradient: Tensor) -> Tensor:
         """The gradient of what lies between ``A`` and ``B``, given that of the output."""
         parts = [gradient.narrow(1, start, width) @ b for b, (start, width) in zip(self.b, self.columns)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).mul_(self.scale)
 
-    def add_input_gradient_(self, total: torch.Tensor, inner: torch.Tensor) -> None:
+    def add_input_gradient_(self, total: Tensor, inner: Tensor) -> None:
         """Add to the gradient of the layer's input, in place, given :meth:`inner_gradient`."""
         if self.drop is None:
             total.addmm_(inner, self.a)
@@ -89,13 +89,8 @@ class Adapters:
             total += self.drop(inner @ self.a)
 
     def weight_gradients(
-        self,
-        gradient: torch.Tensor,
-        inner_gradient: torch.Tensor,
-        inner: torch.Tensor,
-        x: torch.Tensor,
-        gather: Axis | None = None,
-    ) -> list[torch.Tensor | None]:
+        self, gradient: Tensor, inner_gradient: Tensor, inner: Tensor, x: Tensor, gather: Axis | None = None
+    ) -> list[Tensor | None]:
         """Gradients of ``A`` and every ``B``, each contributed (None) or returned.
 
         Args:
@@ -110,7 +105,7 @@ class Adapters:
             gradients.append(weight_gradient(b, gradient.narrow(1, start, width), part))
         return gradients
 
-    def added(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def added(self, y: Tensor, x: Tensor) -> Tensor:
         """As :meth:`add_`, to a new tensor under plain autograd."""
         outputs, end = [], 0
         for part, b, (start, width) in zip(self._parts(self.inner(x)), self.b, self.columns):
@@ -151,21 +146,21 @@ def _columns(inventory: LinearSpec, shard: Shard) -> tuple[tuple[int, int], ...]
     return tuple(columns)
 
 
-Fused = tuple[torch.Tensor, torch.Tensor | None]
+Fused = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shard: Shard) -> torch.Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
     """``x W^T + b`` on this rank, in the layer's format for products."""
     return fp8.product(x, weight, bias, shard.compiled) if shard.fp8 else F.linear(x, weight, bias)
 
 
-def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, shard: Shard) -> torch.Tensor:
+def _input_gradient(gradient: Tensor, weight: Tensor, shard: Shard) -> Tensor:
     """``gradient W`` on this rank, in the layer's format for products."""
     return fp8.input_gradient(gradient, weight, shard.compiled) if shard.fp8 else gradient @ weight
 
 
-def _products(x: torch.Tensor, layers: Sequence[Fused], shard: Shard) -> torch.Tensor:
+def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
     """The products of all layers, side by side."""
     if len(layers) == 1:
         return _product(x, *layers[0], shard)
@@ -181,9 +176,7 @@ def _products(x: torch.Tensor, layers: Sequence[Fused], shard: Shard) -> torch.T
     return y
 
 
-def _input_gradients(
-    gradients: Sequence[torch.Tensor], layers: Sequence[Fused], shard: Shard
-) -> torch.Tensor:
+def _input_gradients(gradients: Sequence[Tensor], layers: Sequence[Fused], shard: Shard) -> Tensor:
     """The sum of all layers' gradients of their input."""
     total = _input_gradient(gradients[0], layers[0][0], shard)
     for gradient, (weight, _) in zip(gradients[1:], layers[1:]):
@@ -204,8 +197,8 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, shard: Shard, adapters: Adapters | None, *tensors: torch.Tensor | None
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, shard: Shard, adapters: Adapters | None, *tensors: Tensor | None
+    ) -> Tensor:
         fused = tensors if adapters is None else tensors[: -len(adapters.tensors)]
         ctx.layers, ctx.shard, ctx.adapters = list(zip(fused[::2], fused[1::2])), shard, adapters
         whole = all_gather(x, shard.tensor) if shard.sequence else x
@@ -215,7 +208,7 @@ class _ColumnLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, inner = ctx.saved_tensors
         gradient = gradient.contiguous()
         axis, sequence, adapters = ctx.shard.tensor, ctx.shard.sequence, ctx.adapters
@@ -235,7 +228,7 @@ class _ColumnLinear(torch.autograd.Function):
         if gathering is not None:
             x = gathering.wait()
         gather = axis if sequence and later else None
-        results: list[torch.Tensor | None] = []
+        results: list[Tensor | None] = []
         for part, (weight, bias) in zip(gradients, ctx.layers):
             results += [weight_gradient(weight, part, x, gather), bias_gradient(bias, part)]
         if adapters is not None:
@@ -243,7 +236,7 @@ class _ColumnLinear(torch.autograd.Function):
         return (None if reducing is None else reducing.wait()), None, None, *results
 
 
-def _trained(layers: Sequence[Fused], adapters: Adapters | None) -> torch.Tensor | None:
+def _trained(layers: Sequence[Fused], adapters: Adapters | None) -> Tensor | None:
     """A weight whose gradient needs the layer's input; None if there is none."""
     if adapters is not None:
         return adapters.a
@@ -257,13 +250,13 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         shard: Shard,
         unused: bool,
         adapters: Adapters | None,
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
+        *tensors: Tensor,
+    ) -> Tensor:
         ctx.weight, ctx.shard, ctx.adapters = weight, shard, adapters
         kept = None if _trained([(weight, None)], adapters) is None else x
         if unused:
@@ -275,7 +268,7 @@ class _RowLinear(torch.autograd.Function):
         return (reduce_scatter if shard.sequence else all_reduce)(y, shard.tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, inner = ctx.saved_tensors
         gradient, adapters = gradient.contiguous(), ctx.adapters
         if ctx.shard.sequence:
@@ -297,26 +290,20 @@ def _plain(shard: Shard) -> bool:
 
 
 def _plain_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    shard: Shard,
-    adapters: Adapters | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard, adapters: Adapters | None = None
+) -> Tensor:
     y = (fp8.linear if shard.fp8 else F.linear)(x, weight, bias)
     return y if adapters is None else adapters.added(y, x)
 
 
-def column_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shard: Shard
-) -> torch.Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
     """``x W^T + b`` for this rank's rows of W; see :class:`ColumnParallelLinear`."""
     if _plain(shard):
         return _plain_linear(x, weight, bias, shard)
     return _ColumnLinear.apply(x, shard, None, weight, bias)
 
 
-def row_linear(x: torch.Tensor, weight: torch.Tensor, shard: Shard) -> torch.Tensor:
+def row_linear(x: Tensor, weight: Tensor, shard: Shard) -> Tensor:
     """``x W^T`` for this rank's columns of W, summed over the ranks; see :class:`RowParallelLinear`."""
     if _plain(shard):
         return _plain_linear(x, weight, None, shard)
@@ -347,7 +334,7 @@ class ColumnParallelLinear(AdaptedLinear):
         if not inventory.bias:
             self.bias = self.copied_bias = None
 
-    def forward(self, x: torch.Tensor, drop: Drop | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
         """``[tokens (/ size in sequence parallel), inputs]`` -> ``[tokens, this rank's outputs]``; ``drop``
         drops elements of the adapters' input, of all tokens."""
         adapters = self.adapters(drop)
@@ -377,7 +364,7 @@ class RowParallelLinear(AdaptedLinear):
         if not inventory.bias:
             self.bias = None
 
-    def forward(self, x: torch.Tensor, drop: Drop | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, drop: Drop | None = None) -> Tensor:
         """``[tokens, inputs / size]`` -> ``[tokens (/ size in sequence parallel), outputs]``; ``drop`` drops
         elements of the adapter's input, of this rank's features."""
         adapters = self.adapters(drop)

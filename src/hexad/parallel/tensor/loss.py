@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
 from hexad.topology.mesh import Axis
@@ -30,7 +31,7 @@ IGNORED = -100
 _CACHED_ELEMENTS = 1 << 20  # on a CPU, rows are worked on in slices of about this many logits
 
 
-def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Overwrite ``[tokens, columns]`` with ``exp(logits - highest)``; return each row's highest and sum."""
     if logits.device.type != "cpu":
         highest = logits.amax(dim=1).clamp_(min=torch.finfo(logits.dtype).min)
@@ -46,9 +47,7 @@ def _exponentials(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def token_losses_(
-    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
-) -> torch.Tensor:
+def token_losses_(logits: Tensor, labels: Tensor, vocab: int, axis: Axis, scale: float | None) -> Tensor:
     """``-log softmax(logits)[label]`` of every token, in nats; 0 where it has no label.
 
     Each rank works relative to its own maximum, so that its logits are read once before anything is sent.
@@ -85,8 +84,8 @@ def token_losses_(
 
 @torch.no_grad()
 def compiled_cross_entropy_sum_(
-    logits: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, scale: float | None
-) -> torch.Tensor:
+    logits: Tensor, labels: Tensor, vocab: int, axis: Axis, scale: float | None
+) -> Tensor:
     """The sum of :func:`token_losses_`, in compiled passes over logits of any format: one reads them, the
     other overwrites them with the gradient. Nothing else of their size is made."""
     first = axis.rank * logits.shape[1]
@@ -103,9 +102,7 @@ def compiled_cross_entropy_sum_(
     return maybe_compiled(_loss, True)(labels, highest, sums, targets)
 
 
-def _statistics(
-    logits: torch.Tensor, labels: torch.Tensor, first: int, real: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _statistics(logits: Tensor, labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor, Tensor]:
     """Statistics of each token, in at least float32: highest logit, sum of exponentials relative to it, the
     target's logit (0 where it is on another rank)."""
     wide = _real_columns(logits, real)
@@ -116,7 +113,7 @@ def _statistics(
     return highest, sums, targets.masked_fill(~here, 0)
 
 
-def _real_columns(logits: torch.Tensor, real: int) -> torch.Tensor:
+def _real_columns(logits: Tensor, real: int) -> Tensor:
     """In at least float32, and -inf in the padding."""
     wide = widened(logits)
     if real == logits.shape[1]:
@@ -125,27 +122,19 @@ def _real_columns(logits: torch.Tensor, real: int) -> torch.Tensor:
     return torch.where(columns < real, wide, -torch.inf)
 
 
-def _rows(labels: torch.Tensor, first: int, real: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     """Each target's column, and whether it is on this rank."""
     rows = labels - first
     return rows, (rows >= 0) & (rows < real) & (labels != IGNORED)
 
 
-def _relative(
-    sums: torch.Tensor, targets: torch.Tensor, local: torch.Tensor, highest: torch.Tensor
-) -> torch.Tensor:
+def _relative(sums: Tensor, targets: Tensor, local: Tensor, highest: Tensor) -> Tensor:
     """Sums relative to the highest of all ranks, and targets, in one tensor."""
     return torch.stack([sums * (local - highest).exp(), targets])
 
 
 def _gradient_(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    first: int,
-    real: int,
-    highest: torch.Tensor,
-    sums: torch.Tensor,
-    scale: torch.Tensor,
+    logits: Tensor, labels: Tensor, first: int, real: int, highest: Tensor, sums: Tensor, scale: Tensor
 ) -> None:
     """Overwrite logits with their gradient."""
     wide = _real_columns(logits, real)
@@ -156,20 +145,13 @@ def _gradient_(
     logits.copy_((probabilities - target.to(wide.dtype)) * weight[:, None])
 
 
-def _loss(
-    labels: torch.Tensor, highest: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def _loss(labels: Tensor, highest: Tensor, sums: Tensor, targets: Tensor) -> Tensor:
     return (sums.log() + highest - targets).masked_fill(labels == IGNORED, 0).sum()
 
 
 def head_loss_sum(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    vocab: int,
-    shard: Shard,
-    scale: float | None = 1.0,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, labels: Tensor, vocab: int, shard: Shard, scale: float | None = 1.0
+) -> Tensor:
     """Sum of the token losses ``-log softmax(x W^T)[label]``, in nats; in at least float32.
 
     With gradients, the weight's is contributed when this returns, if an engine accumulates it: computed for
@@ -191,29 +173,22 @@ def head_loss_sum(
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: float | None, *rest: Any
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: float | None, *rest: Any) -> Tensor:
         total, *gradients = _slices(x, weight, scale, *rest)
         ctx.scale = scale
         ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         factor = gradient / ctx.scale
         scaled = (None if tensor is None else tensor * factor for tensor in ctx.saved_tensors)
         return (*scaled, None, None, None, None)
 
 
 def _slices(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: float | None,
-    labels: torch.Tensor,
-    vocab: int,
-    shard: Shard,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    x: Tensor, weight: Tensor, scale: float | None, labels: Tensor, vocab: int, shard: Shard
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(loss, gradient of ``x``, gradient of ``weight`` unless it is accumulated or the weight is frozen);
     gradients times ``scale``.
 
@@ -228,8 +203,8 @@ def _slices(
     targets = [part.flatten() for part in labels.reshape(ranks, -1).split(rows, dim=1)]
     grad_x = None if scale is None else torch.empty_like(x)
     outputs = [] if grad_x is None else list(grad_x.split(rows))
-    grad_weight: torch.Tensor | None = None
-    total: torch.Tensor | float = 0.0
+    grad_weight: Tensor | None = None
+    total: Tensor | float = 0.0
     leaving: Pending | None = None
     arriving = _gather(inputs[0], shard)
     for index, target in enumerate(targets):
@@ -251,15 +226,15 @@ def _slices(
         del rows_in, gradient
     if leaving is not None:
         outputs[-1].copy_(leaving.wait())
-    assert isinstance(total, torch.Tensor)
+    assert isinstance(total, Tensor)
     return total, grad_x, grad_weight
 
 
-def _gather(rows: torch.Tensor, shard: Shard) -> Pending:
+def _gather(rows: Tensor, shard: Shard) -> Pending:
     return all_gather_async(rows, shard.tensor) if shard.sequence else Pending(rows)
 
 
-def _leave(gradient: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, shard: Shard) -> Pending:
+def _leave(gradient: Tensor, weight: Tensor, rows: Tensor, shard: Shard) -> Pending:
     """Start summing the gradient of a slice's input, into ``rows`` unless it is scattered."""
     if shard.sequence:
         return reduce_scatter_async(gradient @ weight, shard.tensor)
@@ -267,13 +242,8 @@ def _leave(gradient: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, sha
 
 
 def _logits(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    vocab: int,
-    shard: Shard,
-    scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x: Tensor, weight: Tensor, labels: Tensor, vocab: int, shard: Shard, scale: float | None
+) -> tuple[Tensor, Tensor | None]:
     """(loss, gradient of the logits) of one slice; statistics are in at least float32."""
     logits = x @ weight.t()
     if shard.compiled:

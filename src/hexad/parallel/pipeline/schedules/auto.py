@@ -120,11 +120,7 @@ def _shares(placement: Placement, costs: Costs) -> list[float]:
 
 
 def _candidates(
-    pipeline: int,
-    microbatches: int,
-    options: Sequence[tuple[Placement, Costs]],
-    memory: float,
-    effort: int,
+    pipeline: int, microbatches: int, options: Sequence[tuple[Placement, Costs]], memory: float, effort: int
 ) -> Iterator[tuple[Schedule, Costs]]:
     known: dict[tuple[Placement, str], Schedule] = {}
     for placement, costs in options:

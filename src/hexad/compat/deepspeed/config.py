@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, Wording, did_you_mean, key_names
 
 from .keys import Keys, NoEffect, Refused, Section
-from .sections import checked, field_of, known, nested, spelling
+
+log = logging.getLogger("hexad")
+
+Checked = TypeVar("Checked", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -264,6 +268,84 @@ def batch_sizes(keys: Keys, ranks: int) -> Batch:
             f"{steps} x {ranks} data ranks = {micro * steps * ranks}; change one of them",
         )
     return Batch(micro, steps, total)
+
+
+class _Wording(Wording):
+    """Errors in the terms of DeepSpeed's files."""
+
+    forms: ClassVar = {"betas": ("[beta1, beta2]", "a number")}
+    alternatively, dotted_hints = " or ", False
+
+    def group(self, field: str, model: type[BaseModel]) -> str:
+        return "a section"
+
+    def expectation(self, kind: str, message: str) -> str:
+        kinds = {"bool": "true or false", "dict": "a section"}
+        return kinds.get(kind.partition("_")[0]) or super().expectation(kind, message)
+
+    def written(self, value: Any) -> str:
+        return json.dumps(value) if value is None or isinstance(value, bool) else super().written(value)
+
+
+def nested(info: FieldInfo | None) -> type[Section] | None:
+    """The class of a key's section; None if the key is unknown or no section."""
+    kinds = (info.annotation, *get_args(info.annotation)) if info is not None else ()
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+
+
+def spelling(name: str, info: FieldInfo) -> str:
+    """The name of a key in the file."""
+    return info.alias or name
+
+
+def field_of(section: type[Section] | None, key: str) -> FieldInfo | None:
+    """The declaration of a section's key; None for an unknown one."""
+    fields = section.model_fields.items() if section is not None else ()
+    return next((info for name, info in fields if key in (name, info.alias)), None)
+
+
+def given(section: Section, key: str) -> Any:
+    """The value of a dotted key in what was read; None if it has none."""
+    value: Any = section
+    for part in key.split("."):
+        if value is None or part not in value.model_fields_set:
+            return None
+        value = getattr(value, part)
+    return value
+
+
+def checked(
+    tree: Mapping[str, Any], section: type[Checked], prefix: str = "", strict: bool = True
+) -> Checked:
+    """Check a section and return its values.
+
+    Args:
+        tree: what was read.
+        section: what it should be.
+        prefix: of its keys' names in errors, with a dot at the end.
+        strict: refuse unknown keys; otherwise warn about them.
+
+    Raises:
+        ConfigError: the first unknown or malformed key.
+    """
+    try:
+        return section.model_validate(tree if strict else known(tree, section, prefix))
+    except ValidationError as error:
+        readable = _Wording().readable(error, section)
+        raise ConfigError(prefix + readable.field.partition("[")[0], readable.problem) from None
+
+
+def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> dict[str, Any]:
+    """The tree without unknown keys, about which it warns."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        info = field_of(section, key)
+        if info is None and key not in section.older:
+            log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, key_names(section)))
+            continue
+        inner = nested(info)
+        kept[key] = known(value, inner, f"{prefix}{key}.") if inner and isinstance(value, Mapping) else value
+    return kept
 
 
 def effective(section: BaseModel) -> dict[str, Any]:

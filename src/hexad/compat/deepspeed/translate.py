@@ -12,10 +12,9 @@ from pydantic import BeforeValidator, Field, create_model
 from hexad.config import Config, ConfigError
 from hexad.model.configuration import load_config
 
-from .config import CheckedConfig, without_effect
+from .config import CheckedConfig, checked, given, without_effect
 from .keys import Keys, NoEffect, Offload, Section
 from .lr_schedules import LRSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from .sections import checked, given
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[Finite, Field(ge=0)]

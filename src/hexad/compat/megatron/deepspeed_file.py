@@ -10,9 +10,8 @@ from typing import Any
 
 from hexad.config import ConfigError, HexadError
 
-from ..deepspeed.config import Batch, CheckedConfig, read_keys, without_effect
+from ..deepspeed.config import Batch, CheckedConfig, given, read_keys, without_effect
 from ..deepspeed.keys import Keys, Offload
-from ..deepspeed.sections import given
 from ..deepspeed.translate import settings_beside_optimizer, shared_settings
 from .arguments import Line
 from .flags import FLAGS

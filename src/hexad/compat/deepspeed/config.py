@@ -227,9 +227,6 @@ def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tu
     tree = read_json(source)
     if not strict:
         tree = known(tree, Keys)
-    left = next(_autos(tree, ""), None)
-    if left is not None:
-        raise ConfigError(left, "found auto, which transformers' Trainer fills in; give a value")
     keys = checked(_without_autos(tree), Keys)
     for name, mark, value in _marked(keys, Refused, ""):
         enabled = "it enabled" if isinstance(value, dict) else repr(value)
@@ -394,23 +391,25 @@ _AUTO_IS_DEFAULT = (
 )
 
 
-def _autos(tree: Mapping[str, Any], prefix: str, section: type[Section] | None = Keys) -> Iterator[str]:
-    """Dotted names of what is ``auto`` and matters here."""
+def _without_autos(
+    tree: Mapping[str, Any], prefix: str = "", section: type[Section] | None = Keys
+) -> dict[str, Any]:
+    """The tree without what is ``auto``.
+
+    Raises:
+        ConfigError: it matters here.
+    """
+    kept: dict[str, Any] = {}
     for key, value in tree.items():
         full, info = prefix + key, field_of(section, key)
         if isinstance(value, Mapping):
-            yield from _autos(value, full + ".", nested(info))
-        elif value == "auto" and full not in _AUTO_IS_DEFAULT and not _has_no_effect(info):
-            yield full
+            kept[key] = _without_autos(value, full + ".", nested(info))
+        elif value != "auto":
+            kept[key] = value
+        elif full not in _AUTO_IS_DEFAULT and not _has_no_effect(info):
+            raise ConfigError(full, "found auto, which transformers' Trainer fills in; give a value")
+    return kept
 
 
 def _has_no_effect(info: FieldInfo | None) -> bool:
     return info is not None and any(isinstance(mark, NoEffect) for mark in info.metadata)
-
-
-def _without_autos(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_autos(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if value != "auto"
-    }

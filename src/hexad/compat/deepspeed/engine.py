@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hexad.checkpoint.reader import chosen
-from hexad.comm import agreed, first_difference, from_first, identical
-from hexad.config import AgreedError, HexadError, did_you_mean
+from hexad.comm import agreed, identical
+from hexad.config import HexadError, did_you_mean
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
@@ -29,6 +29,7 @@ from .config import Batch, CheckedConfig, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .optimizers import client_optimizer, client_scheduler
 from .translate import engine_config
+from .zero_files import written_by_deepspeed
 
 log = logging.getLogger("hexad")
 
@@ -401,28 +402,11 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError(f"save_checkpoint: found save_dir {save_dir!r}, expected a directory")
         world = self._engine.mesh.world
         identical("save_checkpoint", {"save_dir": str(save_dir)}, world)
-        tag = self._common_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag = tags.common(tag, world, self._config.keys.checkpoint.tag_validation)
         progress = agreed(lambda: self._progress(client_state or {}), world)
         tags.save(self._engine, save_dir, tag, progress, save_latest, exclude_frozen_parameters)
         return True
-
-    def _common_tag(self, tag: str) -> str:
-        """The first rank's tag.
-
-        Raises:
-            AgreedError: another rank's differs, and the configuration refuses that.
-        """
-        validation, world = self._config.keys.checkpoint.tag_validation, self._engine.mesh.world
-        first = from_first(lambda: tag, world)
-        difference = first_difference(tag, world) if validation != "Ignore" else None
-        if difference is not None:
-            one, rank, other = difference
-            text = f"tag: found {other!r} on rank {rank} where rank 0 has {one!r}"
-            if validation == "Fail":
-                raise AgreedError(f"{text}; all ranks need the same")
-            if not self.global_rank:
-                log.warning("%s; that of rank 0 is used", text)
-        return first
 
     def _progress(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(client_state, Mapping):
@@ -475,7 +459,7 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError(f"load_checkpoint: found load_dir {load_dir!r}, expected a directory")
         axis = self._engine.mesh.world
         identical("load_checkpoint", {"load_dir": str(load_dir), "tag": tag}, axis)
-        path = chosen(lambda: tags.find(load_dir, tag, _of_deepspeed), axis, Path(load_dir))
+        path = chosen(lambda: tags.find(load_dir, tag, written_by_deepspeed), axis, Path(load_dir))
         if path is None:
             return None, None
         optimizer = load_optimizer_states and not load_module_only
@@ -613,10 +597,3 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """No effect: an engine is freed when nothing refers to it."""
-
-
-def _of_deepspeed(path: Path) -> str | None:
-    """The instruction for a checkpoint that DeepSpeed has written; None for others."""
-    command = f"'hexad checkpoint import --from ds:{path} --to DIR'"
-    written = any(path.glob("*_states.pt"))
-    return f"found a checkpoint that DeepSpeed has written; convert it with {command}" if written else None

@@ -84,21 +84,19 @@ def _torch_optimizer(optimizer: Any) -> Any:
 class _WarmupSchedule(LRSchedule):
     """A schedule that begins with warm-up."""
 
-    def _set_warmup(self, steps: int, kind: str, total: int | None = None) -> None:
-        """Set the number of steps and the kind of warm-up, in a schedule of ``total`` steps.
+    total_num_steps: float = math.inf
 
-        Raises:
-            ValueError: ``steps`` is not a positive integer.
-        """
+    def _set_warmup(self, steps: int, kind: str) -> None:
+        """Set the number of steps and the kind of warm-up."""
         if not isinstance(steps, int) or steps <= 0:
             raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
         if kind not in ("log", "linear"):
             log.warning("scheduler.params.warmup_type: found %r, expected log or linear; log is used", kind)
             kind = "log"
         self.warmup_num_steps, self.warmup_type = max(2, steps), kind
-        if total is not None and total < self.warmup_num_steps:
+        if self.total_num_steps < self.warmup_num_steps:
             text = "scheduler.params.total_num_steps %d is less than warmup_num_steps %d"
-            log.warning(text, total, self.warmup_num_steps)
+            log.warning(text, self.total_num_steps, self.warmup_num_steps)
 
     def _warmed(self, iteration: int) -> float | None:
         """The part of warm-up that is done at an iteration; None after it."""
@@ -161,7 +159,6 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
-        self._set_warmup(warmup_num_steps, self.warmup_type, total_num_steps)
 
     def _part(self, iteration: int) -> float:
         warmed = self._warmed(iteration)
@@ -186,7 +183,7 @@ class WarmupCosineLR(_WarmupSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.total_num_steps, self.cos_min_ratio = total_num_steps, cos_min_ratio
         self.warmup_min_ratio = warmup_min_ratio
-        self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
+        self._set_warmup(warmup_num_steps, warmup_type)
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         if last_batch_iteration == -1:
             self._set(self.get_lr())

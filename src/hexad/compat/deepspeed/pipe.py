@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
-from operator import itemgetter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from hexad.config import HexadError
 from hexad.config.errors import did_you_mean
 from hexad.engine.modules import Ties
+from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.planning import PipelinePlan
 from hexad.topology.layout import Layout
@@ -193,22 +193,20 @@ class PipelineModule(nn.Module):
 
     def _partition(self, method: str, stages: int) -> tuple[range, ...]:
         count = len(self.specs)
+        if count < stages:
+            raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
         kind, _, pattern = method.partition(":")
         if kind.lower() == "uniform":
             bounds = [stage * count // stages for stage in range(stages + 1)]
-            parts = tuple(range(low, high) for low, high in pairwise(bounds))
-        elif kind.lower() in ("parameters", "type"):
+            return tuple(range(low, high) for low, high in pairwise(bounds))
+        if kind.lower() in ("parameters", "type"):
             weights = self._counts() if kind.lower() == "parameters" else self._matching(pattern)
-            parts = balanced(weights, stages)
-        else:
-            known = ("parameters", "uniform", "type:REGEX")
-            raise HexadError(
-                f"partition_method: found {method!r}{did_you_mean(method, known)}; expected one of "
-                f"{', '.join(known)}"
-            )
-        if not all(map(len, parts)):
-            raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
-        return parts
+            return balanced(weights, stages)
+        known = ("parameters", "uniform", "type:REGEX")
+        raise HexadError(
+            f"partition_method: found {method!r}{did_you_mean(method, known)}; expected one of "
+            f"{', '.join(known)}"
+        )
 
     def _counts(self) -> list[int]:
         """The number of trained parameters of every layer."""
@@ -251,32 +249,27 @@ class PipelineModule(nn.Module):
         """Build this rank's layers."""
         mine = {number: stage for stage in self._stages() for number in stage.layers}
         keys = {spec.key for spec in map(self.specs.__getitem__, mine) if isinstance(spec, TiedLayerSpec)}
-        shared: dict[str, nn.Module] = {}
-        made: set[str] = set()
+        tied: dict[str | None, Any] = {}  # by key; None for those of other ranks
         for number, spec in enumerate(self.specs):
-            stage = mine.get(number)
+            stage, key = mine.get(number), spec.key if isinstance(spec, TiedLayerSpec) else None
             if stage is None and (seed is not None or not isinstance(spec, LayerSpec)):
                 continue
             if seed is not None:
                 seed[0](seed[1] + number)
-            if not isinstance(spec, TiedLayerSpec):
+            if key in tied:
+                layer = tied[key]
+            else:
                 layer = spec.build() if isinstance(spec, LayerSpec) else spec
-                if stage is not None:
-                    if isinstance(layer, nn.Module):
-                        stage.add_module(str(number), layer)
-                    stage.functions.append(layer)
+            if key is not None:
+                tied[key] = layer if key in keys else None
+            if stage is None:
                 continue
-            if spec.key not in made:
-                made.add(spec.key)
-                layer = spec.build()
-                if spec.key in keys:
-                    shared[spec.key] = layer
-            if stage is not None:
-                layer = stage.tied_modules[spec.key] = shared[spec.key]
-                if spec.forward_fn is not None:
-                    layer = Use(layer, spec.forward_fn)
-                    stage.add_module(str(number), layer)
-                stage.functions.append(layer)
+            if key is not None:
+                stage.tied_modules[key] = layer
+                layer = layer if spec.forward_fn is None else Use(layer, spec.forward_fn)
+            if isinstance(layer, nn.Module) and layer is not tied.get(key):
+                stage.add_module(str(number), layer)
+            stage.functions.append(layer)
 
     def _stages(self) -> list[PipeStage]:
         return [stage for stage in self.stages.values() if isinstance(stage, PipeStage)]
@@ -342,28 +335,8 @@ def _name(spec: Any) -> str:
 
 
 def balanced(weights: Sequence[int], stages: int) -> tuple[range, ...]:
-    """Runs of at least one layer, the heaviest of which is as light as possible.
-
-    Raises:
-        HexadError: there are fewer layers than stages.
-    """
+    """Runs of at least one layer, the heaviest of which is as light as possible."""
     count = len(weights)
-    if count < stages:
-        raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
-    sums = list(accumulate(weights, initial=0))
-    # By the end of some runs of the first layers: the weight of the heaviest, and where the runs begin.
-    best: list[tuple[int, tuple[int, ...]]] = [(total, (0,)) for total in sums]
-    for runs in range(2, stages + 1):
-        best = [
-            min(
-                (
-                    (max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut))
-                    for cut in range(runs - 1, end)
-                ),
-                key=itemgetter(0),
-                default=(0, ()),
-            )
-            for end in range(count + 1)
-        ]
-    bounds = (*best[count][1], count)
-    return tuple(range(low, high) for low, high in pairwise(bounds))
+    # A layer counts a little more than its weight, so that no run is empty.
+    costs = LayerCosts(0.0, tuple(float(weight * (count + 1) + 1) for weight in weights), 0.0)
+    return partition("cost", count, stages, costs)

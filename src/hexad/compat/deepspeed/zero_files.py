@@ -86,6 +86,13 @@ def model_files(directory: Path) -> tuple[list[Path], bool]:
     return sharded or complete, bool(sharded)
 
 
+def written_by_deepspeed(path: Path) -> str | None:
+    """The instruction for a checkpoint that DeepSpeed has written; None for others."""
+    command = f"'hexad checkpoint import --from ds:{path} --to DIR'"
+    written = any(path.glob("*_states.pt"))
+    return f"found a checkpoint that DeepSpeed has written; convert it with {command}" if written else None
+
+
 class _Model:
     """The module's part of a checkpoint with ZeRO, or of the universal format.
 

@@ -21,11 +21,11 @@ from hexad.checkpoint.directory import CheckpointDirectory, make_visible
 from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hexad.checkpoint.reader import load as load_chunks
 from hexad.checkpoint.tensor_file import Chunk
-from hexad.comm import from_first, merged
+from hexad.comm import first_difference, from_first, merged
 from hexad.config import AgreedError, HexadError
 from hexad.dataset.files import sync_directory, write_durably
 from hexad.optim.torch_optimizer import TorchOptimizer
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
     from hexad.engine.engine import Engine
@@ -170,6 +170,27 @@ def find(
     if (path / MANIFEST_FILE).is_file():
         return path
     raise HexadError(f"{path}: {explain(path) or 'no such checkpoint'}")
+
+
+def common(tag: str, axis: Axis, validation: str) -> str:
+    """The first rank's tag; all ranks together.
+
+    Args:
+        validation: what happens where another rank's differs: ``Ignore``, ``Warn`` or ``Fail``.
+
+    Raises:
+        AgreedError: it differs.
+    """
+    first = from_first(lambda: tag, axis)
+    difference = first_difference(tag, axis) if validation != "Ignore" else None
+    if difference is not None:
+        one, rank, other = difference
+        text = f"tag: found {other!r} on rank {rank} where rank 0 has {one!r}"
+        if validation == "Fail":
+            raise AgreedError(f"{text}; all ranks need the same")
+        if not axis.rank:
+            log.warning("%s; that of rank 0 is used", text)
+    return first
 
 
 def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool, lenient: str) -> set[str]:

@@ -152,14 +152,12 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
             f"found {name}, which torch.optim lacks or defines differently; use AdamW, or pass an "
             "optimizer to initialize(optimizer=)",
         )
-    known = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and key != "Optimizer"
-    }
-    for key, value in known.items():
+    kinds = (value for value in vars(torch.optim).values() if isinstance(value, type))
+    known = {kind.__name__: kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)}
+    del known["Optimizer"]
+    for key, kind in known.items():
         if key.lower() == name.lower():
-            return value
+            return kind
     hint = did_you_mean(name, known) or f"; known: {', '.join(sorted(known))}"
     raise ConfigError("optimizer.type", f"unknown optimizer {name!r}{hint}")
 
@@ -177,14 +175,12 @@ def client_optimizer(
         ConfigError: it may not be elementwise, and cannot be sharded.
         HexadError: it is neither, or has a parameter twice.
     """
-    if given is None and keys.optimizer is None:
-        return None
-    if given is None and keys.optimizer is not None:
+    if given is None:
+        if keys.optimizer is None:
+            return None
         given = partial(from_keys, keys.optimizer)
-    optimizer, stage = (
-        adopted_optimizer(module, given, parameters, keeps_groups),
-        keys.zero_optimization.stage,
-    )
+    optimizer = adopted_optimizer(module, given, parameters, keeps_groups)
+    stage = keys.zero_optimization.stage
     if stage and not keys.zero_allow_untested_optimizer and not is_elementwise(optimizer):
         raise ConfigError(
             "zero_optimization.stage",

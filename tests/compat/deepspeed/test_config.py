@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hexad.compat.deepspeed.config import (
-    TrainerValues,
     read_config,
     with_autos_filled,
     without_effect,
@@ -196,7 +195,7 @@ def test_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_become_a_run(name: str) -> None:
-    tree, _ = with_autos_filled(PUBLISHED[name], TrainerValues(), 8)
+    tree, _ = with_autos_filled(PUBLISHED[name], 8)
     translation = run_settings(read_config(tree, 8))
     config = load_config({**translation.tree, "run": {"steps": 5}})
     assert config.parallel.zero == PUBLISHED[name].get("zero_optimization", {}).get("stage", 0)
@@ -299,7 +298,10 @@ def test_lines_of_the_log_are_as_far_apart() -> None:
 
 def reduced(tree: dict[str, Any]) -> dict[str, Any]:
     """A configuration at a size that a test can train."""
-    tree, _ = with_autos_filled(tree, TrainerValues(learning_rate=1e-2), 2)
+    tree, _ = with_autos_filled(tree, 2)
+    for section in {"optimizer", "scheduler"} & tree.keys():
+        params = {name: 1e-2 if value == 5e-5 else value for name, value in tree[section]["params"].items()}
+        tree[section] = {**tree[section], "params": params}
     sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "train_batch_size": 12}
     tree = {**tree, **sizes}
     if tree.get("fp16", {}).get("enabled"):

@@ -115,67 +115,39 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-@dataclass(frozen=True)
-class TrainerValues:
-    """The values that transformers' Trainer fills in for ``auto``: its arguments, by their names there and
-    with their defaults, and the model's width."""
-
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    max_grad_norm: float = 1.0
-    learning_rate: float = 5e-5
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    total_steps: int = 1000
-    fp16: bool = False
-    bf16: bool = False
-    hidden_size: int = 1024
-
-    def values(self, data_ranks: int) -> dict[str, Any]:
-        """Dotted key -> what ``auto`` means there."""
-        micro, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
-        width = self.hidden_size
-        return {
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": steps,
-            "train_batch_size": micro * steps * data_ranks,
-            "gradient_clipping": self.max_grad_norm,
-            "optimizer.params.lr": self.learning_rate,
-            "optimizer.params.betas": [self.adam_beta1, self.adam_beta2],
-            "optimizer.params.eps": self.adam_epsilon,
-            "optimizer.params.weight_decay": self.weight_decay,
-            "optimizer.params.torch_adam": True,
-            "scheduler.params.warmup_min_lr": 0.0,
-            "scheduler.params.warmup_max_lr": self.learning_rate,
-            "scheduler.params.warmup_num_steps": max(1, self.warmup_steps),
-            "scheduler.params.total_num_steps": self.total_steps,
-            "fp16.enabled": self.fp16,
-            "bf16.enabled": self.bf16,
-            "bfloat16.enabled": self.bf16,
-            "zero_optimization.reduce_bucket_size": width**2,
-            "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width**2),
-            "zero_optimization.stage3_param_persistence_threshold": 10 * width,
-        }
+_OF_TRAINER: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "optimizer.params.torch_adam": True,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 1,
+    "scheduler.params.total_num_steps": 1000,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+    "bfloat16.enabled": False,
+    "zero_optimization.reduce_bucket_size": 1024**2,
+    "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * 1024**2),
+    "zero_optimization.stage3_param_persistence_threshold": 10 * 1024,
+}
+"""What transformers' Trainer fills in for ``auto`` by its defaults, for a model of width 1024."""
 
 
-def with_autos_filled(
-    tree: Mapping[str, Any], trainer: TrainerValues, data_ranks: int
-) -> tuple[dict[str, Any], list[str]]:
-    """The keys with ``auto`` replaced as transformers' Trainer does, and a line for each that was.
+def with_autos_filled(tree: Mapping[str, Any], data_ranks: int) -> tuple[dict[str, Any], list[str]]:
+    """The keys with ``auto`` replaced as transformers' Trainer does by default, and a line for each that was.
 
     What the Trainer does not fill in stays ``auto``.
     """
-    values, filled = trainer.values(data_ranks), list[str]()
+    values, filled = _OF_TRAINER | {"train_batch_size": 8 * data_ranks}, list[str]()
 
-    def fill(branch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        return {key: filled_value(prefix + key, value) for key, value in branch.items()}
-
-    def filled_value(name: str, value: Any) -> Any:
+    def fill(value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
-            return fill(value, name + ".")
+            return {key: fill(inner, f"{name}.{key}" if name else key) for key, inner in value.items()}
         if value != "auto" or name not in values:
             return value
         filled.append(f"{name}: auto, which the Trainer sets; here {values[name]}")

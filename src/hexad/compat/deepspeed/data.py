@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,17 +52,8 @@ class RepeatingLoader:
             return next(self._iterator)
 
 
-def loader_of(
-    dataset: Any,
-    batch: int,
-    data: Axis,
-    collate: Callable[[Any], Any] | None,
-    drop_last: bool,
-    sampler: Any = None,
-    shuffle: bool = True,
-    workers: int = 0,
-) -> Loader:
-    """The loader of a rank's microbatches; see :meth:`DeepSpeedEngine.deepspeed_io`.
+def loader_of(dataset: Any, data: Axis, shuffle: bool, **options: Any) -> Loader:
+    """The loader of a rank's microbatches; the options are those of ``torch.utils.data.DataLoader``.
 
     Raises:
         HexadError: ``dataset`` is neither map-style nor iterable.
@@ -74,16 +65,9 @@ def loader_of(
             f"training_data: found a {type(dataset).__name__}, expected a data set with a length and "
             "numbered samples, or a torch.utils.data.IterableDataset; pass loaders to train_batch"
         )
-    if sampler is None and not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=shuffle)
-    return Loader(
-        dataset,
-        batch_size=batch,
-        sampler=sampler,
-        collate_fn=collate,
-        drop_last=drop_last,
-        num_workers=workers,
-    )
+    if options["sampler"] is None and not isinstance(dataset, IterableDataset):
+        options["sampler"] = DistributedSampler(dataset, data.size, data.rank, shuffle)
+    return Loader(dataset, **options)
 
 
 def cast_tensors(value: Any, to: torch.dtype | torch.device) -> Any:

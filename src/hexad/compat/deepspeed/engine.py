@@ -20,7 +20,6 @@ from hexad.config import HexadError, did_you_mean
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
-from hexad.topology.layout import Layout
 
 from ..facade import gathered, tags, world
 from ..facade.accumulation import Accumulation
@@ -128,7 +127,7 @@ class DeepSpeedEngine(nn.Module):
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
-        mesh = world.mesh_of(Layout(world=world.world_size()), self.device)
+        mesh = world.mesh_of(self.device)
         return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
 
     def _cast_buffers(self) -> None:
@@ -170,16 +169,15 @@ class DeepSpeedEngine(nn.Module):
             collate_fn: of samples into a microbatch.
             num_local_io_workers: processes that load; by default none but this one.
         """
-        micro, drop = self._config.batch.micro, self._config.keys.dataloader_drop_last
         return loader_of(
             dataset,
-            batch_size or micro,
             self._engine.mesh.data,
-            collate_fn,
-            drop,
-            sampler=data_sampler,
             shuffle=self._shuffles and route == "train",
-            workers=num_local_io_workers or 0,
+            batch_size=batch_size or self._config.batch.micro,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            drop_last=self._config.keys.dataloader_drop_last,
+            num_workers=num_local_io_workers or 0,
         )
 
     # A step

@@ -25,13 +25,7 @@ _RESULT, _GRADIENT = 1 << 20, (1 << 20) + 1
 
 @dataclass
 class _Link:
-    """Messages between a rank's stage and its neighbours.
-
-    Attributes:
-        axis: the pipeline's.
-        device: of this rank.
-        shape, dtype: of hidden states.
-    """
+    """Messages of hidden states, and of their gradients, between a rank's stage and its neighbours."""
 
     axis: Axis
     device: torch.device
@@ -39,12 +33,10 @@ class _Link:
     dtype: torch.dtype
 
     def receive(self, source: int, tag: int) -> torch.Tensor:
-        """Receive hidden states, or their gradient, from a neighbour."""
         empty = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return receive_async(empty, self.axis, source, tag).wait()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """Send hidden states, or their gradient, to a neighbour."""
         send_async(tensor.contiguous(), self.axis, to, tag).wait()
 
 

@@ -166,7 +166,8 @@ class PipelineModule(nn.Module):
         self.num_stages = int(topology.get_dim("pipe") if num_stages is None else num_stages)
         self.schedule, self.virtual_stages = schedule, virtual_stages
         device = world.join()
-        self.mesh = world.mesh_of(self._layout(), device)
+        self._check_world()
+        self.mesh = world.mesh_of(device, self.num_stages)
         self.stage_id = self.mesh.pipeline.rank
         planned = build_schedule(schedule, self.num_stages, self.num_stages, virtual_stages)
         self.parts = self._partition(partition_method, planned.stages)
@@ -179,7 +180,7 @@ class PipelineModule(nn.Module):
         self._build(seed)
         self.to(device)
 
-    def _layout(self) -> Layout:
+    def _check_world(self) -> None:
         ranks = world.world_size()
         if self.num_stages < 1 or ranks % self.num_stages:
             fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -187,7 +188,6 @@ class PipelineModule(nn.Module):
                 f"PipelineModule: found num_stages {self.num_stages} in a world of {ranks} ranks; use one of "
                 f"{', '.join(map(str, fitting))}"
             )
-        return Layout(world=ranks, pipeline=self.num_stages)
 
     # Stages
 

@@ -275,11 +275,7 @@ class _Ambiguous(Exception):
 
 
 class _Names:
-    """The names of an optimizer's parameters, which are recognised by their values.
-
-    Args:
-        parameters: of the module, by name.
-    """
+    """The names of an optimizer's parameters, which are recognised by their values."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = parameters

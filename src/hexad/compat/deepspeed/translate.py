@@ -86,7 +86,7 @@ class FileTranslation:
     notes: list[str]
 
 
-def engine_config(config: CheckedConfig, gpu: bool, tensor: int = 1, pipeline: int = 1) -> Config:
+def engine_config(config: CheckedConfig, gpu: bool, pipeline: int = 1) -> Config:
     """The settings of an engine around modules; learning rates and decay are the optimizer's own.
 
     Raises:
@@ -95,7 +95,7 @@ def engine_config(config: CheckedConfig, gpu: bool, tensor: int = 1, pipeline: i
     _check_offload(config.keys, gpu)
     tree = shared_settings(config)
     tree["run"] = {"timeout": 1800.0}
-    tree["parallel"] |= {"tensor": tensor, "pipeline": pipeline}
+    tree["parallel"] |= {"tensor": 1, "pipeline": pipeline}
     tree["checkpoint"] = {"asynchronous": False}
     return load_config(tree)
 

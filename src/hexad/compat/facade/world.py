@@ -63,14 +63,15 @@ def world_size() -> int:
 
 def everyone(device: torch.device) -> Axis:
     """The axis of all ranks of the world that was joined, for agreements before there is a layout."""
-    return mesh_of(Layout(world=world_size()), device).world
+    return mesh_of(device).world
 
 
-def mesh_of(layout: Layout, device: torch.device, timeout: float = 1800.0) -> Mesh:
-    """The mesh of a layout; created on first use, by all ranks together."""
+def mesh_of(device: torch.device, pipeline: int = 1) -> Mesh:
+    """The mesh of so many pipeline ranks and else data ranks; created on first use, by all ranks together."""
+    layout = Layout(world=world_size(), pipeline=pipeline)
     group = dist.group.WORLD if dist.is_initialized() else None
     for stale in [key for key, (made_of, _) in _meshes.items() if made_of is not group]:
         del _meshes[stale]  # of a process group that no longer exists
     if layout not in _meshes:
-        _meshes[layout] = group, Mesh.create(layout, device, timeout, Trace())
+        _meshes[layout] = group, Mesh.create(layout, device, 1800.0, Trace())
     return _meshes[layout][1]

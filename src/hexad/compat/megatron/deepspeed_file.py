@@ -138,12 +138,7 @@ def _batch(tree: dict[str, dict[str, Any]], data_ranks: int) -> Batch:
 
 @dataclass(frozen=True)
 class _Merge:
-    """Settings of the flags and keys of a file, which may not contradict each other.
-
-    Attributes:
-        tree: the settings, changed in place.
-        line, path, keys: as in :func:`merge_file`.
-    """
+    """Settings of the flags, changed in place, and keys of a file, which may not contradict them."""
 
     tree: dict[str, dict[str, Any]]
     line: Line

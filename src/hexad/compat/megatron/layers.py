@@ -53,12 +53,7 @@ class ModelParallelConfig:
 
 
 class _Layer(ShardedModule):
-    """The base class of the parallel linear layers.
-
-    Args:
-        config: Megatron-LM's, or :class:`ModelParallelConfig`.
-        group: of tensor ranks; None: those of the mesh.
-    """
+    """The base class of the parallel linear layers."""
 
     weight: nn.Parameter
 

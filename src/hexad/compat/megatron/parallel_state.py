@@ -26,20 +26,12 @@ _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "p
 
 @dataclass
 class _State:
-    """The current mesh and the groups made from it.
-
-    Attributes:
-        mesh: of the run.
-        alone: the process group of this rank alone.
-        together: combined axes, by name.
-        embedding: the first and the last pipeline rank; an axis of size 1 on others.
-        virtual, virtual_rank: Megatron-LM's virtual pipeline size, and the current virtual stage.
-    """
+    """The current mesh and the groups made from it."""
 
     mesh: Mesh
-    alone: dist.ProcessGroup
-    together: dict[str, Axis]
-    embedding: Axis
+    alone: dist.ProcessGroup  # this rank
+    together: dict[str, Axis]  # combined axes, by name
+    embedding: Axis  # the first and the last pipeline rank; of size 1 on others
     virtual: int | None = None
     virtual_rank: int | None = None
 

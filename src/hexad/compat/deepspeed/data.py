@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,14 +70,20 @@ def loader_of(dataset: Any, data: Axis, shuffle: bool, **options: Any) -> Loader
     return Loader(dataset, **options)
 
 
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A container like ``value`` with what the function returns for each tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value
+
+
 def cast_tensors(value: Any, to: torch.dtype | torch.device) -> Any:
     """Tensors in containers on a device, or floating-point ones in a format."""
-    if isinstance(value, torch.Tensor):
-        return value.to(to) if isinstance(to, torch.device) or value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: cast_tensors(item, to) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_tensors(item, to) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(cast_tensors(item, to) for item in value)
-    return value
+    any_kind = isinstance(to, torch.device)
+    return map_tensors(value, lambda x: x.to(to) if any_kind or x.is_floating_point() else x)

@@ -27,12 +27,12 @@ from ..facade.optimizer import EngineOptimizer, Parameters, trained
 from .config import Batch, CheckedConfig, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .optimizers import client_optimizer, client_scheduler
+from .saved_state import COUNTERS
 from .translate import engine_config
 from .zero_files import written_by_deepspeed
 
 log = logging.getLogger("hexad")
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _OF_MODULES = frozenset(dir(nn.Module))
 """Names that are no hint for a misspelt one."""
 CLIP_EPSILON = 1e-6
@@ -413,7 +413,7 @@ class DeepSpeedEngine(nn.Module):
         return {
             **self._engine.progress(),
             "deepspeed": {
-                "counters": {name: getattr(self, name) for name in _COUNTERS},
+                "counters": {name: getattr(self, name) for name in COUNTERS},
                 "scheduler": None
                 if scheduler is None
                 else tags.encoded(scheduler.state_dict(), "lr_scheduler"),
@@ -480,7 +480,7 @@ class DeepSpeedEngine(nn.Module):
         engine = self._engine
         engine.restore_counts(progress)
         skipped = engine.step - progress.get("updates", engine.step)
-        of_run = dict(zip(_COUNTERS, (engine.step, engine.samples, skipped)))
+        of_run = dict(zip(COUNTERS, (engine.step, engine.samples, skipped)))
         for name, value in {**of_run, **kept.get("counters", {})}.items():
             setattr(self, name, value)
 

@@ -98,13 +98,17 @@ class _WarmupSchedule(LRSchedule):
             text = "scheduler.params.total_num_steps %d is less than warmup_num_steps %d"
             log.warning(text, self.total_num_steps, self.warmup_num_steps)
 
-    def _warmed(self, iteration: int) -> float | None:
-        """The part of warm-up that is done at an iteration; None after it."""
+    def _part(self, iteration: int) -> float:
+        """The position between the smallest and the largest rate, from 0 to 1."""
         if iteration >= self.warmup_num_steps:
-            return None
+            return self._after(iteration)
         if self.warmup_type == "log":
             return math.log(iteration + 1) / math.log(self.warmup_num_steps)
         return iteration / self.warmup_num_steps
+
+    def _after(self, iteration: int) -> float:
+        """The position after warm-up."""
+        return 1.0
 
 
 class WarmupLR(_WarmupSchedule):
@@ -130,16 +134,10 @@ class WarmupLR(_WarmupSchedule):
             self._set(self.min_lrs)
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at ``last_batch_iteration``."""
         if self.last_batch_iteration < 0:
             return self.min_lrs
         part = self._part(self.last_batch_iteration)
         return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs)]
-
-    def _part(self, iteration: int) -> float:
-        """The position between the smallest and the largest rate, from 0 to 1."""
-        warmed = self._warmed(iteration)
-        return 1.0 if warmed is None else warmed
 
 
 class WarmupDecayLR(WarmupLR):
@@ -160,10 +158,9 @@ class WarmupDecayLR(WarmupLR):
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
 
-    def _part(self, iteration: int) -> float:
-        warmed = self._warmed(iteration)
+    def _after(self, iteration: int) -> float:
         left = (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup_num_steps)
-        return max(0.0, left) if warmed is None else warmed
+        return max(0.0, left)
 
 
 class WarmupCosineLR(_WarmupSchedule):
@@ -193,16 +190,16 @@ class WarmupCosineLR(_WarmupSchedule):
         iteration, low = self.last_batch_iteration, self.warmup_min_ratio
         if iteration < 0:
             return 0.0
-        warmed = self._warmed(iteration)
-        if warmed is not None:
-            return low + (1.0 - low) * warmed
+        if iteration < self.warmup_num_steps:
+            return low + (1.0 - low) * self._part(iteration)
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * self._part(iteration))
+
+    def _after(self, iteration: int) -> float:
         warmup = self.warmup_num_steps
         done = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
-        part = (1 + math.cos(math.pi * done)) / 2
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * part)
+        return (1 + math.cos(math.pi * done)) / 2
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at ``last_batch_iteration``."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
@@ -230,7 +227,6 @@ class LRRangeTest(LRSchedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at ``last_batch_iteration``."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [rate * factor for rate in self.min_lr]
@@ -285,7 +281,6 @@ class OneCycle(LRSchedule):
                 self._set_moms(self.min_moms)
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at ``last_batch_iteration``."""
         after = self._after()
         if after is None:
             part = self._part()

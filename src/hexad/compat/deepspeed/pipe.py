@@ -128,7 +128,7 @@ class PipelineModule(nn.Module):
         dynamic_shape: accepted: shapes may change from step to step.
 
     Attributes:
-        stages: of this rank, by number.
+        stages: of this rank, by number; ``own_stages`` has them by integers.
         parts: the layers of every stage.
         plan: of the pipeline.
     """
@@ -173,9 +173,8 @@ class PipelineModule(nn.Module):
         self.parts = self._partition(partition_method, planned.stages)
         self.plan = PipelinePlan(planned, self.parts)
         seed = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
-        self.stages = nn.ModuleDict(
-            {str(n): PipeStage(self, self.parts[n]) for n in planned.stages_of(self.stage_id)}
-        )
+        self.own_stages = {n: PipeStage(self, self.parts[n]) for n in planned.stages_of(self.stage_id)}
+        self.stages = nn.ModuleDict({str(number): stage for number, stage in self.own_stages.items()})
         self._check_ties()
         self._build(seed)
         self.to(device)
@@ -247,7 +246,7 @@ class PipelineModule(nn.Module):
 
     def _build(self, seed: tuple[Callable[[int], Any], int] | None) -> None:
         """Build this rank's layers."""
-        mine = {number: stage for stage in self._stages() for number in stage.layers}
+        mine = {number: stage for stage in self.own_stages.values() for number in stage.layers}
         keys = {spec.key for spec in map(self.specs.__getitem__, mine) if isinstance(spec, TiedLayerSpec)}
         tied: dict[str | None, Any] = {}  # by key; None for those of other ranks
         for number, spec in enumerate(self.specs):
@@ -271,13 +270,6 @@ class PipelineModule(nn.Module):
                 stage.add_module(str(number), layer)
             stage.functions.append(layer)
 
-    def _stages(self) -> list[PipeStage]:
-        return [stage for stage in self.stages.values() if isinstance(stage, PipeStage)]
-
-    def stages_by_number(self) -> dict[int, nn.Module]:
-        """This rank's stages, by number."""
-        return {int(number): stage for number, stage in self.stages.items()}
-
     def _holders(self) -> dict[str, list[int]]:
         """The pipeline ranks of each tied layer's stages, by key."""
         ranks: dict[str, list[int]] = {}
@@ -292,7 +284,7 @@ class PipelineModule(nn.Module):
         holders = self._holders()
         return {
             parameter: (f"tied_modules.{key}", ranks[0] != self.stage_id)
-            for stage in self._stages()
+            for stage in self.own_stages.values()
             for key, module in stage.tied_modules.items()
             if len(set(ranks := holders[key])) > 1
             for parameter in module.parameters()
@@ -323,7 +315,7 @@ class PipelineModule(nn.Module):
             raise HexadError(
                 "PipelineModule: a rank has only some of the layers; call engine.train_batch or eval_batch"
             )
-        for stage in self._stages():
+        for stage in self.own_stages.values():
             x = stage(x)
         return x
 

@@ -173,7 +173,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._forms: dict[object, tuple[Form, ...]] = {}
         self._data_iterator: Iterator[Any] | None = None
         return Engine(
-            module.stages_by_number(),
+            module.own_stages,
             module.mesh,
             settings.model_copy(update={"parallel": parallel}),
             plan=module.plan,
@@ -302,7 +302,7 @@ class PipelineEngine(DeepSpeedEngine):
             for number, rank in enumerate(placement[:-1]):
                 form = None
                 if rank == module.stage_id:
-                    x = module.stages[str(number)](x)
+                    x = module.own_stages[number](x)
                     form = Form.of(x, trained=True)
                 form = gather_objects(form, pipeline)[rank] if pipeline.size > 1 else form
                 assert form is not None

@@ -53,6 +53,8 @@ _OF_DEEPSPEED = frozenset(
 )
 """Keys of a file of model states that are not a script's ``client_state``."""
 
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""Attributes of DeepSpeed's engine, and keys of a file of model states."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's, under the names that its state has everywhere."""
 
@@ -214,17 +216,14 @@ def progress(
     Raises:
         HexadError: the files are of different steps.
     """
-    step, skipped, samples = (
-        _number(entry(model, path, key, (int, torch.Tensor)))
-        for key in ("global_steps", "skipped_steps", "global_samples")
-    )
+    counters = {key: _number(entry(model, path, key, (int, torch.Tensor))) for key in COUNTERS}
+    step, samples, skipped = counters.values()
     # Without ZeRO, DeepSpeed makes a first update with zero gradients, to allocate the state.
     if len(updates) > 1 or max(updates, default=0) > step - skipped + 1:
         raise HexadError(
             f"{path}: found step {step} ({skipped} skipped), and optimizer states after "
             f"{' and '.join(map(str, sorted(updates)))} updates; files of several checkpoints are mixed"
         )
-    counters = {"global_steps": step, "global_samples": samples, "skipped_steps": skipped}
     return {
         "step": step,
         "updates": updates.pop() if updates else step - skipped,

@@ -58,9 +58,8 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
     arguments = line.arguments
     path, used = arguments.deepspeed_config, arguments.deepspeed
     if path is None or not used:
-        alone, other = (
-            ("--deepspeed", "--deepspeed_config") if used else ("--deepspeed_config", "--deepspeed")
-        )
+        flags = ("--deepspeed", "--deepspeed_config")
+        alone, other = flags if used else flags[::-1]
         return [f"{alone}: no effect without {other}"] if (used or path) and not script else []
     notes: list[str] = []
     with _naming(path):

@@ -83,16 +83,16 @@ def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> Megat
         ConfigError: it cannot be loaded.
     """
     name, vocab = translation.tree["data"].get("tokenizer"), translation.tree["model"].get("vocab")
+    tokenizer = None
+    if name is not None:
+        translation.write_files("tokenizer")
+        with blaming("--tokenizer-type"):
+            backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
+        vocab = vocab or backend.vocab_size
+        tokenizer = MegatronTokenizer(backend, vocab)
     # Hexad's own padding, so that there is no other.
     multiple = lcm(arguments.make_vocab_size_divisible_by, 64) * arguments.tensor_model_parallel_size
-    if name is None:
-        arguments.padded_vocab_size = None if vocab is None else -(-vocab // multiple) * multiple
-        return None
-    translation.write_files("tokenizer")
-    with blaming("--tokenizer-type"):
-        backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
-    tokenizer = MegatronTokenizer(backend, vocab or backend.vocab_size)
-    arguments.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    arguments.padded_vocab_size = None if vocab is None else -(-vocab // multiple) * multiple
     return tokenizer
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hexad.config import HexadError
+from hexad.optim.schedule import MOMENTS
 
 from ..facade.inert import Inert, load_inert
 from ..facade.tags import encoded
@@ -55,8 +56,6 @@ _OF_DEEPSPEED = frozenset(
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Attributes of DeepSpeed's engine, and keys of a file of model states."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, under the names that its state has everywhere."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ import torch
 
 from hexad.checkpoint.manifest import MANIFEST_FILE
 from hexad.config import HexadError
+from hexad.optim.schedule import MOMENTS
 
 from .saved_state import (
-    MOMENTS,
     SavedState,
     SavedTensor,
     adam_step,

@@ -36,13 +36,8 @@ Explain = Callable[[Path], str | None]
 
 
 class TagDirectory(CheckpointDirectory):
-    """A directory with one checkpoint per tag; none is removed.
-
-    Args:
-        directory: that a script names.
-        tag: of the checkpoint to write.
-        name_latest: write it to ``latest``.
-    """
+    """A directory with one checkpoint per tag; none is removed. With ``name_latest`` the tag is written to
+    ``latest``."""
 
     def __init__(self, directory: str | Path, tag: str, name_latest: bool = True) -> None:
         self.path = Path(directory)
@@ -93,8 +88,6 @@ def save(
     """Write weights and optimizer state to ``directory/tag``, all ranks together.
 
     Args:
-        engine: whose state it is.
-        directory, tag: the same on all ranks.
         progress: the engine's, and what an interface adds to it.
         name_latest: write the tag to ``latest``.
         exclude_frozen: leave out parameters that are not trained.
@@ -113,12 +106,9 @@ def save(
 
 
 def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str) -> dict[str, Any]:
-    """Load weights and, if wanted, optimizer state from a checkpoint; all ranks together.
+    """Load weights and, if wanted, optimizer state from one checkpoint; all ranks together.
 
     Args:
-        engine: to load into.
-        path: of the checkpoint, the same on all ranks.
-        optimizer: load its state too.
         strict: refuse a checkpoint that lacks tensors of the module, or has others. Otherwise these are
             unchanged or ignored, and a warning names them.
         lenient: how a script turns ``strict`` off, for the message.

@@ -18,7 +18,7 @@ from hexad.config import HexadError
 from hexad.launching.environment import environment
 from hexad.launching.launch import let_threads_finish, pick_device
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
 _meshes: dict[Layout, tuple[dist.ProcessGroup | None, Mesh]] = {}
 """Layout -> the default process group that its mesh was created from, and the mesh."""
@@ -59,11 +59,6 @@ def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.
 def world_size() -> int:
     """Ranks of the world that was joined."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def everyone(device: torch.device) -> Axis:
-    """The axis of all ranks of the world that was joined, for agreements before there is a layout."""
-    return mesh_of(device).world
 
 
 def mesh_of(device: torch.device, pipeline: int = 1) -> Mesh:

@@ -34,9 +34,6 @@ class MegatronTokenizer:
     Args:
         backend: Hexad's.
         vocab_size: of the model, without padding.
-
-    Attributes:
-        backend, vocab_size: as given.
     """
 
     def __init__(self, backend: own.Tokenizer, vocab_size: int) -> None:
@@ -148,7 +145,7 @@ def initialize_megatron(
         return line, translated(line, script=True), common
 
     joined = dist.is_initialized() and not skip_mpu_initialization
-    line, translation, common = agreed(read, world.everyone(world.join())) if joined else read()
+    line, translation, common = agreed(read, world.mesh_of(world.join()).world) if joined else read()
     arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
     half = torch.bfloat16 if arguments.bf16 else torch.float32
@@ -192,7 +189,7 @@ def _start(arguments: Namespace, common: dict[str, Any]) -> None:
     timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
     device = world.join(timeout, "gloo" if arguments.distributed_backend == "gloo" else None)
     # Ranks that create other groups would wait for each other.
-    identical("settings", common, world.everyone(device))
+    identical("settings", common, world.mesh_of(device).world)
     parallel_state.initialize_model_parallel(
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,

@@ -182,7 +182,6 @@ def read_config(
     """Read and check a configuration.
 
     Args:
-        source: a file, or its contents.
         data_ranks: over which a step's samples are divided.
         strict: refuse unknown keys; otherwise warn about them.
 
@@ -289,8 +288,6 @@ def checked(
     """Check a section and return its values.
 
     Args:
-        tree: what was read.
-        section: what it should be.
         prefix: of its keys' names in errors, with a dot at the end.
         strict: refuse unknown keys; otherwise warn about them.
 

@@ -106,12 +106,10 @@ def from_keys(keys: OptimizerKeys, parameters: Parameters) -> torch.optim.Optimi
 def check_names(
     field: str, params: Mapping[str, Any], kind: Callable[..., Any], name: str, others: Iterable[str] = ()
 ) -> None:
-    """Refuse parameters of a section that what it names does not take.
+    """Refuse parameters of the section ``field`` that ``kind`` does not take after a first argument.
 
     Args:
-        field: of ``params``.
-        kind: which takes them, after a first argument.
-        name: of it.
+        name: of ``kind``.
         others: that are accepted too.
 
     Raises:
@@ -165,11 +163,8 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
 def client_optimizer(
     module: nn.Module, keys: Keys, given: Any, parameters: Parameters | None, keeps_groups: bool
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of a script, or that its configuration names; None if there is neither.
-
-    Args:
-        keys: of the configuration.
-        module, given, parameters, keeps_groups: see :func:`~hexad.compat.facade.optimizer.adopted_optimizer`.
+    """The optimizer of a script, or that its configuration names; None if there is neither. Arguments are
+    those of :func:`~hexad.compat.facade.optimizer.adopted_optimizer`.
 
     Raises:
         ConfigError: it may not be elementwise, and cannot be sharded.

@@ -75,11 +75,8 @@ class Form:
 
     @classmethod
     def of(cls, result: Any, trained: bool) -> Form:
-        """The form of a result.
-
-        Args:
-            result: a tensor or a tuple of tensors.
-            trained: gradients are sent back for floating-point tensors.
+        """The form of a tensor or a tuple of tensors; ``trained``: gradients of floating-point ones are sent
+        back.
 
         Raises:
             HexadError: it is something else.

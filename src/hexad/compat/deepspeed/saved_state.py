@@ -207,8 +207,7 @@ def progress(
     """The progress that Hexad's engine resumes from.
 
     Args:
-        model: the content of a ``*model_states.pt``.
-        path: of it.
+        model, path: the content of a ``*model_states.pt``, and its path.
         updates: from :func:`adam_step`, of all files.
         optimizer: DeepSpeed's state of it.
 
@@ -327,12 +326,7 @@ def _fits(tensor: torch.Tensor, shape: torch.Size | None, master: torch.Tensor |
 
 
 def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> SavedState:
-    """The state in ``mp_rank_00_model_states.pt`` of a run without ZeRO.
-
-    Args:
-        directory: of the tag.
-        file: the only one.
-        model: its content.
+    """The state of a run without ZeRO, whose one file, ``mp_rank_00_model_states.pt``, holds ``model``.
 
     Raises:
         HexadError: it is not of DeepSpeed.

@@ -104,7 +104,6 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
     """The ``run.yaml`` for one of Hexad's models that is equivalent to the file.
 
     Args:
-        config: checked.
         strict: refuse unknown parameters of the optimizer and the schedule; otherwise warn about them.
 
     Raises:
@@ -124,11 +123,8 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
 
 
 def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
-    """The settings of a ``run.yaml`` except the optimizer's and the learning rate's.
-
-    Args:
-        config: checked.
-        notes: receives a line for every difference.
+    """The settings of a ``run.yaml`` except the optimizer's and the learning rate's; ``notes`` receives a
+    line for every difference.
 
     Raises:
         ConfigError: keys that have no counterpart.

@@ -96,8 +96,6 @@ def write_import(
     """Write a checkpoint, renamed into place when all is on disk.
 
     Args:
-        tensors: all of it.
-        to: the checkpoint's directory.
         source: where the tensors come from, for the manifest.
         progress: ``step``, ``updates`` and ``samples``.
         config: that the tensors belong to; None for the state of a plain module.

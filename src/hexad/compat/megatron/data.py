@@ -80,10 +80,8 @@ def data_settings(
     """The group ``data``, and ``model.vocab`` where it is not the tokenizer's.
 
     Args:
-        arguments: completed.
         directory: of the run, for what is written.
-        notes: receives notes for the user.
-        files: receives what must be written before the run starts.
+        notes, files: receive notes for the user, and what must be written before the run starts.
         need_data: the line must name some.
 
     Raises:

@@ -227,11 +227,7 @@ def checkpoint_settings(arguments: Namespace, notes: list[str]) -> tuple[dict[st
 
 
 def refuse_forgotten(directory: str, resume: str) -> None:
-    """Refuse to start a new run in a directory with checkpoints, before anything starts.
-
-    Args:
-        directory: the run's directory.
-        resume: ``checkpoint.resume``.
+    """Refuse to start a new run (``checkpoint.resume`` is never) in a directory with checkpoints.
 
     Raises:
         ConfigError: naming the flag that resumes.

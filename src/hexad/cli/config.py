@@ -252,15 +252,15 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
     for override in overrides:
         set_key(tree, override)
     tree, filled = with_autos_filled(tree, world)
-    translation = run_settings(read_config(tree, world, strict=not lenient), strict=not lenient)
-    load_config(translation.tree)
-    notes = [*filled, *translation.notes]
+    settings, differences = run_settings(read_config(tree, world, strict=not lenient), strict=not lenient)
+    load_config(settings)
+    notes = [*filled, *differences]
     answer(
         as_json,
-        {"config": translation.tree, "notes": notes},
+        {"config": settings, "notes": notes},
         f"# From {path}, for {world} data rank(s). Add model, data and run.steps.",
         *(f"# {note}" for note in notes),
-        yaml.safe_dump(translation.tree, sort_keys=False, width=110).rstrip("\n"),
+        yaml.safe_dump(settings, sort_keys=False, width=110).rstrip("\n"),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -73,19 +72,6 @@ def _parameters(schedule: type[LRSchedule]) -> type[Section]:
     return create_model(schedule.__name__, __base__=Section, **fields)
 
 
-@dataclass(frozen=True)
-class FileTranslation:
-    """A ``run.yaml`` and its differences from the file.
-
-    Attributes:
-        tree: settings that differ from Hexad's defaults, and those that the file names.
-        notes: a line for every difference.
-    """
-
-    tree: dict[str, Any]
-    notes: list[str]
-
-
 def engine_config(config: CheckedConfig, gpu: bool, pipeline: int = 1) -> Config:
     """The settings of an engine around modules; learning rates and decay are the optimizer's own.
 
@@ -100,8 +86,9 @@ def engine_config(config: CheckedConfig, gpu: bool, pipeline: int = 1) -> Config
     return load_config(tree)
 
 
-def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
-    """The ``run.yaml`` for one of Hexad's models that is equivalent to the file.
+def run_settings(config: CheckedConfig, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """The ``run.yaml`` for one of Hexad's models that is equivalent to the file: settings that differ from
+    Hexad's defaults or that the file names, and a line for every difference.
 
     Args:
         strict: refuse unknown parameters of the optimizer and the schedule; otherwise warn about them.
@@ -119,7 +106,7 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
     if keys.steps_per_print is not None:
         tree["log"] = {"every": keys.steps_per_print}
     notes += [f"{key}: no effect" for key in without_effect(keys)]
-    return FileTranslation({name: group for name, group in tree.items() if group}, notes)
+    return {name: group for name, group in tree.items() if group}, notes
 
 
 def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:

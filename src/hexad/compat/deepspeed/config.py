@@ -215,20 +215,17 @@ def batch_sizes(keys: Keys, ranks: int) -> Batch:
     """
     total, micro = keys.train_batch_size, keys.train_micro_batch_size_per_gpu
     steps = keys.gradient_accumulation_steps
-    if total is None and micro is None:
-        raise ConfigError(
-            "train_batch_size",
-            "found neither train_batch_size nor train_micro_batch_size_per_gpu; give one of them",
-        )
-    if total is None:
-        assert micro is not None
-        steps = steps or 1
-        return Batch(micro, steps, micro * steps * ranks)
     if micro is None:
+        if total is None:
+            raise ConfigError(
+                "train_batch_size",
+                "found neither train_batch_size nor train_micro_batch_size_per_gpu; give one of them",
+            )
         steps = steps or 1
         micro = total // (ranks * steps)
-    elif steps is None:
-        steps = total // (ranks * micro)
+    if steps is None:
+        steps = 1 if total is None else total // (ranks * micro)
+    total = micro * steps * ranks if total is None else total
     if total != micro * steps * ranks or not total:
         raise ConfigError(
             "train_batch_size",

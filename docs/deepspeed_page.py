@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from hexad.compat.deepspeed.config import nested, spelling
 from hexad.compat.deepspeed.keys import Is, Keys, NoEffect, Refused, Section
-from hexad.compat.deepspeed.sections import nested, spelling
 
 DEEPSPEED_KEYS = Path(__file__).parent / "deepspeed-keys.md"
 

@@ -245,28 +245,22 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
     KEY=VALUE sets keys of DeepSpeed. "auto" is replaced by the default of transformers' Trainer. What is
     different in Hexad, and keys without effect, are listed in comments.
     """
-    from hexad.compat.deepspeed.config import (
-        TrainerValues,
-        read_config,
-        read_json,
-        set_key,
-        with_autos_filled,
-    )
+    from hexad.compat.deepspeed.config import read_config, read_json, set_key, with_autos_filled
     from hexad.compat.deepspeed.translate import run_settings
 
     tree = read_json(path)
     for override in overrides:
         set_key(tree, override)
-    tree, filled = with_autos_filled(tree, TrainerValues(), world)
-    translation = run_settings(read_config(tree, world, strict=not lenient), strict=not lenient)
-    load_config(translation.tree)
-    notes = [*filled, *translation.notes]
+    tree, filled = with_autos_filled(tree, world)
+    settings, differences = run_settings(read_config(tree, world, strict=not lenient), strict=not lenient)
+    load_config(settings)
+    notes = [*filled, *differences]
     answer(
         as_json,
-        {"config": translation.tree, "notes": notes},
+        {"config": settings, "notes": notes},
         f"# From {path}, for {world} data rank(s). Add model, data and run.steps.",
         *(f"# {note}" for note in notes),
-        yaml.safe_dump(translation.tree, sort_keys=False, width=110).rstrip("\n"),
+        yaml.safe_dump(settings, sort_keys=False, width=110).rstrip("\n"),
     )
 
 

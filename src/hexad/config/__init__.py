@@ -1,7 +1,7 @@
 """One tree of typed settings, its file format, and the errors a user can cause."""
 
-from .errors import USER_ERROR, AgreedError, ConfigError, HexadError, blaming, did_you_mean
-from .load import apply_override, dump_config, parse_config, read_tree, setting_names
+from .errors import USER_ERROR, AgreedError, ConfigError, HexadError, blaming, did_you_mean, one_line
+from .load import Wording, apply_override, dump_config, key_names, parse_config, read_tree, setting_names
 from .schema import Config
 
 __all__ = [
@@ -10,10 +10,13 @@ __all__ = [
     "Config",
     "ConfigError",
     "HexadError",
+    "Wording",
     "apply_override",
     "blaming",
     "did_you_mean",
     "dump_config",
+    "key_names",
+    "one_line",
     "parse_config",
     "read_tree",
     "setting_names",

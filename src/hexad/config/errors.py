@@ -60,6 +60,11 @@ def blaming(field: str) -> Iterator[None]:
         raise ConfigError(field, str(error)) from None
 
 
+def one_line(error: Exception) -> str:
+    """The text of another package's error, for a message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the known word nearest to ``word``, or an empty string."""
     near = get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from .errors import ConfigError, HexadError, did_you_mean
+from .errors import ConfigError, HexadError, did_you_mean, one_line
 from .schema import Config
 
 
@@ -37,7 +37,7 @@ def _parse_yaml(text: str, source: str) -> Any:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise HexadError(f"{source}{where}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise HexadError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise HexadError(f"{source}: not valid YAML: {one_line(error)}") from None
 
 
 def read_tree(
@@ -101,62 +101,98 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise _readable(error) from None
+        raise Wording().readable(error, Config) from None
 
 
-# What to expect where several forms are good, or an item of a list has one: setting -> (whole, item).
-_FORMS = {
-    "data.train": ("a prefix or [[weight, prefix], ...]", "[weight, prefix]"),
-    "data.validation": ("a prefix, [[weight, prefix], ...] or {name: prefix, ...}", "[weight, prefix]"),
-    "parallel.split": ("'cost', 'even' or [layers, ...]", "an integer"),
-    "data.split": ("[training, validation, testing] or null", "a number"),
-    "model.train": ("'all' or [pattern, ...]", "a string"),
-    "model.lora.targets": ("'all' or [pattern, ...]", "a string"),
-    "optimizer.betas": ("[beta1, beta2]", "a number"),
-}
 _WRONG_FORM = {"string_type", "list_type", "tuple_type", "literal_error", "missing", "too_short", "too_long"}
+_WRONG_GROUP = {"model_type", "model_attributes_type"}
 
 
-def _readable(error: ValidationError) -> ConfigError:
-    """Convert a pydantic error: its first problem as field, value found, and fix."""
-    problems = error.errors(include_url=False)
-    first = _field_of(problems[0]["loc"])[0]
-    # Of the forms that a union allows, the one meant is the one that was followed furthest into the value.
-    same = [p for p in problems if _field_of(p["loc"])[0] == first]
-    problem = max(same, key=lambda p: len(_indices(p["loc"])))
-    # Locations carry the tried branches of a union too ("constrained-int", "literal[...]"): keep settings.
-    field, model = _field_of(problem["loc"])
-    if problem["type"] in ("extra_forbidden", "invalid_key"):
-        return ConfigError(field, _unknown(field, str(problem["loc"][-1]), model))
-    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return ConfigError(field, f"found {problem['input']!r}, expected {_group_of(field, model)}")
-    given = problem["input"]
-    if isinstance(given, Mapping):
-        given = dict(given)
-    indices = _indices(problem["loc"])
-    if problem["type"] == "missing":  # of an item: what was found is the list that lacks it
-        indices = indices[:-1]
-    alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]
-    # What our own checks refuse has the right form; that other forms were tried is no help then.
-    alike = [p for p in alike if p["type"] == "value_error" and p["input"] == ""] or alike
-    problem = alike[0] if problem not in alike else problem
-    if field in _FORMS and len(indices) < 2 and problem["type"] in _WRONG_FORM:
-        whole, item = _FORMS[field]
-        expected = f"expected {item} ({field} is {whole})" if indices else f"expected {whole}"
-    else:
-        expected = "; or ".join(dict.fromkeys(_expectation(p["msg"]) for p in alike))
-    hint = did_you_mean(given, _choices(model, field)) if isinstance(given, str) and not indices else ""
-    return ConfigError(
-        field + "".join(f"[{index}]" for index in indices), f"found {given!r}, {expected}{hint}"
-    )
+class Wording:
+    """Converts pydantic's errors: the first problem as field, value found, and fix.
 
+    Subclasses word them for other files than a ``run.yaml``.
+    """
 
-def _expectation(message: str) -> str:
-    message = message.removeprefix("Input should be ").removeprefix("Value error, ")
-    if "exceeded maximum size" in message:
-        return "expected a smaller number"
-    message = message.partition(", unable to parse string")[0]
-    return f"expected {message}".replace("a valid integer", "an integer").replace("a valid", "a")
+    forms: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "data.train": ("a prefix or [[weight, prefix], ...]", "[weight, prefix]"),
+        "data.validation": ("a prefix, [[weight, prefix], ...] or {name: prefix, ...}", "[weight, prefix]"),
+        "parallel.split": ("'cost', 'even' or [layers, ...]", "an integer"),
+        "data.split": ("[training, validation, testing] or null", "a number"),
+        "model.train": ("'all' or [pattern, ...]", "a string"),
+        "model.lora.targets": ("'all' or [pattern, ...]", "a string"),
+        "optimizer.betas": ("[beta1, beta2]", "a number"),
+    }
+    """What to expect where several forms are good, or an item of a list has one: setting -> (whole, item)."""
+    alternatively = "; or expected "
+    dotted_hints = True
+    """Whether the key that an unknown one may mean is named with its group."""
+
+    def readable(self, error: ValidationError, root: type[BaseModel]) -> ConfigError:
+        """The first problem of an error of ``root.model_validate``."""
+        problems = error.errors(include_url=False)
+        first = _field_of(problems[0]["loc"], root)[0]
+        # Of the forms that a union allows, the one meant was followed furthest into the value.
+        same = [p for p in problems if _field_of(p["loc"], root)[0] == first]
+        problem = max(same, key=lambda p: len(_indices(p["loc"])))
+        # Locations name the tried branches of a union too ("constrained-int"): keep settings.
+        field, model = _field_of(problem["loc"], root)
+        kind, given, indices = problem["type"], problem["input"], _indices(problem["loc"])
+        if kind in ("extra_forbidden", "invalid_key"):
+            return ConfigError(field, self._unknown(field, str(problem["loc"][-1]), model, root))
+        if kind == "missing" and not indices:
+            return ConfigError(field, "is missing; give it")
+        if kind in _WRONG_GROUP:
+            return ConfigError(field, f"found {given!r}, expected {self.group(field, model)}")
+        if kind == "missing":  # of an item: what was found is the list that lacks it
+            indices = indices[:-1]
+        alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]
+        # What our own checks refuse has the right form; that other forms were tried is no help then.
+        alike = [p for p in alike if p["type"] == "value_error" and p["input"] == ""] or alike
+        problem = alike[0] if problem not in alike else problem
+        if field in self.forms and len(indices) < 2 and problem["type"] in _WRONG_FORM:
+            whole, item = self.forms[field]
+            expected = f"{item} ({field} is {whole})" if indices else whole
+        else:
+            expectations = (self.expectation(p["type"], p["msg"]) for p in alike)
+            expected = self.alternatively.join(dict.fromkeys(expectations))
+        hint = did_you_mean(given, _choices(model, field)) if isinstance(given, str) and not indices else ""
+        name = field + "".join(f"[{index}]" for index in indices)
+        return ConfigError(name, f"found {self.written(given)}, expected {expected}{hint}")
+
+    def group(self, field: str, model: type[BaseModel]) -> str:
+        """What to write where a group of settings is expected."""
+        group = _group(_annotation(model, field))
+        some = f" such as {', '.join(key_names(group)[:3])}" if group else ""
+        return f"settings{some}; to keep the defaults, leave out the line"
+
+    def expectation(self, kind: str, message: str) -> str:
+        """What pydantic expects, by the type of its error and its message."""
+        message = message.removeprefix("Input should be ").removeprefix("Value error, ")
+        if "exceeded maximum size" in message:
+            return "a smaller number"
+        message = message.partition(", unable to parse string")[0]
+        return message.replace("a valid integer", "an integer").replace("a valid", "a")
+
+    def written(self, value: Any) -> str:
+        """A value as it is shown."""
+        return repr(dict(value) if isinstance(value, Mapping) else value)
+
+    def _unknown(self, field: str, key: str, model: type[BaseModel], root: type[BaseModel]) -> str:
+        """The message for a key that the settings do not have: it suggests the same word elsewhere in the
+        tree, else the most similar sibling, else lists the siblings."""
+        *groups, last = key.split(".")
+        if groups:
+            nested = f"{''.join(f'{group}: {{' for group in groups)}{last}: ...{'}' * len(groups)}"
+            problem = "unknown key; names with dots are for the command line, in a file they are nested"
+            return f"{problem}: {nested}"
+        elsewhere = next((name for name in setting_names(root) if name.rpartition(".")[2] == key), None)
+        if elsewhere is not None:
+            return f"unknown key (did you mean '{elsewhere}'?)"
+        parent = field[: -len(key)] if self.dotted_hints else ""
+        siblings = key_names(model)
+        hint = did_you_mean(key, siblings).replace("'", f"'{parent}", 1)
+        return "unknown key" + (hint or f"; known here: {', '.join(siblings)}")
 
 
 def _indices(loc: Sequence[int | str]) -> list[int]:
@@ -164,9 +200,9 @@ def _indices(loc: Sequence[int | str]) -> list[int]:
     return [part for part in loc if isinstance(part, int)]
 
 
-def _field_of(loc: Sequence[int | str]) -> tuple[str, type[BaseModel]]:
+def _field_of(loc: Sequence[int | str], root: type[BaseModel]) -> tuple[str, type[BaseModel]]:
     """Dotted setting name of a pydantic location, and the settings group it stands in."""
-    model: type[BaseModel] = Config
+    model = root
     names: list[str] = []
     for index, part in enumerate(loc):
         names.append(str(part))
@@ -181,6 +217,11 @@ def _annotation(model: type[BaseModel], name: str) -> Any:
     """The type of a setting of a group, by the last part of its name; None for an unknown one."""
     last = name.rpartition(".")[2]
     return next((f.annotation for n, f in model.model_fields.items() if (f.alias or n) == last), None)
+
+
+def key_names(model: type[BaseModel]) -> list[str]:
+    """The names of a group's settings, as a file has them."""
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _group(annotation: Any) -> type[BaseModel] | None:
@@ -212,35 +253,6 @@ def setting_names(model: type[BaseModel] = Config, prefix: str = "") -> list[str
         if (group := _group(field.annotation)) is not None:
             names += setting_names(group, key + ".")
     return names
-
-
-def _unknown(field: str, key: str, model: type[BaseModel]) -> str:
-    """The message for a key that the settings do not have."""
-    if "." not in key:
-        return f"unknown key{_nearest(field, model)}"
-    *groups, last = key.split(".")
-    nested = f"{''.join(f'{group}: {{' for group in groups)}{last}: ...{'}' * len(groups)}"
-    return f"unknown key; names with dots are for the command line, in a file they are nested: {nested}"
-
-
-def _group_of(field: str, model: type[BaseModel]) -> str:
-    """The message part that says what to write where a group of settings is expected."""
-    group = _group(_annotation(model, field))
-    names = [f.alias or n for n, f in group.model_fields.items()] if group else []
-    some = f" such as {', '.join(names[:3])}" if names else ""
-    return f"settings{some}; to keep the defaults, leave out the line"
-
-
-def _nearest(field: str, model: type[BaseModel]) -> str:
-    """Suggest the same word elsewhere in the tree, else the most similar sibling, else list the siblings."""
-    parent, _, last = field.rpartition(".")
-    same = [name for name in setting_names() if name.rsplit(".", 1)[-1] == last]
-    if same:
-        return f" (did you mean '{same[0]}'?)"
-    siblings = [f.alias or n for n, f in model.model_fields.items()]
-    if hint := did_you_mean(last, siblings):
-        return hint.replace("'", f"'{parent}." if parent else "'", 1)
-    return f"; known here: {', '.join(siblings)}"
 
 
 def anchored(config: Config) -> Config:

@@ -43,11 +43,6 @@ def reporting(path: Path | str, action: str = "read") -> Iterator[None]:
         raise HexadError(f"{path}: cannot be {action}: {error.strerror or error}") from None
 
 
-def one_line(error: Exception) -> str:
-    """The text of another package's error, for a message."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def temporary_name(final: Path) -> Path:
     """A name beside ``final`` that no other process or host uses; hidden, so that no glob picks it up."""
     return final.with_name(f".{final.name}.{os.getpid()}-{uuid4().hex[:8]}.tmp")

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from hexad.config import ConfigError, HexadError, blaming
+from hexad.config import ConfigError, HexadError, blaming, one_line
 from hexad.config.model import ModelSettings
 
 from .families import family
@@ -105,7 +105,7 @@ def _saved(path: Path) -> dict[str, Any]:
             f"(a Hugging Face model is given as {HUGGING_FACE}{path.parent})"
         ) from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, AttributeError) as error:
-        raise HexadError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
 
 
 def _plain(value: Any) -> Any:

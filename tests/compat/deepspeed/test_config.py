@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hexad.compat.deepspeed.config import (
-    TrainerValues,
     read_config,
     with_autos_filled,
     without_effect,
@@ -196,9 +195,9 @@ def test_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_become_a_run(name: str) -> None:
-    tree, _ = with_autos_filled(PUBLISHED[name], TrainerValues(), 8)
-    translation = run_settings(read_config(tree, 8))
-    config = load_config({**translation.tree, "run": {"steps": 5}})
+    tree, _ = with_autos_filled(PUBLISHED[name], 8)
+    settings, _ = run_settings(read_config(tree, 8))
+    config = load_config({**settings, "run": {"steps": 5}})
     assert config.parallel.zero == PUBLISHED[name].get("zero_optimization", {}).get("stage", 0)
     assert config.optimizer.clip == 1.0
 
@@ -261,7 +260,7 @@ def test_parameters_without_counterpart_are_refused(
 def test_parameters_of_a_schedule() -> None:
     params = {"warmup_num_steps": 5, "total_num_steps": 20, "warmup_min_lr": 1e-5, "warm": 1}
     tree = {"train_batch_size": 1, "scheduler": {"type": "WarmupDecayLR", "params": params}}
-    settings = run_settings(read_config(tree, 1), strict=False).tree
+    settings, _ = run_settings(read_config(tree, 1), strict=False)
     assert settings["lr_schedule"] == {"kind": "linear", "warmup": 5, "decay_steps": 20, "min_lr": 1e-5}
     assert settings["optimizer"]["lr"] == 1e-3  # DeepSpeed's, for any rate of the optimizer
 
@@ -284,22 +283,25 @@ def test_parameters_of_a_schedule() -> None:
 def test_keys_that_a_run_does_not_have_are_reported(keys: dict[str, Any]) -> None:
     (name, value), *_ = keys.items()
     key = ".".join([name, *value]) if isinstance(value, dict) else name
-    plain = run_settings(read_config({"train_batch_size": 1}, 1))
-    translation = run_settings(read_config({"train_batch_size": 1, **keys}, 1))
-    assert translation.tree == plain.tree
-    (note,) = set(translation.notes) - set(plain.notes)
+    plain, plain_notes = run_settings(read_config({"train_batch_size": 1}, 1))
+    settings, notes = run_settings(read_config({"train_batch_size": 1, **keys}, 1))
+    assert settings == plain
+    (note,) = set(notes) - set(plain_notes)
     assert note.startswith(f"{key}: no effect: "), note
 
 
 def test_lines_of_the_log_are_as_far_apart() -> None:
-    assert run_settings(read_config({"train_batch_size": 1, "steps_per_print": 7}, 1)).tree["log"] == {
+    assert run_settings(read_config({"train_batch_size": 1, "steps_per_print": 7}, 1))[0]["log"] == {
         "every": 7
     }
 
 
 def reduced(tree: dict[str, Any]) -> dict[str, Any]:
     """A configuration at a size that a test can train."""
-    tree, _ = with_autos_filled(tree, TrainerValues(learning_rate=1e-2), 2)
+    tree, _ = with_autos_filled(tree, 2)
+    for section in {"optimizer", "scheduler"} & tree.keys():
+        params = {name: 1e-2 if value == 5e-5 else value for name, value in tree[section]["params"].items()}
+        tree[section] = {**tree[section], "params": params}
     sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2, "train_batch_size": 12}
     tree = {**tree, **sizes}
     if tree.get("fp16", {}).get("enabled"):

@@ -19,9 +19,8 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 from hexad.config.model import ModelSettings
-from hexad.dataset.files import one_line
 from hexad.parallel.rectangle import Rectangle
 
 from ..tensor_file import SAFETENSORS, Chunk, dtype_name

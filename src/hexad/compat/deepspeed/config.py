@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, Wording, did_you_mean, key_names
 
 from .keys import Keys, NoEffect, Refused, Section
-from .sections import checked, field_of, known, nested, spelling
+
+log = logging.getLogger("hexad")
+
+Checked = TypeVar("Checked", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -111,67 +115,39 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-@dataclass(frozen=True)
-class TrainerValues:
-    """The values that transformers' Trainer fills in for ``auto``: its arguments, by their names there and
-    with their defaults, and the model's width."""
-
-    per_device_train_batch_size: int = 8
-    gradient_accumulation_steps: int = 1
-    max_grad_norm: float = 1.0
-    learning_rate: float = 5e-5
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    total_steps: int = 1000
-    fp16: bool = False
-    bf16: bool = False
-    hidden_size: int = 1024
-
-    def values(self, data_ranks: int) -> dict[str, Any]:
-        """Dotted key -> what ``auto`` means there."""
-        micro, steps = self.per_device_train_batch_size, self.gradient_accumulation_steps
-        width = self.hidden_size
-        return {
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": steps,
-            "train_batch_size": micro * steps * data_ranks,
-            "gradient_clipping": self.max_grad_norm,
-            "optimizer.params.lr": self.learning_rate,
-            "optimizer.params.betas": [self.adam_beta1, self.adam_beta2],
-            "optimizer.params.eps": self.adam_epsilon,
-            "optimizer.params.weight_decay": self.weight_decay,
-            "optimizer.params.torch_adam": True,
-            "scheduler.params.warmup_min_lr": 0.0,
-            "scheduler.params.warmup_max_lr": self.learning_rate,
-            "scheduler.params.warmup_num_steps": max(1, self.warmup_steps),
-            "scheduler.params.total_num_steps": self.total_steps,
-            "fp16.enabled": self.fp16,
-            "bf16.enabled": self.bf16,
-            "bfloat16.enabled": self.bf16,
-            "zero_optimization.reduce_bucket_size": width**2,
-            "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * width**2),
-            "zero_optimization.stage3_param_persistence_threshold": 10 * width,
-        }
+_OF_TRAINER: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "optimizer.params.torch_adam": True,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+    "scheduler.params.warmup_num_steps": 1,
+    "scheduler.params.total_num_steps": 1000,
+    "fp16.enabled": False,
+    "bf16.enabled": False,
+    "bfloat16.enabled": False,
+    "zero_optimization.reduce_bucket_size": 1024**2,
+    "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * 1024**2),
+    "zero_optimization.stage3_param_persistence_threshold": 10 * 1024,
+}
+"""What transformers' Trainer fills in for ``auto`` by its defaults, for a model of width 1024."""
 
 
-def with_autos_filled(
-    tree: Mapping[str, Any], trainer: TrainerValues, data_ranks: int
-) -> tuple[dict[str, Any], list[str]]:
-    """The keys with ``auto`` replaced as transformers' Trainer does, and a line for each that was.
+def with_autos_filled(tree: Mapping[str, Any], data_ranks: int) -> tuple[dict[str, Any], list[str]]:
+    """The keys with ``auto`` replaced as transformers' Trainer does by default, and a line for each that was.
 
     What the Trainer does not fill in stays ``auto``.
     """
-    values, filled = trainer.values(data_ranks), list[str]()
+    values, filled = _OF_TRAINER | {"train_batch_size": 8 * data_ranks}, list[str]()
 
-    def fill(branch: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        return {key: filled_value(prefix + key, value) for key, value in branch.items()}
-
-    def filled_value(name: str, value: Any) -> Any:
+    def fill(value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
-            return fill(value, name + ".")
+            return {key: fill(inner, f"{name}.{key}" if name else key) for key, inner in value.items()}
         if value != "auto" or name not in values:
             return value
         filled.append(f"{name}: auto, which the Trainer sets; here {values[name]}")
@@ -206,7 +182,6 @@ def read_config(
     """Read and check a configuration.
 
     Args:
-        source: a file, or its contents.
         data_ranks: over which a step's samples are divided.
         strict: refuse unknown keys; otherwise warn about them.
 
@@ -223,9 +198,6 @@ def read_keys(source: str | Path | Mapping[str, Any], strict: bool = True) -> tu
     tree = read_json(source)
     if not strict:
         tree = known(tree, Keys)
-    left = next(_autos(tree, ""), None)
-    if left is not None:
-        raise ConfigError(left, "found auto, which transformers' Trainer fills in; give a value")
     keys = checked(_without_autos(tree), Keys)
     for name, mark, value in _marked(keys, Refused, ""):
         enabled = "it enabled" if isinstance(value, dict) else repr(value)
@@ -243,20 +215,17 @@ def batch_sizes(keys: Keys, ranks: int) -> Batch:
     """
     total, micro = keys.train_batch_size, keys.train_micro_batch_size_per_gpu
     steps = keys.gradient_accumulation_steps
-    if total is None and micro is None:
-        raise ConfigError(
-            "train_batch_size",
-            "found neither train_batch_size nor train_micro_batch_size_per_gpu; give one of them",
-        )
-    if total is None:
-        assert micro is not None
-        steps = steps or 1
-        return Batch(micro, steps, micro * steps * ranks)
     if micro is None:
+        if total is None:
+            raise ConfigError(
+                "train_batch_size",
+                "found neither train_batch_size nor train_micro_batch_size_per_gpu; give one of them",
+            )
         steps = steps or 1
         micro = total // (ranks * steps)
-    elif steps is None:
-        steps = total // (ranks * micro)
+    if steps is None:
+        steps = 1 if total is None else total // (ranks * micro)
+    total = micro * steps * ranks if total is None else total
     if total != micro * steps * ranks or not total:
         raise ConfigError(
             "train_batch_size",
@@ -264,6 +233,82 @@ def batch_sizes(keys: Keys, ranks: int) -> Batch:
             f"{steps} x {ranks} data ranks = {micro * steps * ranks}; change one of them",
         )
     return Batch(micro, steps, total)
+
+
+class _Wording(Wording):
+    """Errors in the terms of DeepSpeed's files."""
+
+    forms: ClassVar = {"betas": ("[beta1, beta2]", "a number")}
+    alternatively, dotted_hints = " or ", False
+
+    def group(self, field: str, model: type[BaseModel]) -> str:
+        return "a section"
+
+    def expectation(self, kind: str, message: str) -> str:
+        kinds = {"bool": "true or false", "dict": "a section"}
+        return kinds.get(kind.partition("_")[0]) or super().expectation(kind, message)
+
+    def written(self, value: Any) -> str:
+        return json.dumps(value) if value is None or isinstance(value, bool) else super().written(value)
+
+
+def nested(info: FieldInfo | None) -> type[Section] | None:
+    """The class of a key's section; None if the key is unknown or no section."""
+    kinds = (info.annotation, *get_args(info.annotation)) if info is not None else ()
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+
+
+def spelling(name: str, info: FieldInfo) -> str:
+    """The name of a key in the file."""
+    return info.alias or name
+
+
+def field_of(section: type[Section] | None, key: str) -> FieldInfo | None:
+    """The declaration of a section's key; None for an unknown one."""
+    fields = section.model_fields.items() if section is not None else ()
+    return next((info for name, info in fields if key in (name, info.alias)), None)
+
+
+def given(section: Section, key: str) -> Any:
+    """The value of a dotted key in what was read; None if it has none."""
+    value: Any = section
+    for part in key.split("."):
+        if value is None or part not in value.model_fields_set:
+            return None
+        value = getattr(value, part)
+    return value
+
+
+def checked(
+    tree: Mapping[str, Any], section: type[Checked], prefix: str = "", strict: bool = True
+) -> Checked:
+    """Check a section and return its values.
+
+    Args:
+        prefix: of its keys' names in errors, with a dot at the end.
+        strict: refuse unknown keys; otherwise warn about them.
+
+    Raises:
+        ConfigError: the first unknown or malformed key.
+    """
+    try:
+        return section.model_validate(tree if strict else known(tree, section, prefix))
+    except ValidationError as error:
+        readable = _Wording().readable(error, section)
+        raise ConfigError(prefix + readable.field.partition("[")[0], readable.problem) from None
+
+
+def known(tree: Mapping[str, Any], section: type[Section], prefix: str = "") -> dict[str, Any]:
+    """The tree without unknown keys, about which it warns."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        info = field_of(section, key)
+        if info is None and key not in section.older:
+            log.warning("%s%s: unknown key%s; ignored", prefix, key, did_you_mean(key, key_names(section)))
+            continue
+        inner = nested(info)
+        kept[key] = known(value, inner, f"{prefix}{key}.") if inner and isinstance(value, Mapping) else value
+    return kept
 
 
 def effective(section: BaseModel) -> dict[str, Any]:
@@ -312,23 +357,25 @@ _AUTO_IS_DEFAULT = (
 )
 
 
-def _autos(tree: Mapping[str, Any], prefix: str, section: type[Section] | None = Keys) -> Iterator[str]:
-    """Dotted names of what is ``auto`` and matters here."""
+def _without_autos(
+    tree: Mapping[str, Any], prefix: str = "", section: type[Section] | None = Keys
+) -> dict[str, Any]:
+    """The tree without what is ``auto``.
+
+    Raises:
+        ConfigError: it matters here.
+    """
+    kept: dict[str, Any] = {}
     for key, value in tree.items():
         full, info = prefix + key, field_of(section, key)
         if isinstance(value, Mapping):
-            yield from _autos(value, full + ".", nested(info))
-        elif value == "auto" and full not in _AUTO_IS_DEFAULT and not _has_no_effect(info):
-            yield full
+            kept[key] = _without_autos(value, full + ".", nested(info))
+        elif value != "auto":
+            kept[key] = value
+        elif full not in _AUTO_IS_DEFAULT and not _has_no_effect(info):
+            raise ConfigError(full, "found auto, which transformers' Trainer fills in; give a value")
+    return kept
 
 
 def _has_no_effect(info: FieldInfo | None) -> bool:
     return info is not None and any(isinstance(mark, NoEffect) for mark in info.metadata)
-
-
-def _without_autos(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_autos(value) if isinstance(value, Mapping) else value
-        for key, value in tree.items()
-        if value != "auto"
-    }

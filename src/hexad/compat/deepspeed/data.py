@@ -52,17 +52,8 @@ class RepeatingLoader:
             return next(self._iterator)
 
 
-def loader_of(
-    dataset: Any,
-    batch: int,
-    data: Axis,
-    collate: Callable[[Any], Any] | None,
-    drop_last: bool,
-    sampler: Any = None,
-    shuffle: bool = True,
-    workers: int = 0,
-) -> Loader:
-    """The loader of a rank's microbatches; see :meth:`DeepSpeedEngine.deepspeed_io`.
+def loader_of(dataset: Any, data: Axis, shuffle: bool, **options: Any) -> Loader:
+    """The loader of a rank's microbatches; the options are those of ``torch.utils.data.DataLoader``.
 
     Raises:
         HexadError: ``dataset`` is neither map-style nor iterable.
@@ -74,26 +65,25 @@ def loader_of(
             f"training_data: found a {type(dataset).__name__}, expected a data set with a length and "
             "numbered samples, or a torch.utils.data.IterableDataset; pass loaders to train_batch"
         )
-    if sampler is None and not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=shuffle)
-    return Loader(
-        dataset,
-        batch_size=batch,
-        sampler=sampler,
-        collate_fn=collate,
-        drop_last=drop_last,
-        num_workers=workers,
-    )
+    if options["sampler"] is None and not isinstance(dataset, IterableDataset):
+        options["sampler"] = DistributedSampler(dataset, data.size, data.rank, shuffle)
+    return Loader(dataset, **options)
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A container like ``value`` with what the function returns for each tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, function) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, function) for item in value)
+    return value
 
 
 def cast_tensors(value: Any, to: torch.dtype | torch.device) -> Any:
     """Tensors in containers on a device, or floating-point ones in a format."""
-    if isinstance(value, torch.Tensor):
-        return value.to(to) if isinstance(to, torch.device) or value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: cast_tensors(item, to) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_tensors(item, to) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(cast_tensors(item, to) for item in value)
-    return value
+    any_kind = isinstance(to, torch.device)
+    return map_tensors(value, lambda x: x.to(to) if any_kind or x.is_floating_point() else x)

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from hexad.checkpoint.reader import chosen
-from hexad.comm import agreed, first_difference, from_first, identical
-from hexad.config import AgreedError, HexadError, did_you_mean
+from hexad.comm import agreed, identical
+from hexad.config import HexadError, did_you_mean
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
-from hexad.topology.layout import Layout
 
 from ..facade import gathered, tags, world
 from ..facade.accumulation import Accumulation
@@ -28,11 +27,12 @@ from ..facade.optimizer import EngineOptimizer, Parameters, trained
 from .config import Batch, CheckedConfig, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .optimizers import client_optimizer, client_scheduler
+from .saved_state import COUNTERS
 from .translate import engine_config
+from .zero_files import written_by_deepspeed
 
 log = logging.getLogger("hexad")
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _OF_MODULES = frozenset(dir(nn.Module))
 """Names that are no hint for a misspelt one."""
 CLIP_EPSILON = 1e-6
@@ -127,7 +127,7 @@ class DeepSpeedEngine(nn.Module):
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Engine:
         settings = engine_config(self._config, self.device.type == "cuda")
-        mesh = world.mesh_of(Layout(world=world.world_size()), self.device)
+        mesh = world.mesh_of(self.device)
         return Engine(self._module, mesh, settings, optimizer=optimizer, initialise=False)
 
     def _cast_buffers(self) -> None:
@@ -169,16 +169,15 @@ class DeepSpeedEngine(nn.Module):
             collate_fn: of samples into a microbatch.
             num_local_io_workers: processes that load; by default none but this one.
         """
-        micro, drop = self._config.batch.micro, self._config.keys.dataloader_drop_last
         return loader_of(
             dataset,
-            batch_size or micro,
             self._engine.mesh.data,
-            collate_fn,
-            drop,
-            sampler=data_sampler,
             shuffle=self._shuffles and route == "train",
-            workers=num_local_io_workers or 0,
+            batch_size=batch_size or self._config.batch.micro,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            drop_last=self._config.keys.dataloader_drop_last,
+            num_workers=num_local_io_workers or 0,
         )
 
     # A step
@@ -401,28 +400,11 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError(f"save_checkpoint: found save_dir {save_dir!r}, expected a directory")
         world = self._engine.mesh.world
         identical("save_checkpoint", {"save_dir": str(save_dir)}, world)
-        tag = self._common_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tag = tags.common(tag, world, self._config.keys.checkpoint.tag_validation)
         progress = agreed(lambda: self._progress(client_state or {}), world)
         tags.save(self._engine, save_dir, tag, progress, save_latest, exclude_frozen_parameters)
         return True
-
-    def _common_tag(self, tag: str) -> str:
-        """The first rank's tag.
-
-        Raises:
-            AgreedError: another rank's differs, and the configuration refuses that.
-        """
-        validation, world = self._config.keys.checkpoint.tag_validation, self._engine.mesh.world
-        first = from_first(lambda: tag, world)
-        difference = first_difference(tag, world) if validation != "Ignore" else None
-        if difference is not None:
-            one, rank, other = difference
-            text = f"tag: found {other!r} on rank {rank} where rank 0 has {one!r}"
-            if validation == "Fail":
-                raise AgreedError(f"{text}; all ranks need the same")
-            if not self.global_rank:
-                log.warning("%s; that of rank 0 is used", text)
-        return first
 
     def _progress(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(client_state, Mapping):
@@ -431,7 +413,7 @@ class DeepSpeedEngine(nn.Module):
         return {
             **self._engine.progress(),
             "deepspeed": {
-                "counters": {name: getattr(self, name) for name in _COUNTERS},
+                "counters": {name: getattr(self, name) for name in COUNTERS},
                 "scheduler": None
                 if scheduler is None
                 else tags.encoded(scheduler.state_dict(), "lr_scheduler"),
@@ -475,7 +457,7 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError(f"load_checkpoint: found load_dir {load_dir!r}, expected a directory")
         axis = self._engine.mesh.world
         identical("load_checkpoint", {"load_dir": str(load_dir), "tag": tag}, axis)
-        path = chosen(lambda: tags.find(load_dir, tag, _of_deepspeed), axis, Path(load_dir))
+        path = chosen(lambda: tags.find(load_dir, tag, written_by_deepspeed), axis, Path(load_dir))
         if path is None:
             return None, None
         optimizer = load_optimizer_states and not load_module_only
@@ -498,7 +480,7 @@ class DeepSpeedEngine(nn.Module):
         engine = self._engine
         engine.restore_counts(progress)
         skipped = engine.step - progress.get("updates", engine.step)
-        of_run = dict(zip(_COUNTERS, (engine.step, engine.samples, skipped)))
+        of_run = dict(zip(COUNTERS, (engine.step, engine.samples, skipped)))
         for name, value in {**of_run, **kept.get("counters", {})}.items():
             setattr(self, name, value)
 
@@ -613,10 +595,3 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """No effect: an engine is freed when nothing refers to it."""
-
-
-def _of_deepspeed(path: Path) -> str | None:
-    """The instruction for a checkpoint that DeepSpeed has written; None for others."""
-    command = f"'hexad checkpoint import --from ds:{path} --to DIR'"
-    written = any(path.glob("*_states.pt"))
-    return f"found a checkpoint that DeepSpeed has written; convert it with {command}" if written else None

@@ -15,7 +15,6 @@ from torch import nn
 from hexad.comm import agreed, identical
 from hexad.config import ConfigError, HexadError
 from hexad.model.transformer import Transformer
-from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..facade import world
@@ -130,7 +129,7 @@ def _kind(model: nn.Module, device: torch.device) -> tuple[type[DeepSpeedEngine]
 
         if isinstance(model, GPTModel):
             return MegatronEngine, get_mesh()
-    return DeepSpeedEngine, world.mesh_of(Layout(world=world.world_size()), device)
+    return DeepSpeedEngine, world.mesh_of(device)
 
 
 def _check_degrees(keys: Keys, tensor: int | None) -> None:

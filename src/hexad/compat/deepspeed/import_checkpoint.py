@@ -183,12 +183,8 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTens
 
 
 def _unwrap(state: SavedState, embedding: str) -> None:
-    """Remove the prefix of names where the model is a submodule.
-
-    Args:
-        state: whose names change.
-        embedding: the published name of the embedding.
-    """
+    """Remove the prefix of a state's names where the model is a submodule, by the published name of the
+    embedding."""
     prefix = next((name.removesuffix(embedding) for name in state.weights if name.endswith(embedding)), "")
     for tensors in (state.weights, *state.moments.values()):
         short = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

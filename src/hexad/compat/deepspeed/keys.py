@@ -82,9 +82,7 @@ class Autocast(Section):
 
     enabled: Annotated[bool, Is("the forward pass runs under `torch.autocast`")] = False
     dtype: Annotated[Literal["bfloat16", "float16"], Is("of `torch.autocast`")] = "bfloat16"
-    lower_precision_safe_modules: Annotated[list[str] | None, NoEffect("gradients are sent in float32")] = (
-        None
-    )
+    lower_precision_safe_modules: Annotated[list[str] | None, NoEffect("gradients are sent in fp32")] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -272,13 +270,9 @@ class TensorParallel(Section):
 class CheckpointKeys(Section):
     """``checkpoint``."""
 
-    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], Is("whether ranks compare their tags")] = (
-        "Warn"
-    )
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], Is("whether tags are compared")] = "Warn"
     load_universal: Annotated[bool, NoEffect("any layout loads any checkpoint")] = False
-    use_node_local_storage: Annotated[bool, Refused("checkpoints need a file system that all ranks see")] = (
-        False
-    )
+    use_node_local_storage: Annotated[bool, Refused("checkpoints need a shared file system")] = False
     parallel_write: Annotated[Tree | None, ALWAYS] = None
     writer: Annotated[Tree | None, OWN] = None
 

@@ -84,29 +84,31 @@ def _torch_optimizer(optimizer: Any) -> Any:
 class _WarmupSchedule(LRSchedule):
     """A schedule that begins with warm-up."""
 
-    def _set_warmup(self, steps: int, kind: str, total: int | None = None) -> None:
-        """Set the number of steps and the kind of warm-up, in a schedule of ``total`` steps.
+    total_num_steps: float = math.inf
 
-        Raises:
-            ValueError: ``steps`` is not a positive integer.
-        """
+    def _set_warmup(self, steps: int, kind: str) -> None:
+        """Set the number of steps and the kind of warm-up."""
         if not isinstance(steps, int) or steps <= 0:
             raise ValueError(f"warmup_num_steps must be a positive integer, got {steps}")
         if kind not in ("log", "linear"):
             log.warning("scheduler.params.warmup_type: found %r, expected log or linear; log is used", kind)
             kind = "log"
         self.warmup_num_steps, self.warmup_type = max(2, steps), kind
-        if total is not None and total < self.warmup_num_steps:
+        if self.total_num_steps < self.warmup_num_steps:
             text = "scheduler.params.total_num_steps %d is less than warmup_num_steps %d"
-            log.warning(text, total, self.warmup_num_steps)
+            log.warning(text, self.total_num_steps, self.warmup_num_steps)
 
-    def _warmed(self, iteration: int) -> float | None:
-        """The part of warm-up that is done at an iteration; None after it."""
+    def _part(self, iteration: int) -> float:
+        """The position between the smallest and the largest rate, from 0 to 1."""
         if iteration >= self.warmup_num_steps:
-            return None
+            return self._after(iteration)
         if self.warmup_type == "log":
             return math.log(iteration + 1) / math.log(self.warmup_num_steps)
         return iteration / self.warmup_num_steps
+
+    def _after(self, iteration: int) -> float:
+        """The position after warm-up."""
+        return 1.0
 
 
 class WarmupLR(_WarmupSchedule):
@@ -132,16 +134,10 @@ class WarmupLR(_WarmupSchedule):
             self._set(self.min_lrs)
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at ``last_batch_iteration``."""
         if self.last_batch_iteration < 0:
             return self.min_lrs
         part = self._part(self.last_batch_iteration)
         return [low + (high - low) * part for low, high in zip(self.min_lrs, self.max_lrs)]
-
-    def _part(self, iteration: int) -> float:
-        """The position between the smallest and the largest rate, from 0 to 1."""
-        warmed = self._warmed(iteration)
-        return 1.0 if warmed is None else warmed
 
 
 class WarmupDecayLR(WarmupLR):
@@ -161,12 +157,10 @@ class WarmupDecayLR(WarmupLR):
         super().__init__(
             optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
-        self._set_warmup(warmup_num_steps, self.warmup_type, total_num_steps)
 
-    def _part(self, iteration: int) -> float:
-        warmed = self._warmed(iteration)
+    def _after(self, iteration: int) -> float:
         left = (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup_num_steps)
-        return max(0.0, left) if warmed is None else warmed
+        return max(0.0, left)
 
 
 class WarmupCosineLR(_WarmupSchedule):
@@ -186,7 +180,7 @@ class WarmupCosineLR(_WarmupSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.total_num_steps, self.cos_min_ratio = total_num_steps, cos_min_ratio
         self.warmup_min_ratio = warmup_min_ratio
-        self._set_warmup(warmup_num_steps, warmup_type, total_num_steps)
+        self._set_warmup(warmup_num_steps, warmup_type)
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         if last_batch_iteration == -1:
             self._set(self.get_lr())
@@ -196,16 +190,16 @@ class WarmupCosineLR(_WarmupSchedule):
         iteration, low = self.last_batch_iteration, self.warmup_min_ratio
         if iteration < 0:
             return 0.0
-        warmed = self._warmed(iteration)
-        if warmed is not None:
-            return low + (1.0 - low) * warmed
+        if iteration < self.warmup_num_steps:
+            return low + (1.0 - low) * self._part(iteration)
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * self._part(iteration))
+
+    def _after(self, iteration: int) -> float:
         warmup = self.warmup_num_steps
         done = min(1.0, (iteration - warmup + 1) / max(1, self.total_num_steps - warmup))
-        part = (1 + math.cos(math.pi * done)) / 2
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * part)
+        return (1 + math.cos(math.pi * done)) / 2
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at ``last_batch_iteration``."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
@@ -233,7 +227,6 @@ class LRRangeTest(LRSchedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at ``last_batch_iteration``."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         factor = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [rate * factor for rate in self.min_lr]
@@ -288,7 +281,6 @@ class OneCycle(LRSchedule):
                 self._set_moms(self.min_moms)
 
     def get_lr(self) -> list[float]:
-        """The rate of every group at ``last_batch_iteration``."""
         after = self._after()
         if after is None:
             part = self._part()

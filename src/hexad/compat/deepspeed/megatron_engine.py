@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ import torch
 from hexad.comm import broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
 from hexad.engine.engine import Engine
-from hexad.topology.mesh import Axis
 
 from ..facade.optimizer import refused
 from ..megatron import parallel_state
@@ -23,44 +23,20 @@ _RESULT, _GRADIENT = 1 << 20, (1 << 20) + 1
 """Message tags, beyond those of schedules."""
 
 
-@dataclass
-class _Link:
-    """Messages between a rank's stage and its neighbours.
-
-    Attributes:
-        axis: the pipeline's.
-        device: of this rank.
-        shape, dtype: of hidden states.
-    """
-
-    axis: Axis
-    device: torch.device
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def receive(self, source: int, tag: int) -> torch.Tensor:
-        """Receive hidden states, or their gradient, from a neighbour."""
-        empty = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return receive_async(empty, self.axis, source, tag).wait()
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        """Send hidden states, or their gradient, to a neighbour."""
-        send_async(tensor.contiguous(), self.axis, to, tag).wait()
-
-
 class _Exchange(torch.autograd.Function):
     """Returns the last stage's result in place of this stage's, so that every rank computes and
-    differentiates the loss. The gradient of this stage's result comes from the next stage."""
+    differentiates the loss. The gradient of this stage's result is what ``receive`` returns."""
 
     @staticmethod
-    def forward(context: Any, hidden: torch.Tensor, result: torch.Tensor, link: _Link) -> torch.Tensor:
-        context.link = link
+    def forward(
+        context: Any, hidden: torch.Tensor, result: torch.Tensor, receive: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        context.receive = receive
         return result
 
     @staticmethod
     def backward(context: Any, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        link: _Link = context.link
-        return link.receive(link.axis.rank + 1, _GRADIENT), None, None
+        return context.receive(), None, None
 
 
 class MegatronEngine(DeepSpeedEngine):
@@ -84,15 +60,14 @@ class MegatronEngine(DeepSpeedEngine):
         settings = self._settings(resolved.config)
         if settings.model.tied_embeddings:
             check_tied(False, settings.parallel.zero)
-        shape = tuple(empty_hidden(settings, mesh).shape)
-        self._link = _Link(mesh.pipeline, self.device, shape, self._module.dtype)
+        self._shape = tuple(empty_hidden(settings, mesh).shape)
         return GPTEngine(
             {mesh.pipeline.rank: self._module},
             mesh,
             settings,
             plan=resolved.plan,
             optimizer=optimizer,
-            boundary=lambda *_: torch.empty(shape),
+            boundary=lambda *_: torch.empty(self._shape),
             initialise=False,
         )
 
@@ -133,13 +108,13 @@ class MegatronEngine(DeepSpeedEngine):
 
     def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
         """The model's result of a microbatch; of the last stage's model on every rank."""
-        pipeline, module = self._link.axis, self._module
+        pipeline, module = self._engine.mesh.pipeline, self._module
         if pipeline.size == 1:
             result: torch.Tensor = super().forward(*inputs, **named)
             return result
         received = None
         if pipeline.rank > 0:
-            received = self._link.receive(pipeline.rank - 1, _RESULT)
+            received = self._receive(pipeline.rank - 1, _RESULT)
             if torch.is_grad_enabled():
                 received.requires_grad_()
                 received.register_post_accumulate_grad_hook(self._send_back)
@@ -147,17 +122,26 @@ class MegatronEngine(DeepSpeedEngine):
         output: torch.Tensor = super().forward(*inputs, **named)
         last = pipeline.rank == pipeline.size - 1
         if not last:
-            self._link.send(output.detach(), pipeline.rank + 1, _RESULT)
+            self._send(output.detach(), pipeline.rank + 1, _RESULT)
         final = output.detach().contiguous() if last else self._empty(inputs, named)
         final = broadcast(final, pipeline, pipeline.size - 1)
         if last or not output.requires_grad:
             return output if last else final
-        exchanged: torch.Tensor = _Exchange.apply(output, final, self._link)
+        gradient = partial(self._receive, pipeline.rank + 1, _GRADIENT)
+        exchanged: torch.Tensor = _Exchange.apply(output, final, gradient)
         return exchanged
+
+    def _receive(self, source: int, tag: int) -> torch.Tensor:
+        """Hidden states, or their gradient, of a neighbour."""
+        empty = torch.empty(self._shape, dtype=self._module.dtype, device=self.device)
+        return receive_async(empty, self._engine.mesh.pipeline, source, tag).wait()
+
+    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        send_async(tensor.contiguous(), self._engine.mesh.pipeline, to, tag).wait()
 
     def _send_back(self, received: torch.Tensor) -> None:
         assert received.grad is not None
-        self._link.send(received.grad, self._link.axis.rank - 1, _GRADIENT)
+        self._send(received.grad, self._engine.mesh.pipeline.rank - 1, _GRADIENT)
         received.grad = None
 
     def _empty(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:

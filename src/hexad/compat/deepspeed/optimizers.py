@@ -106,12 +106,10 @@ def from_keys(keys: OptimizerKeys, parameters: Parameters) -> torch.optim.Optimi
 def check_names(
     field: str, params: Mapping[str, Any], kind: Callable[..., Any], name: str, others: Iterable[str] = ()
 ) -> None:
-    """Refuse parameters of a section that what it names does not take.
+    """Refuse parameters of the section ``field`` that ``kind`` does not take after a first argument.
 
     Args:
-        field: of ``params``.
-        kind: which takes them, after a first argument.
-        name: of it.
+        name: of ``kind``.
         others: that are accepted too.
 
     Raises:
@@ -152,14 +150,12 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
             f"found {name}, which torch.optim lacks or defines differently; use AdamW, or pass an "
             "optimizer to initialize(optimizer=)",
         )
-    known = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and key != "Optimizer"
-    }
-    for key, value in known.items():
+    kinds = (value for value in vars(torch.optim).values() if isinstance(value, type))
+    known = {kind.__name__: kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)}
+    del known["Optimizer"]
+    for key, kind in known.items():
         if key.lower() == name.lower():
-            return value
+            return kind
     hint = did_you_mean(name, known) or f"; known: {', '.join(sorted(known))}"
     raise ConfigError("optimizer.type", f"unknown optimizer {name!r}{hint}")
 
@@ -167,24 +163,19 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
 def client_optimizer(
     module: nn.Module, keys: Keys, given: Any, parameters: Parameters | None, keeps_groups: bool
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of a script, or that its configuration names; None if there is neither.
-
-    Args:
-        keys: of the configuration.
-        module, given, parameters, keeps_groups: see :func:`~hexad.compat.facade.optimizer.adopted_optimizer`.
+    """The optimizer of a script, or that its configuration names; None if there is neither. Arguments are
+    those of :func:`~hexad.compat.facade.optimizer.adopted_optimizer`.
 
     Raises:
         ConfigError: it may not be elementwise, and cannot be sharded.
         HexadError: it is neither, or has a parameter twice.
     """
-    if given is None and keys.optimizer is None:
-        return None
-    if given is None and keys.optimizer is not None:
+    if given is None:
+        if keys.optimizer is None:
+            return None
         given = partial(from_keys, keys.optimizer)
-    optimizer, stage = (
-        adopted_optimizer(module, given, parameters, keeps_groups),
-        keys.zero_optimization.stage,
-    )
+    optimizer = adopted_optimizer(module, given, parameters, keeps_groups)
+    stage = keys.zero_optimization.stage
     if stage and not keys.zero_allow_untested_optimizer and not is_elementwise(optimizer):
         raise ConfigError(
             "zero_optimization.stage",

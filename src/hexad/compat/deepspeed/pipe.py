@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
-from operator import itemgetter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from hexad.config import HexadError
 from hexad.config.errors import did_you_mean
 from hexad.engine.modules import Ties
+from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.planning import PipelinePlan
 from hexad.topology.layout import Layout
@@ -128,7 +128,7 @@ class PipelineModule(nn.Module):
         dynamic_shape: accepted: shapes may change from step to step.
 
     Attributes:
-        stages: of this rank, by number.
+        stages: of this rank, by number; ``own_stages`` has them by integers.
         parts: the layers of every stage.
         plan: of the pipeline.
     """
@@ -166,20 +166,20 @@ class PipelineModule(nn.Module):
         self.num_stages = int(topology.get_dim("pipe") if num_stages is None else num_stages)
         self.schedule, self.virtual_stages = schedule, virtual_stages
         device = world.join()
-        self.mesh = world.mesh_of(self._layout(), device)
+        self._check_world()
+        self.mesh = world.mesh_of(device, self.num_stages)
         self.stage_id = self.mesh.pipeline.rank
         planned = build_schedule(schedule, self.num_stages, self.num_stages, virtual_stages)
         self.parts = self._partition(partition_method, planned.stages)
         self.plan = PipelinePlan(planned, self.parts)
         seed = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
-        self.stages = nn.ModuleDict(
-            {str(n): PipeStage(self, self.parts[n]) for n in planned.stages_of(self.stage_id)}
-        )
+        self.own_stages = {n: PipeStage(self, self.parts[n]) for n in planned.stages_of(self.stage_id)}
+        self.stages = nn.ModuleDict({str(number): stage for number, stage in self.own_stages.items()})
         self._check_ties()
         self._build(seed)
         self.to(device)
 
-    def _layout(self) -> Layout:
+    def _check_world(self) -> None:
         ranks = world.world_size()
         if self.num_stages < 1 or ranks % self.num_stages:
             fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -187,28 +187,25 @@ class PipelineModule(nn.Module):
                 f"PipelineModule: found num_stages {self.num_stages} in a world of {ranks} ranks; use one of "
                 f"{', '.join(map(str, fitting))}"
             )
-        return Layout(world=ranks, pipeline=self.num_stages)
 
     # Stages
 
     def _partition(self, method: str, stages: int) -> tuple[range, ...]:
         count = len(self.specs)
+        if count < stages:
+            raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
         kind, _, pattern = method.partition(":")
         if kind.lower() == "uniform":
             bounds = [stage * count // stages for stage in range(stages + 1)]
-            parts = tuple(range(low, high) for low, high in pairwise(bounds))
-        elif kind.lower() in ("parameters", "type"):
+            return tuple(range(low, high) for low, high in pairwise(bounds))
+        if kind.lower() in ("parameters", "type"):
             weights = self._counts() if kind.lower() == "parameters" else self._matching(pattern)
-            parts = balanced(weights, stages)
-        else:
-            known = ("parameters", "uniform", "type:REGEX")
-            raise HexadError(
-                f"partition_method: found {method!r}{did_you_mean(method, known)}; expected one of "
-                f"{', '.join(known)}"
-            )
-        if not all(map(len, parts)):
-            raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
-        return parts
+            return balanced(weights, stages)
+        known = ("parameters", "uniform", "type:REGEX")
+        raise HexadError(
+            f"partition_method: found {method!r}{did_you_mean(method, known)}; expected one of "
+            f"{', '.join(known)}"
+        )
 
     def _counts(self) -> list[int]:
         """The number of trained parameters of every layer."""
@@ -249,41 +246,29 @@ class PipelineModule(nn.Module):
 
     def _build(self, seed: tuple[Callable[[int], Any], int] | None) -> None:
         """Build this rank's layers."""
-        mine = {number: stage for stage in self._stages() for number in stage.layers}
+        mine = {number: stage for stage in self.own_stages.values() for number in stage.layers}
         keys = {spec.key for spec in map(self.specs.__getitem__, mine) if isinstance(spec, TiedLayerSpec)}
-        shared: dict[str, nn.Module] = {}
-        made: set[str] = set()
+        tied: dict[str | None, Any] = {}  # by key; None for those of other ranks
         for number, spec in enumerate(self.specs):
-            stage = mine.get(number)
+            stage, key = mine.get(number), spec.key if isinstance(spec, TiedLayerSpec) else None
             if stage is None and (seed is not None or not isinstance(spec, LayerSpec)):
                 continue
             if seed is not None:
                 seed[0](seed[1] + number)
-            if not isinstance(spec, TiedLayerSpec):
+            if key in tied:
+                layer = tied[key]
+            else:
                 layer = spec.build() if isinstance(spec, LayerSpec) else spec
-                if stage is not None:
-                    if isinstance(layer, nn.Module):
-                        stage.add_module(str(number), layer)
-                    stage.functions.append(layer)
+            if key is not None:
+                tied[key] = layer if key in keys else None
+            if stage is None:
                 continue
-            if spec.key not in made:
-                made.add(spec.key)
-                layer = spec.build()
-                if spec.key in keys:
-                    shared[spec.key] = layer
-            if stage is not None:
-                layer = stage.tied_modules[spec.key] = shared[spec.key]
-                if spec.forward_fn is not None:
-                    layer = Use(layer, spec.forward_fn)
-                    stage.add_module(str(number), layer)
-                stage.functions.append(layer)
-
-    def _stages(self) -> list[PipeStage]:
-        return [stage for stage in self.stages.values() if isinstance(stage, PipeStage)]
-
-    def stages_by_number(self) -> dict[int, nn.Module]:
-        """This rank's stages, by number."""
-        return {int(number): stage for number, stage in self.stages.items()}
+            if key is not None:
+                stage.tied_modules[key] = layer
+                layer = layer if spec.forward_fn is None else Use(layer, spec.forward_fn)
+            if isinstance(layer, nn.Module) and layer is not tied.get(key):
+                stage.add_module(str(number), layer)
+            stage.functions.append(layer)
 
     def _holders(self) -> dict[str, list[int]]:
         """The pipeline ranks of each tied layer's stages, by key."""
@@ -299,7 +284,7 @@ class PipelineModule(nn.Module):
         holders = self._holders()
         return {
             parameter: (f"tied_modules.{key}", ranks[0] != self.stage_id)
-            for stage in self._stages()
+            for stage in self.own_stages.values()
             for key, module in stage.tied_modules.items()
             if len(set(ranks := holders[key])) > 1
             for parameter in module.parameters()
@@ -330,7 +315,7 @@ class PipelineModule(nn.Module):
             raise HexadError(
                 "PipelineModule: a rank has only some of the layers; call engine.train_batch or eval_batch"
             )
-        for stage in self._stages():
+        for stage in self.own_stages.values():
             x = stage(x)
         return x
 
@@ -342,28 +327,8 @@ def _name(spec: Any) -> str:
 
 
 def balanced(weights: Sequence[int], stages: int) -> tuple[range, ...]:
-    """Runs of at least one layer, the heaviest of which is as light as possible.
-
-    Raises:
-        HexadError: there are fewer layers than stages.
-    """
+    """Runs of at least one layer, the heaviest of which is as light as possible."""
     count = len(weights)
-    if count < stages:
-        raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
-    sums = list(accumulate(weights, initial=0))
-    # By the end of some runs of the first layers: the weight of the heaviest, and where the runs begin.
-    best: list[tuple[int, tuple[int, ...]]] = [(total, (0,)) for total in sums]
-    for runs in range(2, stages + 1):
-        best = [
-            min(
-                (
-                    (max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut))
-                    for cut in range(runs - 1, end)
-                ),
-                key=itemgetter(0),
-                default=(0, ()),
-            )
-            for end in range(count + 1)
-        ]
-    bounds = (*best[count][1], count)
-    return tuple(range(low, high) for low, high in pairwise(bounds))
+    # A layer counts a little more than its weight, so that no run is empty.
+    costs = LayerCosts(0.0, tuple(float(weight * (count + 1) + 1) for weight in weights), 0.0)
+    return partition("cost", count, stages, costs)

@@ -37,18 +37,33 @@ class MessagePart:
     dtype: torch.dtype
     trained: bool
 
-    @property
-    def elements(self) -> int:
-        """The number of elements of a tensor."""
-        return prod(self.shape)
+    def size(self, dtype: torch.dtype) -> int:
+        """The number of elements that it takes of a message in a format."""
+        if self.trained:
+            return prod(self.shape)
+        return -(-prod(self.shape) * self.dtype.itemsize // dtype.itemsize)
+
+    def encoded(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The elements of a message in a format: converted values, or bytes."""
+        if self.trained:
+            return tensor.reshape(-1).to(dtype)
+        raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+        return torch.nn.functional.pad(raw, (0, -raw.numel() % dtype.itemsize)).view(dtype)
+
+    def decoded(self, elements: torch.Tensor) -> torch.Tensor:
+        """The tensor, from its elements in a message."""
+        if self.trained:
+            return elements.view(self.shape).to(self.dtype)
+        raw = elements.detach().clone().view(torch.uint8)[: prod(self.shape) * self.dtype.itemsize]
+        return raw.view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
 class Form:
     """The form of a stage's result, and of the message that carries it.
 
-    A message is one flat tensor, in the widest format of those with gradients: these first,
-    converted, and then the bytes of the others. A single tensor with a gradient is sent as it is.
+    A message is one flat tensor, in the widest format of those with gradients, which are converted; of the
+    others it has the bytes. A single tensor with a gradient is sent as it is.
 
     Attributes:
         parts: its tensors.
@@ -60,11 +75,8 @@ class Form:
 
     @classmethod
     def of(cls, result: Any, trained: bool) -> Form:
-        """The form of a result.
-
-        Args:
-            result: a tensor or a tuple of tensors.
-            trained: gradients are sent back for floating-point tensors.
+        """The form of a tensor or a tuple of tensors; ``trained``: gradients of floating-point ones are sent
+        back.
 
         Raises:
             HexadError: it is something else.
@@ -96,44 +108,22 @@ class Form:
             tensor: torch.Tensor = result
             return tensor
         tensors = (result,) if self.single else result
-        kept = [t.reshape(-1).to(self.dtype) for t, part in zip(tensors, self.parts) if part.trained]
-        raw = [_raw(t, self.dtype) for t, part in zip(tensors, self.parts) if not part.trained]
-        return torch.cat([*kept, *raw])
+        return torch.cat([part.encoded(tensor, self.dtype) for tensor, part in zip(tensors, self.parts)])
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """An empty tensor like the message."""
         if self.plain:
             return torch.empty(self.parts[0].shape, dtype=self.dtype, device=device)
-        return torch.empty(sum(map(self._size, self.parts)), dtype=self.dtype, device=device)
+        size = sum(part.size(self.dtype) for part in self.parts)
+        return torch.empty(size, dtype=self.dtype, device=device)
 
     def result(self, message: torch.Tensor) -> Any:
         """The result in a message."""
         if self.plain:
             return message
-        order = sorted(range(len(self.parts)), key=lambda number: not self.parts[number].trained)
-        sizes = [self._size(self.parts[number]) for number in order]
-        tensors: dict[int, torch.Tensor] = {}
-        for number, piece in zip(order, message.split(sizes)):
-            part = self.parts[number]
-            if part.trained:
-                tensors[number] = piece.view(part.shape).to(part.dtype)
-            else:
-                raw = piece.detach().clone().view(torch.uint8)[: part.elements * part.dtype.itemsize]
-                tensors[number] = raw.view(part.dtype).view(part.shape)
-        return tensors[0] if self.single else tuple(tensors[number] for number in range(len(self.parts)))
-
-    def _size(self, part: MessagePart) -> int:
-        """The number of the message's elements that a part takes."""
-        if part.trained:
-            return part.elements
-        return -(-part.elements * part.dtype.itemsize // self.dtype.itemsize)
-
-
-def _raw(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor's bytes as elements of a format."""
-    raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
-    padding = -raw.numel() % dtype.itemsize
-    return torch.nn.functional.pad(raw, (0, padding)).view(dtype)
+        pieces = message.split([part.size(self.dtype) for part in self.parts])
+        tensors = tuple(part.decoded(piece) for part, piece in zip(self.parts, pieces))
+        return tensors[0] if self.single else tensors
 
 
 _PROBE = 1 << 20
@@ -180,7 +170,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._forms: dict[object, tuple[Form, ...]] = {}
         self._data_iterator: Iterator[Any] | None = None
         return Engine(
-            module.stages_by_number(),
+            module.own_stages,
             module.mesh,
             settings.model_copy(update={"parallel": parallel}),
             plan=module.plan,
@@ -309,7 +299,7 @@ class PipelineEngine(DeepSpeedEngine):
             for number, rank in enumerate(placement[:-1]):
                 form = None
                 if rank == module.stage_id:
-                    x = module.stages[str(number)](x)
+                    x = module.own_stages[number](x)
                     form = Form.of(x, trained=True)
                 form = gather_objects(form, pipeline)[rank] if pipeline.size > 1 else form
                 assert form is not None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hexad.config import HexadError
+from hexad.optim.schedule import MOMENTS
 
 from ..facade.inert import Inert, load_inert
 from ..facade.tags import encoded
@@ -53,8 +54,8 @@ _OF_DEEPSPEED = frozenset(
 )
 """Keys of a file of model states that are not a script's ``client_state``."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's, under the names that its state has everywhere."""
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+"""Attributes of DeepSpeed's engine, and keys of a file of model states."""
 
 
 @dataclass(frozen=True)
@@ -206,25 +207,21 @@ def progress(
     """The progress that Hexad's engine resumes from.
 
     Args:
-        model: the content of a ``*model_states.pt``.
-        path: of it.
+        model, path: the content of a ``*model_states.pt``, and its path.
         updates: from :func:`adam_step`, of all files.
         optimizer: DeepSpeed's state of it.
 
     Raises:
         HexadError: the files are of different steps.
     """
-    step, skipped, samples = (
-        _number(entry(model, path, key, (int, torch.Tensor)))
-        for key in ("global_steps", "skipped_steps", "global_samples")
-    )
+    counters = {key: _number(entry(model, path, key, (int, torch.Tensor))) for key in COUNTERS}
+    step, samples, skipped = counters.values()
     # Without ZeRO, DeepSpeed makes a first update with zero gradients, to allocate the state.
     if len(updates) > 1 or max(updates, default=0) > step - skipped + 1:
         raise HexadError(
             f"{path}: found step {step} ({skipped} skipped), and optimizer states after "
             f"{' and '.join(map(str, sorted(updates)))} updates; files of several checkpoints are mixed"
         )
-    counters = {"global_steps": step, "global_samples": samples, "skipped_steps": skipped}
     return {
         "step": step,
         "updates": updates.pop() if updates else step - skipped,
@@ -275,11 +272,7 @@ class _Ambiguous(Exception):
 
 
 class _Names:
-    """The names of an optimizer's parameters, which are recognised by their values.
-
-    Args:
-        parameters: of the module, by name.
-    """
+    """The names of an optimizer's parameters, which are recognised by their values."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = parameters
@@ -333,12 +326,7 @@ def _fits(tensor: torch.Tensor, shape: torch.Size | None, master: torch.Tensor |
 
 
 def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> SavedState:
-    """The state in ``mp_rank_00_model_states.pt`` of a run without ZeRO.
-
-    Args:
-        directory: of the tag.
-        file: the only one.
-        model: its content.
+    """The state of a run without ZeRO, whose one file, ``mp_rank_00_model_states.pt``, holds ``model``.
 
     Raises:
         HexadError: it is not of DeepSpeed.

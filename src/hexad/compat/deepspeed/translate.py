@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from inspect import signature
 from operator import attrgetter
 from typing import Annotated, Any, Literal
@@ -12,10 +11,9 @@ from pydantic import BeforeValidator, Field, create_model
 from hexad.config import Config, ConfigError
 from hexad.model.configuration import load_config
 
-from .config import CheckedConfig, without_effect
+from .config import CheckedConfig, checked, given, without_effect
 from .keys import Keys, NoEffect, Offload, Section
 from .lr_schedules import LRSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from .sections import checked, given
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Rate = Annotated[Finite, Field(ge=0)]
@@ -74,20 +72,7 @@ def _parameters(schedule: type[LRSchedule]) -> type[Section]:
     return create_model(schedule.__name__, __base__=Section, **fields)
 
 
-@dataclass(frozen=True)
-class FileTranslation:
-    """A ``run.yaml`` and its differences from the file.
-
-    Attributes:
-        tree: settings that differ from Hexad's defaults, and those that the file names.
-        notes: a line for every difference.
-    """
-
-    tree: dict[str, Any]
-    notes: list[str]
-
-
-def engine_config(config: CheckedConfig, gpu: bool, tensor: int = 1, pipeline: int = 1) -> Config:
+def engine_config(config: CheckedConfig, gpu: bool, pipeline: int = 1) -> Config:
     """The settings of an engine around modules; learning rates and decay are the optimizer's own.
 
     Raises:
@@ -96,16 +81,16 @@ def engine_config(config: CheckedConfig, gpu: bool, tensor: int = 1, pipeline: i
     _check_offload(config.keys, gpu)
     tree = shared_settings(config)
     tree["run"] = {"timeout": 1800.0}
-    tree["parallel"] |= {"tensor": tensor, "pipeline": pipeline}
+    tree["parallel"] |= {"tensor": 1, "pipeline": pipeline}
     tree["checkpoint"] = {"asynchronous": False}
     return load_config(tree)
 
 
-def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
-    """The ``run.yaml`` for one of Hexad's models that is equivalent to the file.
+def run_settings(config: CheckedConfig, strict: bool = True) -> tuple[dict[str, Any], list[str]]:
+    """The ``run.yaml`` for one of Hexad's models that is equivalent to the file: settings that differ from
+    Hexad's defaults or that the file names, and a line for every difference.
 
     Args:
-        config: checked.
         strict: refuse unknown parameters of the optimizer and the schedule; otherwise warn about them.
 
     Raises:
@@ -121,15 +106,12 @@ def run_settings(config: CheckedConfig, strict: bool = True) -> FileTranslation:
     if keys.steps_per_print is not None:
         tree["log"] = {"every": keys.steps_per_print}
     notes += [f"{key}: no effect" for key in without_effect(keys)]
-    return FileTranslation({name: group for name, group in tree.items() if group}, notes)
+    return {name: group for name, group in tree.items() if group}, notes
 
 
 def settings_beside_optimizer(config: CheckedConfig, notes: list[str]) -> dict[str, Any]:
-    """The settings of a ``run.yaml`` except the optimizer's and the learning rate's.
-
-    Args:
-        config: checked.
-        notes: receives a line for every difference.
+    """The settings of a ``run.yaml`` except the optimizer's and the learning rate's; ``notes`` receives a
+    line for every difference.
 
     Raises:
         ConfigError: keys that have no counterpart.

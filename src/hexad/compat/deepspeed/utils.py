@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from .data import map_tensors
 
 __all__ = ["clone_tensors_for_torch_save", "log_dist", "logger", "set_z3_leaf_modules"]
 
@@ -24,13 +26,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Copies of tensors in containers: a view of a large bucket would be saved with all of it."""
-    if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True)
-    if isinstance(item, Mapping):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
-    if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
-    return item
+    return map_tensors(item, lambda tensor: tensor.detach().to(device, copy=True))
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_modules: Sequence[Any]) -> list[nn.Module]:

@@ -20,9 +20,9 @@ import torch
 
 from hexad.checkpoint.manifest import MANIFEST_FILE
 from hexad.config import HexadError
+from hexad.optim.schedule import MOMENTS
 
 from .saved_state import (
-    MOMENTS,
     SavedState,
     SavedTensor,
     adam_step,
@@ -86,20 +86,16 @@ def model_files(directory: Path) -> tuple[list[Path], bool]:
     return sharded or complete, bool(sharded)
 
 
+def written_by_deepspeed(path: Path) -> str | None:
+    """The instruction for a checkpoint that DeepSpeed has written; None for others."""
+    command = f"'hexad checkpoint import --from ds:{path} --to DIR'"
+    written = any(path.glob("*_states.pt"))
+    return f"found a checkpoint that DeepSpeed has written; convert it with {command}" if written else None
+
+
 class _Model:
-    """The module's part of a checkpoint with ZeRO, or of the universal format.
-
-    Args:
-        directory: of the tag.
-        files: by rank.
-        sharded: each file has a part of the frozen parameters (stage 3).
-
-    Attributes:
-        models: the content of the files.
-        module: the module's state in the first one.
-        groups: names and shapes of trained parameters, by parameter group.
-        aliases: further names of tied parameters -> the name of the first.
-    """
+    """The module's part of a checkpoint with ZeRO, or of the universal format; in ``sharded`` ones (stage 3)
+    each rank's file has a part of the frozen parameters."""
 
     def __init__(self, directory: Path, files: Sequence[Path], sharded: bool) -> None:
         self.directory, self.files, self.sharded = directory, files, sharded
@@ -117,15 +113,8 @@ class _Model:
         optimizer: Mapping[str, Any],
         groups: Sequence[Any],
     ) -> SavedState:
-        """The state of the checkpoint.
-
-        Args:
-            trained: master weights.
-            moments: of Adam, where all parameters have them.
-            updates: the numbers of updates of parameters.
-            optimizer: DeepSpeed's state of it.
-            groups: settings of its parameter groups.
-        """
+        """The state of the checkpoint, with master weights of what is ``trained``, Adam's moments where all
+        parameters have them, and the numbers of their updates."""
         copies = {} if self.sharded else self.module
         weights = {name: replace(tensor, rounded=copies.get(name)) for name, tensor in trained.items()}
         return SavedState(
@@ -160,12 +149,7 @@ class _Model:
 
 
 class _Zero(_Model):
-    """A checkpoint of ZeRO stages 1 to 3, or of DeepSpeed's bf16 optimizer.
-
-    Args:
-        directory, files, sharded: see :class:`_Model`.
-        shard_files: of the optimizer, by rank.
-    """
+    """A checkpoint of ZeRO stages 1 to 3, or of DeepSpeed's bf16 optimizer, in the files ``shard_files``."""
 
     def __init__(
         self, directory: Path, files: Sequence[Path], sharded: bool, shard_files: Sequence[Path]
@@ -206,11 +190,7 @@ class _Zero(_Model):
         return self.saved(masters, moments, updates, self.optimizers[0], settings[0])
 
     def _masters(self) -> list[list[torch.Tensor]]:
-        """Each rank's part of each group's master weights.
-
-        Raises:
-            HexadError: there are more or fewer than groups, or other things.
-        """
+        """Each rank's part of each group's master weights."""
         key = "fp32_flat_groups" if self.sharded else "single_partition_of_fp32_groups"
         parts = []
         for path, optimizer in zip(self.shard_files, self.optimizers):
@@ -301,11 +281,7 @@ def _joined(shape: tuple[int, ...], parts: Sequence[torch.Tensor], file: Path) -
 
 
 def _by_rank(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files of a kind, by data-parallel rank.
-
-    Raises:
-        HexadError: one is missing, or they are those of a model-parallel run or of several checkpoints.
-    """
+    """The files of a kind, by data-parallel rank, all of one checkpoint."""
     paths: dict[int, Path] = {}
     kinds = set()
     for path in sorted(directory.iterdir()):

@@ -82,10 +82,8 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self, zero: int) -> Iterator[None]:
-        """Accumulate any number of passes, which the update reduces, outside.
-
-        Args:
-            zero: the level of sharding.
+        """Accumulate any number of passes, which the update reduces, outside; ``zero`` is the level of
+        sharding.
 
         Raises:
             HexadError: with ZeRO 2 or 3, which reduce in every backward pass, or inside another one.

@@ -111,8 +111,6 @@ def state_dict(
     """A module's ``state_dict`` with complete values on the host; all ranks together.
 
     Args:
-        engine: of the module.
-        module: the same on all ranks.
         exclude_frozen: leave out parameters that are not trained.
         first_only: nothing on the other ranks, whose hosts hold no copy.
     """

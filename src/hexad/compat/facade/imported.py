@@ -14,7 +14,7 @@ import torch
 from hexad.checkpoint.directory import origin_of, write_manifest
 from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
 from hexad.checkpoint.hugging_face.importing import with_tokenizer
-from hexad.checkpoint.index import FileRecord, Index
+from hexad.checkpoint.index import FileRecord
 from hexad.checkpoint.tensor_file import Part, TensorFile, write_shard
 from hexad.config import Config, HexadError
 from hexad.model.hugging_face import CONFIG_FILE, model_settings, read_config
@@ -96,8 +96,6 @@ def write_import(
     """Write a checkpoint, renamed into place when all is on disk.
 
     Args:
-        tensors: all of it.
-        to: the checkpoint's directory.
         source: where the tensors come from, for the manifest.
         progress: ``step``, ``updates`` and ``samples``.
         config: that the tensors belong to; None for the state of a plain module.
@@ -111,7 +109,10 @@ def write_import(
         others: dict[str, FileRecord] = {}
         if config is not None and folder is not None:
             config, others = with_tokenizer(config, folder, directory, to.resolve())
-        index, origin = _written(tensors, directory), origin_of(f"imported from {source.resolve()}")
+        parts = [Part(Rectangle.whole(tensor.name, tensor.shape), tensor.dtype) for tensor in tensors]
+        values = (tensor.read() for tensor in tensors)
+        index = write_shard(directory, TensorFile.of_host(0, {0: parts}), values)
+        origin = origin_of(f"imported from {source.resolve()}")
         write_manifest(directory, index, expected, config, progress, origin, others)
     return ImportResult(
         config,
@@ -121,8 +122,3 @@ def write_import(
         any(name.startswith("optimizer.") for name in expected),
         folder is not None and has_tokenizer(folder),
     )
-
-
-def _written(tensors: Sequence[ForeignTensor], directory: Path) -> Index:
-    parts = [Part(Rectangle.whole(tensor.name, tensor.shape), tensor.dtype) for tensor in tensors]
-    return write_shard(directory, TensorFile.of_host(0, {0: parts}), (tensor.read() for tensor in tensors))

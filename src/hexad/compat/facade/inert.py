@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 
 
 class Inert:
@@ -148,11 +148,11 @@ def unpickle_inert(path: Path, classes: Iterable[str]) -> Any:
 
 def _reason(error: Exception) -> str:
     """Why a file is refused, in one line."""
-    text = " ".join(str(error).split())
+    text = one_line(error)
     named = re.search(r"(?:[Uu]nsupported (?:global: )?GLOBAL|but got|function) (\S+)", text)
     if named and isinstance(error, pickle.UnpicklingError):
         return _refused(named[1])
-    return f"cannot be read: {text.split('. ')[0] or type(error).__name__}"
+    return f"cannot be read: {text.split('. ')[0]}"
 
 
 def _refused(name: str) -> str:

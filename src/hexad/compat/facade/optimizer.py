@@ -4,6 +4,7 @@ holds of them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -65,29 +66,22 @@ def adopted_optimizer(
             f"optimizer: found a {type(given).__name__}, expected a torch.optim.Optimizer or a function"
         )
     held = set(module.parameters())
-    if held:  # a pipeline's stage without parameters has a placeholder
-        _refuse_others(optimizer, held)
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter in held]
-    if not keeps_groups:
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-    listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if len(set(listed)) < len(listed):
-        raise HexadError("optimizer: found a parameter twice; each belongs to one group")
-    for parameter in set(trained(module)) - set(listed):
-        parameter.requires_grad_(False)  # no optimizer would update it
-    return optimizer
-
-
-def _refuse_others(optimizer: torch.optim.Optimizer, held: set[nn.Parameter]) -> None:
-    """Refuse parameters that are not the model's: nothing would update them."""
     listed = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     others = [tuple(parameter.shape) for parameter in listed if parameter not in held]
-    if others:
+    if others and held:  # a pipeline's stage without parameters has a placeholder
         raise HexadError(
             f"optimizer: found {len(others)} of {len(listed)} parameters that the model does not have, the "
             f"first of shape {others[0]}; make them parameters of the model, or leave them out"
         )
+    if len(set(listed)) < len(listed):
+        raise HexadError("optimizer: found a parameter twice; each belongs to one group")
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in held]
+    if not keeps_groups:
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    for parameter in set(trained(module)) - set(listed):
+        parameter.requires_grad_(False)  # no optimizer would update it
+    return optimizer
 
 
 def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -138,21 +132,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self._global_grad_norm = 0.0
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of the inner optimizer."""
-        return self.optimizer.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the inner optimizer, by parameter."""
-        return self.optimizer.state
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor of the loss; 1 except in fp16."""
-        return self._engine.scaler.scale
-
+    param_groups = property(attrgetter("optimizer.param_groups"))
+    state = property(attrgetter("optimizer.state"))
+    loss_scale = property(attrgetter("_engine.scaler.scale"), doc="The factor of the loss; 1 except in fp16.")
     cur_scale = loss_scale
 
     def state_dict(self) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from hexad.checkpoint.directory import CheckpointDirectory, make_visible
 from hexad.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from hexad.checkpoint.reader import load as load_chunks
 from hexad.checkpoint.tensor_file import Chunk
-from hexad.comm import from_first, merged
+from hexad.comm import first_difference, from_first, merged
 from hexad.config import AgreedError, HexadError
 from hexad.dataset.files import sync_directory, write_durably
 from hexad.optim.torch_optimizer import TorchOptimizer
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
     from hexad.engine.engine import Engine
@@ -36,13 +36,8 @@ Explain = Callable[[Path], str | None]
 
 
 class TagDirectory(CheckpointDirectory):
-    """A directory with one checkpoint per tag; none is removed.
-
-    Args:
-        directory: that a script names.
-        tag: of the checkpoint to write.
-        name_latest: write it to ``latest``.
-    """
+    """A directory with one checkpoint per tag; none is removed. With ``name_latest`` the tag is written to
+    ``latest``."""
 
     def __init__(self, directory: str | Path, tag: str, name_latest: bool = True) -> None:
         self.path = Path(directory)
@@ -93,8 +88,6 @@ def save(
     """Write weights and optimizer state to ``directory/tag``, all ranks together.
 
     Args:
-        engine: whose state it is.
-        directory, tag: the same on all ranks.
         progress: the engine's, and what an interface adds to it.
         name_latest: write the tag to ``latest``.
         exclude_frozen: leave out parameters that are not trained.
@@ -113,12 +106,9 @@ def save(
 
 
 def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str) -> dict[str, Any]:
-    """Load weights and, if wanted, optimizer state from a checkpoint; all ranks together.
+    """Load weights and, if wanted, optimizer state from one checkpoint; all ranks together.
 
     Args:
-        engine: to load into.
-        path: of the checkpoint, the same on all ranks.
-        optimizer: load its state too.
         strict: refuse a checkpoint that lacks tensors of the module, or has others. Otherwise these are
             unchanged or ignored, and a warning names them.
         lenient: how a script turns ``strict`` off, for the message.
@@ -170,6 +160,27 @@ def find(
     if (path / MANIFEST_FILE).is_file():
         return path
     raise HexadError(f"{path}: {explain(path) or 'no such checkpoint'}")
+
+
+def common(tag: str, axis: Axis, validation: str) -> str:
+    """The first rank's tag; all ranks together.
+
+    Args:
+        validation: what happens where another rank's differs: ``Ignore``, ``Warn`` or ``Fail``.
+
+    Raises:
+        AgreedError: it differs.
+    """
+    first = from_first(lambda: tag, axis)
+    difference = first_difference(tag, axis) if validation != "Ignore" else None
+    if difference is not None:
+        one, rank, other = difference
+        text = f"tag: found {other!r} on rank {rank} where rank 0 has {one!r}"
+        if validation == "Fail":
+            raise AgreedError(f"{text}; all ranks need the same")
+        if not axis.rank:
+            log.warning("%s; that of rank 0 is used", text)
+    return first
 
 
 def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool, lenient: str) -> set[str]:

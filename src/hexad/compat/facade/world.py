@@ -18,7 +18,7 @@ from hexad.config import HexadError
 from hexad.launching.environment import environment
 from hexad.launching.launch import let_threads_finish, pick_device
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Axis, Mesh
+from hexad.topology.mesh import Mesh
 
 _meshes: dict[Layout, tuple[dist.ProcessGroup | None, Mesh]] = {}
 """Layout -> the default process group that its mesh was created from, and the mesh."""
@@ -61,16 +61,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def everyone(device: torch.device) -> Axis:
-    """The axis of all ranks of the world that was joined, for agreements before there is a layout."""
-    return mesh_of(Layout(world=world_size()), device).world
-
-
-def mesh_of(layout: Layout, device: torch.device, timeout: float = 1800.0) -> Mesh:
-    """The mesh of a layout; created on first use, by all ranks together."""
+def mesh_of(device: torch.device, pipeline: int = 1) -> Mesh:
+    """The mesh of so many pipeline ranks and else data ranks; created on first use, by all ranks together."""
+    layout = Layout(world=world_size(), pipeline=pipeline)
     group = dist.group.WORLD if dist.is_initialized() else None
     for stale in [key for key, (made_of, _) in _meshes.items() if made_of is not group]:
         del _meshes[stale]  # of a process group that no longer exists
     if layout not in _meshes:
-        _meshes[layout] = group, Mesh.create(layout, device, timeout, Trace())
+        _meshes[layout] = group, Mesh.create(layout, device, 1800.0, Trace())
     return _meshes[layout][1]

@@ -180,10 +180,9 @@ _POSITIVE = (
 
 
 def derive(arguments: Namespace, world: int | None = None) -> None:
-    """Complete the namespace in place, as Megatron-LM's ``validate_args``.
+    """Complete the namespace of :func:`parse` in place, as Megatron-LM's ``validate_args``.
 
     Args:
-        arguments: from :func:`~hexad.compat.megatron.arguments.parse`.
         world: number of ranks; None: as few as the degrees allow.
 
     Raises:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,80 +19,59 @@ _PATIENCE = 600.0
 """Seconds to wait for another process that writes the same file."""
 
 
-@dataclass(frozen=True)
-class MockData:
-    """A data set of counting numbers, as Megatron-LM's ``--mock-data``.
+Files = list[tuple[str, Callable[[], None]]]
+"""What must be written before a run starts: its kind, ``data`` or ``tokenizer``, and a function that writes
+it, in several processes if need be."""
 
-    Attributes:
+
+def write_mock_data(prefix: str, sequence: int) -> None:
+    """Write a data set of counting numbers, as Megatron-LM's ``--mock-data``, if it is not there.
+
+    Args:
         prefix: of its files.
         sequence: tokens of a sample; documents are up to twice as long.
+
+    Raises:
+        HexadError: the files cannot be written.
     """
+    import numpy as np
 
-    prefix: str
-    sequence: int
-    kind = "data"
+    from hexad.dataset.files import written_once
+    from hexad.dataset.indexed import IndexedWriter, dtype_for, idx_path
 
-    def write(self) -> None:
-        """Write it, if it is not there; several processes may.
+    def write() -> None:
+        lengths = np.random.default_rng(0).integers(1, 2 * sequence, _DOCUMENTS)
+        with IndexedWriter(prefix, dtype_for(_NUMBERS)) as writer:
+            for length in lengths:
+                writer.add_document(np.arange(1, length + 1) % _NUMBERS)
 
-        Raises:
-            HexadError: the files cannot be written.
-        """
-        import numpy as np
-
-        from hexad.dataset.files import written_once
-        from hexad.dataset.indexed import IndexedWriter, dtype_for, idx_path
-
-        def write() -> None:
-            lengths = np.random.default_rng(0).integers(1, 2 * self.sequence, _DOCUMENTS)
-            with IndexedWriter(self.prefix, dtype_for(_NUMBERS)) as writer:
-                for length in lengths:
-                    writer.add_document(np.arange(1, length + 1) % _NUMBERS)
-
-        path = idx_path(self.prefix)
-        written_once(path, lambda: path.is_file() or None, write, _PATIENCE)
+    path = idx_path(prefix)
+    written_once(path, lambda: path.is_file() or None, write, _PATIENCE)
 
 
-@dataclass(frozen=True)
-class Gpt2Tokenizer:
-    """GPT-2's ``vocab.json`` and ``merges.txt`` as one ``tokenizer.json``.
+def write_gpt2_tokenizer(directory: str, vocab: str, merges: str) -> None:
+    """Write GPT-2's ``vocab.json`` and ``merges.txt`` as one ``tokenizer.json``.
 
-    Attributes:
-        directory: to write to.
-        vocab, merges: the two files.
+    Raises:
+        ConfigError: a file is missing or damaged.
     """
+    from tokenizers import ByteLevelBPETokenizer
 
-    directory: str
-    vocab: str
-    merges: str
-    kind = "tokenizer"
+    from hexad.dataset.files import temporary_name
 
-    def write(self) -> None:
-        """Write it; several processes may.
-
-        Raises:
-            ConfigError: a file is missing or damaged.
-        """
-        from tokenizers import ByteLevelBPETokenizer
-
-        from hexad.dataset.files import temporary_name
-
-        for flag, path in (("--vocab-file", self.vocab), ("--merge-file", self.merges)):
-            if not Path(path).is_file():
-                raise ConfigError(flag, f"{path}: no such file")
-        try:
-            backend = ByteLevelBPETokenizer(self.vocab, self.merges)
-        except Exception as error:  # the package raises bare Exception
-            raise ConfigError("--vocab-file", f"{self.vocab} and {self.merges}: {error}") from None
-        backend.add_special_tokens(["<|endoftext|>"])
-        place = Path(self.directory) / "tokenizer.json"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_name(place)
-        backend.save(str(temporary))
-        temporary.replace(place)
-
-
-Files = list[MockData | Gpt2Tokenizer]
+    for flag, path in (("--vocab-file", vocab), ("--merge-file", merges)):
+        if not Path(path).is_file():
+            raise ConfigError(flag, f"{path}: no such file")
+    try:
+        backend = ByteLevelBPETokenizer(vocab, merges)
+    except Exception as error:  # the package raises bare Exception
+        raise ConfigError("--vocab-file", f"{vocab} and {merges}: {error}") from None
+    backend.add_special_tokens(["<|endoftext|>"])
+    place = Path(directory) / "tokenizer.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(place)
+    backend.save(str(temporary))
+    temporary.replace(place)
 
 
 def data_settings(
@@ -101,10 +80,8 @@ def data_settings(
     """The group ``data``, and ``model.vocab`` where it is not the tokenizer's.
 
     Args:
-        arguments: completed.
         directory: of the run, for what is written.
-        notes: receives notes for the user.
-        files: receives what must be written before the run starts.
+        notes, files: receive notes for the user, and what must be written before the run starts.
         need_data: the line must name some.
 
     Raises:
@@ -131,9 +108,9 @@ def _source(arguments: Namespace, directory: str, files: Files, need_data: bool)
     if arguments.dataloader_type not in (None, "single"):
         raise ConfigError("--dataloader-type", f"found {arguments.dataloader_type}; use single")
     if arguments.mock_data:
-        data = MockData(f"{directory}/mock-data", arguments.seq_length)
-        files.append(data)
-        return {"train": data.prefix, "split": _split(arguments.split)}
+        prefix = f"{directory}/mock-data"
+        files.append(("data", partial(write_mock_data, prefix, arguments.seq_length)))
+        return {"train": prefix, "split": _split(arguments.split)}
     if arguments.train_data_path:
         settings: dict[str, Any] = {"train": _blend("--train-data-path", arguments.train_data_path)}
         if arguments.valid_data_path:
@@ -214,7 +191,8 @@ def _tokenizer(
         if not (arguments.vocab_file and arguments.merge_file):
             raise ConfigError("--vocab-file", "GPT2BPETokenizer needs --vocab-file and --merge-file")
         path = f"{directory}/tokenizer"
-        files.append(Gpt2Tokenizer(path, arguments.vocab_file, arguments.merge_file))
+        write = partial(write_gpt2_tokenizer, path, arguments.vocab_file, arguments.merge_file)
+        files.append(("tokenizer", write))
     else:
         path = arguments.tokenizer_name_or_path if kind == "PretrainedFromHF" else model
         if not path:

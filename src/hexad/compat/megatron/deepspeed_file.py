@@ -10,9 +10,8 @@ from typing import Any
 
 from hexad.config import ConfigError, HexadError
 
-from ..deepspeed.config import Batch, CheckedConfig, read_keys, without_effect
+from ..deepspeed.config import Batch, CheckedConfig, given, read_keys, without_effect
 from ..deepspeed.keys import Keys, Offload
-from ..deepspeed.sections import given
 from ..deepspeed.translate import settings_beside_optimizer, shared_settings
 from .arguments import Line
 from .flags import FLAGS
@@ -59,9 +58,8 @@ def merge_file(tree: dict[str, dict[str, Any]], line: Line, script: bool = False
     arguments = line.arguments
     path, used = arguments.deepspeed_config, arguments.deepspeed
     if path is None or not used:
-        alone, other = (
-            ("--deepspeed", "--deepspeed_config") if used else ("--deepspeed_config", "--deepspeed")
-        )
+        flags = ("--deepspeed", "--deepspeed_config")
+        alone, other = flags if used else flags[::-1]
         return [f"{alone}: no effect without {other}"] if (used or path) and not script else []
     notes: list[str] = []
     with _naming(path):
@@ -139,12 +137,7 @@ def _batch(tree: dict[str, dict[str, Any]], data_ranks: int) -> Batch:
 
 @dataclass(frozen=True)
 class _Merge:
-    """Settings of the flags and keys of a file, which may not contradict each other.
-
-    Attributes:
-        tree: the settings, changed in place.
-        line, path, keys: as in :func:`merge_file`.
-    """
+    """Settings of the flags, changed in place, and keys of a file, which may not contradict them."""
 
     tree: dict[str, dict[str, Any]]
     line: Line

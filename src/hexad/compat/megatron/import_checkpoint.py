@@ -18,6 +18,7 @@ from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
 from hexad.model.configuration import build_config, load_config
 from hexad.model.inventory import ModelInventory
+from hexad.optim.schedule import MOMENTS
 from hexad.parallel.rectangle import Rectangle
 
 from ..facade.imported import ForeignTensor, ImportResult, model_directory, published_config, write_import
@@ -200,7 +201,6 @@ def _described_tensors(metadata: Inert) -> dict[str, DistTensor]:
     return tensors
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = "optimizer.state"
 _MASTERS = (f"{_STATE}.fp32_param.", f"{_STATE}.param.", "")
 """Prefixes of the keys of weights, the most precise first: masters of the mixed-precision optimizers, of

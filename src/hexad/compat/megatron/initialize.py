@@ -34,9 +34,6 @@ class MegatronTokenizer:
     Args:
         backend: Hexad's.
         vocab_size: of the model, without padding.
-
-    Attributes:
-        backend, vocab_size: as given.
     """
 
     def __init__(self, backend: own.Tokenizer, vocab_size: int) -> None:
@@ -83,16 +80,16 @@ def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> Megat
         ConfigError: it cannot be loaded.
     """
     name, vocab = translation.tree["data"].get("tokenizer"), translation.tree["model"].get("vocab")
+    tokenizer = None
+    if name is not None:
+        translation.write_files("tokenizer")
+        with blaming("--tokenizer-type"):
+            backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
+        vocab = vocab or backend.vocab_size
+        tokenizer = MegatronTokenizer(backend, vocab)
     # Hexad's own padding, so that there is no other.
     multiple = lcm(arguments.make_vocab_size_divisible_by, 64) * arguments.tensor_model_parallel_size
-    if name is None:
-        arguments.padded_vocab_size = None if vocab is None else -(-vocab // multiple) * multiple
-        return None
-    translation.write_files("tokenizer")
-    with blaming("--tokenizer-type"):
-        backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
-    tokenizer = MegatronTokenizer(backend, vocab or backend.vocab_size)
-    arguments.padded_vocab_size = -(-tokenizer.vocab_size // multiple) * multiple
+    arguments.padded_vocab_size = None if vocab is None else -(-vocab // multiple) * multiple
     return tokenizer
 
 
@@ -148,7 +145,7 @@ def initialize_megatron(
         return line, translated(line, script=True), common
 
     joined = dist.is_initialized() and not skip_mpu_initialization
-    line, translation, common = agreed(read, world.everyone(world.join())) if joined else read()
+    line, translation, common = agreed(read, world.mesh_of(world.join()).world) if joined else read()
     arguments = line.arguments
     arguments.rank, arguments.local_rank = here.rank, here.local_rank
     half = torch.bfloat16 if arguments.bf16 else torch.float32
@@ -192,7 +189,7 @@ def _start(arguments: Namespace, common: dict[str, Any]) -> None:
     timeout = timedelta(minutes=arguments.distributed_timeout_minutes)
     device = world.join(timeout, "gloo" if arguments.distributed_backend == "gloo" else None)
     # Ranks that create other groups would wait for each other.
-    identical("settings", common, world.everyone(device))
+    identical("settings", common, world.mesh_of(device).world)
     parallel_state.initialize_model_parallel(
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,

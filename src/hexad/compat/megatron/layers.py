@@ -53,21 +53,12 @@ class ModelParallelConfig:
 
 
 class _Layer(ShardedModule):
-    """The base class of the parallel linear layers.
-
-    Args:
-        config: Megatron-LM's, or :class:`ModelParallelConfig`.
-        group: of tensor ranks; None: those of the mesh.
-    """
+    """The base class of the parallel linear layers."""
 
     weight: nn.Parameter
 
     def __init__(self, config: Any, group: dist.ProcessGroup | None) -> None:
-        axis = parallel_state.axis_of(group)
-        _check_config(type(self).__name__, config, group)
-        sequence = bool(config.sequence_parallel) and axis.size > 1
-        device = parallel_state.get_mesh().device
-        super().__init__(Shard({"tensor": axis}, sequence, config.params_dtype, device))
+        super().__init__(_shard(self, config, group, getattr(config, "sequence_parallel", False)))
         self.config = config
 
     def _weight(self, shape: tuple[int, int], dim: int, init_method: Initialise | None) -> None:
@@ -103,19 +94,22 @@ class _Layer(ShardedModule):
                 )
 
 
-def _check_config(layer: str, config: Any, group: dist.ProcessGroup | None) -> None:
-    """Refuse a layer's ``config`` that is none, or of another number of tensor ranks than the mesh's."""
+def _shard(layer: nn.Module, config: Any, group: dist.ProcessGroup | None, sequence: bool) -> Shard:
+    """This rank's shard of a layer; ``sequence``: with its tokens too. Refuses a ``config`` that is none, or
+    of another number of tensor ranks than the mesh's."""
+    name, mesh, axis = type(layer).__name__, parallel_state.get_mesh(), parallel_state.axis_of(group)
     if not (hasattr(config, "params_dtype") and hasattr(config, "sequence_parallel")):
         raise HexadError(
-            f"{layer}: config: found {'None' if config is None else type(config).__name__}; pass a "
+            f"{name}: config: found {'None' if config is None else type(config).__name__}; pass a "
             "ModelParallelConfig or get_args()"
         )
-    wanted, ranks = getattr(config, "tensor_model_parallel_size", None), parallel_state.axis_of(None).size
+    wanted, ranks = getattr(config, "tensor_model_parallel_size", None), mesh.tensor.size
     if group is None and wanted not in (None, 1, ranks):
         raise HexadError(
-            f"{layer}: config.tensor_model_parallel_size: found {wanted}, but the mesh has {ranks} tensor "
+            f"{name}: config.tensor_model_parallel_size: found {wanted}, but the mesh has {ranks} tensor "
             "ranks; make them equal"
         )
+    return Shard({"tensor": axis}, bool(sequence) and axis.size > 1, config.params_dtype, mesh.device)
 
 
 def _describe(parameter: nn.Parameter, dim: int) -> None:
@@ -311,16 +305,14 @@ class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
         reduce_scatter_embeddings: bool = False,
         tp_group: dist.ProcessGroup | None = None,
     ) -> None:
-        axis, device = parallel_state.axis_of(tp_group), parallel_state.get_mesh().device
-        _check_config(type(self).__name__, config, tp_group)
-        sequence = reduce_scatter_embeddings and axis.size > 1
-        if num_embeddings % axis.size:
+        shard = _shard(self, config, tp_group, reduce_scatter_embeddings)
+        ranks = shard.tensor.size
+        if num_embeddings % ranks:
             raise HexadError(
-                f"VocabParallelEmbedding: found {num_embeddings} rows, which {axis.size} ranks do not divide"
+                f"VocabParallelEmbedding: found {num_embeddings} rows, which {ranks} ranks do not divide"
             )
         std = getattr(config, "init_method_std", _STD)
-        table = _Table(num_embeddings, embedding_dim, sequence, std)
-        super().__init__(table, Shard({"tensor": axis}, sequence, config.params_dtype, device))
+        super().__init__(_Table(num_embeddings, embedding_dim, shard.sequence, std), shard)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         _describe(self.weight, 0)

@@ -43,10 +43,9 @@ def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
         parallel |= _stages(arguments)
     else:
         for name in _OF_PIPELINES:
-            if getattr(arguments, name) is not None:
-                problem = (
-                    f"found {getattr(arguments, name)} with --pipeline-model-parallel-size 1; leave it out"
-                )
+            value = getattr(arguments, name)
+            if value is not None:
+                problem = f"found {value} with --pipeline-model-parallel-size 1; leave it out"
                 raise ConfigError(flag_of(name), problem)
     if arguments.num_distributed_optimizer_instances > 1:
         parallel["replicas"] = arguments.num_distributed_optimizer_instances
@@ -128,10 +127,8 @@ def _stages(arguments: Namespace) -> dict[str, Any]:
 
 def _virtual(arguments: Namespace, pipeline: int) -> int:
     """``parallel.virtual_stages``: the number of stages per pipeline rank."""
-    size, number = (
-        arguments.num_layers_per_virtual_pipeline_stage,
-        arguments.num_virtual_stages_per_pipeline_rank,
-    )
+    size = arguments.num_layers_per_virtual_pipeline_stage
+    number = arguments.num_virtual_stages_per_pipeline_rank
     if number is not None or size is None:
         return number or 1
     layers = arguments.num_layers + sum(_extra(arguments))

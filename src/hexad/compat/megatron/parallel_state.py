@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,20 +26,12 @@ _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "p
 
 @dataclass
 class _State:
-    """The current mesh and the groups made from it.
-
-    Attributes:
-        mesh: of the run.
-        alone: the process group of this rank alone.
-        together: combined axes, by name.
-        embedding: the first and the last pipeline rank; an axis of size 1 on others.
-        virtual, virtual_rank: Megatron-LM's virtual pipeline size, and the current virtual stage.
-    """
+    """The current mesh and the groups made from it."""
 
     mesh: Mesh
-    alone: dist.ProcessGroup
-    together: dict[str, Axis]
-    embedding: Axis
+    alone: dist.ProcessGroup  # this rank
+    together: dict[str, Axis]  # combined axes, by name
+    embedding: Axis  # the first and the last pipeline rank; of size 1 on others
     virtual: int | None = None
     virtual_rank: int | None = None
 
@@ -74,8 +67,7 @@ def initialize_model_parallel(
             "experts are not supported yet: use 1"
         )
     if device is None:
-        gpu = "nccl" in str(dist.get_backend()) and torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        device = world.join()
     _same_number_of_groups()
     layout = Layout(
         world=dist.get_world_size(),
@@ -176,13 +168,17 @@ _RANKS = {
     "tensor": "this rank's tensor ranks",
     "pipeline": "this rank's pipeline ranks",
     "context": "this rank's context ranks",
+    "data": "this rank's data ranks",
     "tensor-pipeline": "the ranks that hold this copy of the model (tensor x pipeline)",
     "tensor-context": "this rank's tensor x context ranks",
+    "tensor-data": "this rank's tensor x data ranks",
     "expert": "this rank's expert ranks: itself, as there are no experts yet",
 }
 """The ranks of an axis, for docstrings."""
 
-_NUMBERS: dict[str, tuple[str, Callable[[Axis], int]]] = {
+_FACTS: dict[str, tuple[str, Callable[[Axis], Any]]] = {
+    "group": ("The process group of", _group),
+    "ranks": ("The global ranks of", lambda axis: list(axis.ranks)),
     "size": ("The number of", lambda axis: axis.size),
     "rank": ("This rank's place among", lambda axis: axis.rank),
     "first": ("The global rank of the first of", lambda axis: axis.ranks[0]),
@@ -190,97 +186,65 @@ _NUMBERS: dict[str, tuple[str, Callable[[Axis], int]]] = {
     "next": ("The global rank after this one, in a ring of", lambda a: a.ranks[(a.rank + 1) % a.size]),
     "previous": ("The global rank before this one, in a ring of", lambda a: a.ranks[(a.rank - 1) % a.size]),
 }
-"""Numbers of an axis: what they are, for docstrings, and how they are read."""
+"""Facts of an axis: what they are, for docstrings, and how they are read."""
 
 
-def _group_of(axis: str) -> Callable[[], dist.ProcessGroup]:
-    """The accessor of an axis's process group."""
+def _accessor(axis: str, fact: str) -> Callable[..., Any]:
+    """A function that returns a fact of an axis; of the data axis, with the context ranks if asked for."""
+    what, read = _FACTS[fact]
 
-    def accessor() -> dist.ProcessGroup:
-        return _group(_axis(axis))
-
-    accessor.__doc__ = f"The process group of {_RANKS[axis]}."
-    return accessor
-
-
-def _number_of(axis: str, kind: str) -> Callable[[], int]:
-    """An accessor that returns a number of an axis."""
-    what, read = _NUMBERS[kind]
-
-    def accessor() -> int:
+    def accessor() -> Any:
         return read(_axis(axis))
 
-    accessor.__doc__ = f"{what} {_RANKS[axis]}."
-    return accessor
+    def accessor_with_context(with_context_parallel: bool = False) -> Any:
+        return read(_axis(f"{axis}-context" if with_context_parallel else axis))
+
+    data = axis.endswith("data")
+    function: Callable[..., Any] = accessor_with_context if data else accessor
+    function.__doc__ = f"{what} {_RANKS[axis]}{', with their context ranks if asked for' if data else ''}."
+    return function
 
 
-get_tensor_model_parallel_group = _group_of("tensor")
-get_tensor_model_parallel_world_size = _number_of("tensor", "size")
-get_tensor_model_parallel_rank = _number_of("tensor", "rank")
-get_tensor_model_parallel_src_rank = _number_of("tensor", "first")
+get_tensor_model_parallel_group = _accessor("tensor", "group")
+get_tensor_model_parallel_world_size = _accessor("tensor", "size")
+get_tensor_model_parallel_rank = _accessor("tensor", "rank")
+get_tensor_model_parallel_src_rank = _accessor("tensor", "first")
 
-get_pipeline_model_parallel_group = _group_of("pipeline")
-get_pipeline_model_parallel_world_size = _number_of("pipeline", "size")
-get_pipeline_model_parallel_rank = _number_of("pipeline", "rank")
-get_pipeline_model_parallel_first_rank = _number_of("pipeline", "first")
-get_pipeline_model_parallel_last_rank = _number_of("pipeline", "last")
-get_pipeline_model_parallel_next_rank = _number_of("pipeline", "next")
-get_pipeline_model_parallel_prev_rank = _number_of("pipeline", "previous")
+get_pipeline_model_parallel_group = _accessor("pipeline", "group")
+get_pipeline_model_parallel_world_size = _accessor("pipeline", "size")
+get_pipeline_model_parallel_rank = _accessor("pipeline", "rank")
+get_pipeline_model_parallel_first_rank = _accessor("pipeline", "first")
+get_pipeline_model_parallel_last_rank = _accessor("pipeline", "last")
+get_pipeline_model_parallel_next_rank = _accessor("pipeline", "next")
+get_pipeline_model_parallel_prev_rank = _accessor("pipeline", "previous")
 
-get_context_parallel_group = _group_of("context")
-get_context_parallel_world_size = _number_of("context", "size")
-get_context_parallel_rank = _number_of("context", "rank")
+get_context_parallel_group = _accessor("context", "group")
+get_context_parallel_world_size = _accessor("context", "size")
+get_context_parallel_rank = _accessor("context", "rank")
+get_context_parallel_global_ranks = _accessor("context", "ranks")
 
-get_model_parallel_group = _group_of("tensor-pipeline")
-get_model_parallel_world_size = _number_of("tensor-pipeline", "size")
-get_model_parallel_rank = _number_of("tensor-pipeline", "rank")
-get_model_parallel_src_rank = _number_of("tensor-pipeline", "first")
+get_data_parallel_group = _accessor("data", "group")
+get_data_parallel_world_size = _accessor("data", "size")
+get_data_parallel_rank = _accessor("data", "rank")
+get_data_parallel_src_rank = _accessor("data", "first")
+get_tensor_and_data_parallel_group = _accessor("tensor-data", "group")
 
-get_tensor_and_context_parallel_group = _group_of("tensor-context")
-get_tensor_and_context_parallel_world_size = _number_of("tensor-context", "size")
-get_tensor_and_context_parallel_rank = _number_of("tensor-context", "rank")
+get_model_parallel_group = _accessor("tensor-pipeline", "group")
+get_model_parallel_world_size = _accessor("tensor-pipeline", "size")
+get_model_parallel_rank = _accessor("tensor-pipeline", "rank")
+get_model_parallel_src_rank = _accessor("tensor-pipeline", "first")
 
-get_expert_model_parallel_group = _group_of("expert")
-get_expert_model_parallel_world_size = _number_of("expert", "size")
-get_expert_model_parallel_rank = _number_of("expert", "rank")
+get_tensor_and_context_parallel_group = _accessor("tensor-context", "group")
+get_tensor_and_context_parallel_world_size = _accessor("tensor-context", "size")
+get_tensor_and_context_parallel_rank = _accessor("tensor-context", "rank")
+
+get_expert_model_parallel_group = _accessor("expert", "group")
+get_expert_model_parallel_world_size = _accessor("expert", "size")
+get_expert_model_parallel_rank = _accessor("expert", "rank")
 
 for _name, _function in list(globals().items()):
-    if getattr(_function, "__name__", None) == "accessor":
+    if getattr(_function, "__name__", "").startswith("accessor"):
         _function.__name__ = _function.__qualname__ = _name
-
-
-def get_context_parallel_global_ranks() -> list[int]:
-    """The global ranks of this rank's context ranks."""
-    return list(_state().mesh.context.ranks)
-
-
-def _data(with_context_parallel: bool) -> Axis:
-    return _axis("data-context" if with_context_parallel else "data")
-
-
-def get_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """The process group of this rank's data ranks, with their context ranks if asked for."""
-    return _group(_data(with_context_parallel))
-
-
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
-    """The data degree, times the context degree if asked for."""
-    return _data(with_context_parallel).size
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
-    """This rank's place among its data ranks, with their context ranks if asked for."""
-    return _data(with_context_parallel).rank
-
-
-def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """The global rank of the first of this rank's data ranks, with their context ranks if asked for."""
-    return _data(with_context_parallel).ranks[0]
-
-
-def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> dist.ProcessGroup:
-    """The process group of this rank's tensor x data ranks, with their context ranks if asked for."""
-    return _group(_axis("tensor-data-context" if with_context_parallel else "tensor-data"))
 
 
 def get_embedding_group() -> dist.ProcessGroup:

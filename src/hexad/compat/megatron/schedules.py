@@ -26,17 +26,11 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, LossFunction]]
 
 @dataclass
 class _Step:
-    """The script's functions and data of one call.
-
-    Attributes:
-        forward: the script's ``forward_step``.
-        iterators: of data, by stage.
-        reported: what the loss function reports, by microbatch.
-    """
+    """The script's functions and data of one call."""
 
     forward: ForwardStep
-    iterators: dict[int, Any]
-    reported: list[Any] = field(default_factory=list)
+    iterators: dict[int, Any]  # by stage
+    reported: list[Any] = field(default_factory=list)  # by the loss function, per microbatch
 
 
 def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:

@@ -14,7 +14,7 @@ import yaml
 from hexad.config import ConfigError
 
 from .arguments import Line, derive, parse
-from .data import Files, Gpt2Tokenizer, MockData, data_settings
+from .data import Files, data_settings
 from .deepspeed_file import merge_file
 from .flags import flag_of
 from .layout import layout_settings
@@ -227,11 +227,7 @@ def checkpoint_settings(arguments: Namespace, notes: list[str]) -> tuple[dict[st
 
 
 def refuse_forgotten(directory: str, resume: str) -> None:
-    """Refuse to start a new run in a directory with checkpoints, before anything starts.
-
-    Args:
-        directory: the run's directory.
-        resume: ``checkpoint.resume``.
+    """Refuse to start a new run (``checkpoint.resume`` is never) in a directory with checkpoints.
 
     Raises:
         ConfigError: naming the flag that resumes.
@@ -271,7 +267,7 @@ class LineTranslation:
 
     tree: dict[str, dict[str, Any]]
     notes: tuple[str, ...]
-    files: tuple[MockData | Gpt2Tokenizer, ...] = ()
+    files: Files
 
     def yaml(self) -> str:
         """The ``run.yaml``, with the notes as comments."""
@@ -287,12 +283,12 @@ class LineTranslation:
         Raises:
             HexadError: they cannot be written.
         """
-        for file in self.files:
-            if not kinds or file.kind in kinds:
+        for kind, write in self.files:
+            if not kinds or kind in kinds:
                 try:
-                    file.write()
+                    write()
                 except OSError as error:
-                    problem = f"{file.kind} cannot be written to {self.tree['run']['dir']}: {error.strerror}"
+                    problem = f"{kind} cannot be written to {self.tree['run']['dir']}: {error.strerror}"
                     raise ConfigError("--save", f"{problem}; name another directory") from None
 
 
@@ -352,7 +348,7 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
         },
     }
     notes += merge_file(tree, line, script)
-    return LineTranslation(tree, tuple(notes), tuple(files))
+    return LineTranslation(tree, tuple(notes), files)
 
 
 def _run(arguments: Namespace, directory: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from hexad.config.errors import HexadError
+from hexad.config.errors import HexadError, one_line
 
-from ..files import one_line, reporting
+from ..files import reporting
 
 _OPEN: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 ENDINGS = (*_OPEN, ".zst")

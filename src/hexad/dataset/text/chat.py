@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hexad.config.errors import HexadError
+from hexad.config.errors import HexadError, one_line
 
-from ..files import one_line, reporting
+from ..files import reporting
 from .tokenizer import tokenizer_settings
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hexad.config.errors import HexadError
-
-from ..files import one_line
+from hexad.config.errors import HexadError, one_line
 
 Ids = NDArray[np.int32]
 

@@ -54,7 +54,7 @@ def check(case: Case, effort: int) -> float | None:
     assert schedule.placement in placements(pipeline, virtual)
     timeline = simulate(schedule, planned)
     limit = default_memory(case) if memory is None else memory
-    assert max(peak_memory(schedule, found)) <= limit + 1e-6
+    assert max(peak_memory(schedule, planned)) <= limit + 1e-6
     best = float("inf")
     for placement in placements(pipeline, virtual):
         if (theirs := costs(placement)) is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hexad.config import HexadError
@@ -70,12 +72,13 @@ def loader_of(dataset: Any, data: Axis, shuffle: bool, **options: Any) -> Loader
     return Loader(dataset, **options)
 
 
-def map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """A container like ``value`` with what the function returns for each tensor in it."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, function) for key, item in value.items()}
+        items = {key: map_tensors(item, function) for key, item in value.items()}
+        return type(value)(items) if isinstance(value, OrderedDict) else items
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, function) for item in value))
     if isinstance(value, list | tuple):

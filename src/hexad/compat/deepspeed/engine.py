@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.checkpoint.reader import chosen
 from hexad.comm import agreed, identical
@@ -191,9 +191,7 @@ class DeepSpeedEngine(nn.Module):
         with torch.autocast(self.device.type, kind) if keys.torch_autocast.enabled else nullcontext():
             return self._module(*inputs, **named)
 
-    def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
-    ) -> torch.Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add this microbatch's gradients to those of the step.
 
         Args:
@@ -336,7 +334,7 @@ class DeepSpeedEngine(nn.Module):
     def _per_pass(self) -> int:
         return self._config.batch.micro * self.dp_world_size
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A complete step of a module that returns its loss: the mean loss of this rank's microbatches.
 
         Args:
@@ -346,8 +344,8 @@ class DeepSpeedEngine(nn.Module):
         total = torch.zeros((), device=self.device)
         for _ in range(self.gradient_accumulation_steps()):
             loss = self._loss(next(self._data(data_iter)))
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
                 raise HexadError(
                     f"train_batch: the module returned a {type(loss).__name__}{shape}, expected its loss; "
                     "return it, or call the engine, backward and step"
@@ -357,9 +355,9 @@ class DeepSpeedEngine(nn.Module):
         return total
 
     @torch.no_grad()
-    def eval_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
+    def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
         """The loss of one microbatch, without gradients; see :meth:`train_batch`."""
-        return cast(torch.Tensor, self._loss(next(data_iter))).float()
+        return cast(Tensor, self._loss(next(data_iter))).float()
 
     def _data(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         if data_iter is not None:
@@ -492,7 +490,7 @@ class DeepSpeedEngine(nn.Module):
         state = self._state_dict(exclude_frozen_parameters, first_only=True)
         return tags.save_model(state, save_dir, save_filename, self._engine.mesh)
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The module's ``state_dict`` with complete values, on every rank; all ranks together.
 
         Raises:
@@ -502,13 +500,13 @@ class DeepSpeedEngine(nn.Module):
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, Tensor] | None:
         """The module's complete ``state_dict`` on the first rank; None on others. transformers and accelerate
         call it by this name."""
         state = self._state_dict(exclude_frozen_parameters, first_only=True)
         return None if self.global_rank else state
 
-    def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, torch.Tensor]:
+    def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, Tensor]:
         mesh = self._engine.mesh
         if mesh.tensor.size * mesh.pipeline.size > 1:
             raise HexadError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.checkpoint.hugging_face.importing import check_target, with_precision
 from hexad.checkpoint.hugging_face.names import HEAD, located, published_tensors
@@ -133,7 +134,7 @@ def _of_module(state: SavedState) -> Iterator[ForeignTensor]:
                 known = ", ".join(dtype_name(supported) for supported in SAFETENSORS)
                 raise HexadError(f"{saved.file}: {name} is {dtype_name(dtype)}; supported: {known}")
 
-            def read(name: str = name, saved: SavedTensor = saved) -> torch.Tensor:
+            def read(name: str = name, saved: SavedTensor = saved) -> Tensor:
                 values = saved.read(name)
                 return torch.view_as_real(values) if values.is_complex() else values
 
@@ -158,7 +159,7 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTens
     kinds = _kinds(state)
 
     @lru_cache(maxsize=1)  # several of our tensors may be parts of one of theirs
-    def whole(kind: str, name: str) -> torch.Tensor:
+    def whole(kind: str, name: str) -> Tensor:
         return kinds[kind][name].read(name)
 
     entries, trained = [], []
@@ -174,7 +175,7 @@ def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTens
             if kind != "model":
                 trained.append(ours)
 
-            def read(kind: str = kind, ours: str = ours) -> torch.Tensor:
+            def read(kind: str = kind, ours: str = ours) -> Tensor:
                 return tensors[ours].read({tensors[ours].name: whole(kind, names[ours])})
 
             entries.append(ForeignTensor(f"{kind}.{ours}", place.shape, saved.dtype, read))

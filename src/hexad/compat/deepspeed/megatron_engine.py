@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.comm import broadcast, receive_async, send_async
 from hexad.config import Config, ConfigError, HexadError
@@ -28,14 +29,12 @@ class _Exchange(torch.autograd.Function):
     differentiates the loss. The gradient of this stage's result is what ``receive`` returns."""
 
     @staticmethod
-    def forward(
-        context: Any, hidden: torch.Tensor, result: torch.Tensor, receive: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(context: Any, hidden: Tensor, result: Tensor, receive: Callable[[], Tensor]) -> Tensor:
         context.receive = receive
         return result
 
     @staticmethod
-    def backward(context: Any, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(context: Any, _: Tensor) -> tuple[Tensor, None, None]:
         return context.receive(), None, None
 
 
@@ -106,11 +105,11 @@ class MegatronEngine(DeepSpeedEngine):
             }
         )
 
-    def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
         """The model's result of a microbatch; of the last stage's model on every rank."""
         pipeline, module = self._engine.mesh.pipeline, self._module
         if pipeline.size == 1:
-            result: torch.Tensor = super().forward(*inputs, **named)
+            result: Tensor = super().forward(*inputs, **named)
             return result
         received = None
         if pipeline.rank > 0:
@@ -119,7 +118,7 @@ class MegatronEngine(DeepSpeedEngine):
                 received.requires_grad_()
                 received.register_post_accumulate_grad_hook(self._send_back)
         module.set_input_tensor(received)
-        output: torch.Tensor = super().forward(*inputs, **named)
+        output: Tensor = super().forward(*inputs, **named)
         last = pipeline.rank == pipeline.size - 1
         if not last:
             self._send(output.detach(), pipeline.rank + 1, _RESULT)
@@ -128,23 +127,23 @@ class MegatronEngine(DeepSpeedEngine):
         if last or not output.requires_grad:
             return output if last else final
         gradient = partial(self._receive, pipeline.rank + 1, _GRADIENT)
-        exchanged: torch.Tensor = _Exchange.apply(output, final, gradient)
+        exchanged: Tensor = _Exchange.apply(output, final, gradient)
         return exchanged
 
-    def _receive(self, source: int, tag: int) -> torch.Tensor:
+    def _receive(self, source: int, tag: int) -> Tensor:
         """Hidden states, or their gradient, of a neighbour."""
         empty = torch.empty(self._shape, dtype=self._module.dtype, device=self.device)
         return receive_async(empty, self._engine.mesh.pipeline, source, tag).wait()
 
-    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+    def _send(self, tensor: Tensor, to: int, tag: int) -> None:
         send_async(tensor.contiguous(), self._engine.mesh.pipeline, to, tag).wait()
 
-    def _send_back(self, received: torch.Tensor) -> None:
+    def _send_back(self, received: Tensor) -> None:
         assert received.grad is not None
         self._send(received.grad, self._engine.mesh.pipeline.rank - 1, _GRADIENT)
         received.grad = None
 
-    def _empty(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor:
+    def _empty(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         """An empty tensor like the last stage's result: losses, or logits."""
         tokens = inputs[0] if inputs else named["input_ids"]
         labels = named.get("labels", inputs[3] if len(inputs) > 3 else None)

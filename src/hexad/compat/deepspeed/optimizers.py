@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.config import ConfigError, HexadError
 from hexad.config.errors import did_you_mean
@@ -131,7 +131,7 @@ def _plain_number(key: str, value: Any) -> Any:
     field = f"optimizer.params.{key}"
     if key in ("lr", "eps", "weight_decay", "momentum"):
         try:
-            return value if isinstance(value, torch.Tensor) else float(value)
+            return value if isinstance(value, Tensor) else float(value)
         except (TypeError, ValueError):
             raise ConfigError(field, f"found {value!r}, expected a number") from None
     if key == "betas":

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.config import HexadError
 from hexad.config.errors import did_you_mean
@@ -138,7 +138,7 @@ class PipelineModule(nn.Module):
         layers: Iterable[Any],
         num_stages: int | None = None,
         topology: Any = None,
-        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
         seed_layers: bool = False,
         seed_fn: Callable[[int], Any] | None = None,
         base_seed: int = 1234,

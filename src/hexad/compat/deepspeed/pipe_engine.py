@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.comm import Pending, agreed, all_reduce, gather_objects, merged, receive_async, send_async
 from hexad.config import ConfigError, HexadError
@@ -43,14 +43,14 @@ class MessagePart:
             return prod(self.shape)
         return -(-prod(self.shape) * self.dtype.itemsize // dtype.itemsize)
 
-    def encoded(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def encoded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The elements of a message in a format: converted values, or bytes."""
         if self.trained:
             return tensor.reshape(-1).to(dtype)
         raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
         return torch.nn.functional.pad(raw, (0, -raw.numel() % dtype.itemsize)).view(dtype)
 
-    def decoded(self, elements: torch.Tensor) -> torch.Tensor:
+    def decoded(self, elements: Tensor) -> Tensor:
         """The tensor, from its elements in a message."""
         if self.trained:
             return elements.view(self.shape).to(self.dtype)
@@ -81,9 +81,9 @@ class Form:
         Raises:
             HexadError: it is something else.
         """
-        single = isinstance(result, torch.Tensor)
+        single = isinstance(result, Tensor)
         tensors = (result,) if single else result
-        if not isinstance(tensors, list | tuple) or not all(isinstance(t, torch.Tensor) for t in tensors):
+        if not isinstance(tensors, list | tuple) or not all(isinstance(t, Tensor) for t in tensors):
             raise HexadError(
                 f"PipelineModule: found a {type(result).__name__} as the result of a stage's last layer, "
                 "expected a tensor or a tuple of tensors"
@@ -102,22 +102,22 @@ class Form:
         kinds = [part.dtype for part in self.parts if part.trained]
         return max(kinds, key=lambda kind: kind.itemsize) if kinds else torch.float32
 
-    def message(self, result: Any) -> torch.Tensor:
+    def message(self, result: Any) -> Tensor:
         """The message of a result, with its graph."""
         if self.plain:
-            tensor: torch.Tensor = result
+            tensor: Tensor = result
             return tensor
         tensors = (result,) if self.single else result
         return torch.cat([part.encoded(tensor, self.dtype) for tensor, part in zip(tensors, self.parts)])
 
-    def empty(self, device: torch.device) -> torch.Tensor:
+    def empty(self, device: torch.device) -> Tensor:
         """An empty tensor like the message."""
         if self.plain:
             return torch.empty(self.parts[0].shape, dtype=self.dtype, device=device)
         size = sum(part.size(self.dtype) for part in self.parts)
         return torch.empty(size, dtype=self.dtype, device=device)
 
-    def result(self, message: torch.Tensor) -> Any:
+    def result(self, message: Tensor) -> Any:
         """The result in a message."""
         if self.plain:
             return message
@@ -181,7 +181,7 @@ class PipelineEngine(DeepSpeedEngine):
             initialise=False,
         )
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """A complete step; all ranks together.
 
         Args:
@@ -210,7 +210,7 @@ class PipelineEngine(DeepSpeedEngine):
         reduce_output: str | None = "avg",
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The mean loss of a step's microbatches, in evaluation mode and without gradients.
 
         Raises:
@@ -226,7 +226,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._module.train(training)
         return self._mean(total, count)
 
-    def _mean(self, total: torch.Tensor | None, count: int) -> torch.Tensor:
+    def _mean(self, total: Tensor | None, count: int) -> Tensor:
         mesh = self._engine.mesh
         loss = torch.zeros((), dtype=torch.float64, device=self.device) if total is None else total
         loss = all_reduce(all_reduce(loss, mesh.data), mesh.pipeline)
@@ -332,9 +332,9 @@ def _compute(
     module: PipelineModule,
     stage: nn.Module,
     batch: PipelineBatch,
-    message: torch.Tensor | None,
+    message: Tensor | None,
     scale: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute a stage's result for a microbatch: a message, or the loss."""
     assert isinstance(stage, PipeStage)
     number = next(n for n, part in enumerate(module.parts) if part == stage.layers)
@@ -342,7 +342,7 @@ def _compute(
     x = stage(x)
     if number < len(module.parts) - 1:
         return batch.forms[number].message(x)
-    loss: torch.Tensor = x if module.loss_fn is None else module.loss_fn(x, batch.labels)
+    loss: Tensor = x if module.loss_fn is None else module.loss_fn(x, batch.labels)
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
 
 
@@ -355,7 +355,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _signature(value: Any) -> object:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype)
     if isinstance(value, list | tuple):
         return tuple(_signature(item) for item in value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.config import HexadError
 from hexad.optim.schedule import MOMENTS
@@ -71,12 +72,12 @@ class SavedTensor:
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[torch.Tensor, ...]
+    pieces: tuple[Tensor, ...]
     file: Path
-    rounded: torch.Tensor | None = None
+    rounded: Tensor | None = None
 
     @classmethod
-    def complete(cls, tensor: torch.Tensor, file: Path) -> SavedTensor:
+    def complete(cls, tensor: Tensor, file: Path) -> SavedTensor:
         """A tensor that is complete in one file."""
         return cls(tuple(tensor.shape), (tensor.flatten(),), file)
 
@@ -103,7 +104,7 @@ class SavedTensor:
                 "several checkpoints are mixed, or one is incomplete"
             )
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """Read all values, in the tensor's shape.
 
         Raises:
@@ -166,7 +167,7 @@ def load_file(path: Path) -> Any:
     return load_inert(path, _CLASSES)
 
 
-def main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+def main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """The format of most tensors."""
     counts = Counter(tensor.dtype for tensor in tensors).most_common(1)
     return counts[0][0] if counts else torch.float32
@@ -214,7 +215,7 @@ def progress(
     Raises:
         HexadError: the files are of different steps.
     """
-    counters = {key: _number(entry(model, path, key, (int, torch.Tensor))) for key in COUNTERS}
+    counters = {key: _number(entry(model, path, key, (int, Tensor))) for key in COUNTERS}
     step, samples, skipped = counters.values()
     # Without ZeRO, DeepSpeed makes a first update with zero gradients, to allocate the state.
     if len(updates) > 1 or max(updates, default=0) > step - skipped + 1:
@@ -264,7 +265,7 @@ def _loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> int:
     """A count that is stored as a number or a tensor of one."""
-    return int(value.item() if isinstance(value, torch.Tensor) else value)
+    return int(value.item() if isinstance(value, Tensor) else value)
 
 
 class _Ambiguous(Exception):
@@ -274,12 +275,12 @@ class _Ambiguous(Exception):
 class _Names:
     """The names of an optimizer's parameters, which are recognised by their values."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self._groups: dict[str, int] = {}
         self._candidates: list[tuple[int, list[str]]] = []
 
-    def next(self, group: int, shape: torch.Size | None, master: torch.Tensor | None) -> str:
+    def next(self, group: int, shape: torch.Size | None, master: Tensor | None) -> str:
         """The name of the next parameter of a group: the first that fits and has none yet.
 
         Args:
@@ -312,7 +313,7 @@ class _Names:
                     raise _Ambiguous(name)
 
 
-def _fits(tensor: torch.Tensor, shape: torch.Size | None, master: torch.Tensor | None) -> bool:
+def _fits(tensor: Tensor, shape: torch.Size | None, master: Tensor | None) -> bool:
     """Whether a tensor of the module may be a parameter of the optimizer; see :meth:`_Names.next`."""
     if shape is not None and shape != tensor.shape:
         return False
@@ -331,7 +332,7 @@ def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> Sav
     Raises:
         HexadError: it is not of DeepSpeed.
     """
-    module: Mapping[str, torch.Tensor] = entry(model, file, "module", Mapping)
+    module: Mapping[str, Tensor] = entry(model, file, "module", Mapping)
     buffers = entry(model, file, "buffer_names", list)
     aliases = _aliases(module)
     weights = {
@@ -369,7 +370,7 @@ def read_unsharded(directory: Path, file: Path, model: Mapping[str, Any]) -> Sav
     )
 
 
-def _aliases(module: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _aliases(module: Mapping[str, Tensor]) -> dict[str, str]:
     """Further names of tied tensors, which have one memory, -> the first."""
     first: dict[tuple[int, torch.Size], str] = {}
     names = {
@@ -382,8 +383,8 @@ def _assigned(
     optimizer: Mapping[str, Any],
     groups: list[dict[str, Any]],
     states: Mapping[int, Mapping[str, Any]],
-    parameters: Mapping[str, torch.Tensor],
-) -> Iterator[tuple[str, torch.Tensor | None, dict[str, torch.Tensor]]]:
+    parameters: Mapping[str, Tensor],
+) -> Iterator[tuple[str, Tensor | None, dict[str, Tensor]]]:
     """The name, master weights and moments, as vectors, of each parameter of the optimizer.
 
     Raises:
@@ -415,6 +416,6 @@ def _assigned(
     names.check()
 
 
-def _moments(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _moments(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Adam's moments in a parameter's state, as vectors."""
-    return {kind: state[kind].flatten() for kind in MOMENTS if isinstance(state.get(kind), torch.Tensor)}
+    return {kind: state[kind].flatten() for kind in MOMENTS if isinstance(state.get(kind), Tensor)}

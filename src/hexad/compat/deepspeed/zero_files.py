@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hexad.checkpoint.manifest import MANIFEST_FILE
 from hexad.config import HexadError
@@ -101,7 +101,7 @@ class _Model:
         self.directory, self.files, self.sharded = directory, files, sharded
         self.models: list[Shard] = [load_file(path) for path in files]
         self.model, self.file = self.models[0], files[0]
-        self.module: Mapping[str, torch.Tensor] = entry(self.model, self.file, "module", Mapping)
+        self.module: Mapping[str, Tensor] = entry(self.model, self.file, "module", Mapping)
         self.groups = shapes(entry(self.model, self.file, "param_shapes", list), self.file)
         self.aliases: dict[str, str] = dict(entry(self.model, self.file, "shared_params", Mapping))
 
@@ -141,10 +141,10 @@ class _Model:
         frozen = shapes([self.model.get("frozen_param_shapes") or {}], self.file)[0]
         parts = [model.get("frozen_param_fragments") or {} for model in self.models]
         for name, shape in frozen.items():
-            held = [entry(part, path, name, torch.Tensor).flatten() for path, part in zip(self.files, parts)]
+            held = [entry(part, path, name, Tensor).flatten() for path, part in zip(self.files, parts)]
             tensors[name] = _joined(shape, held, self.file)
         for name in entry(self.model, self.file, "buffer_names", list):
-            tensors[name] = SavedTensor.complete(entry(self.module, self.file, name, torch.Tensor), self.file)
+            tensors[name] = SavedTensor.complete(entry(self.module, self.file, name, Tensor), self.file)
         return tensors
 
 
@@ -182,20 +182,20 @@ class _Zero(_Model):
         held = [self._adam(base) for base in bases]
         moments = {}
         for kind in MOMENTS:
-            if all(isinstance(state.get(kind), torch.Tensor) for states in held for state in states):
+            if all(isinstance(state.get(kind), Tensor) for states in held for state in states):
                 moments[kind] = self._tensors([[state[kind] for state in states] for states in held])
         settings: list[list[Any]] = [base.get("param_groups", []) for base in bases]
         updates = adam_step(chain(*held), chain(*settings))
         masters = self._tensors(self._masters())
         return self.saved(masters, moments, updates, self.optimizers[0], settings[0])
 
-    def _masters(self) -> list[list[torch.Tensor]]:
+    def _masters(self) -> list[list[Tensor]]:
         """Each rank's part of each group's master weights."""
         key = "fp32_flat_groups" if self.sharded else "single_partition_of_fp32_groups"
         parts = []
         for path, optimizer in zip(self.shard_files, self.optimizers):
             tensors = list(entry(optimizer, path, key, (list, tuple)))
-            if len(tensors) != len(self.groups) or not all(isinstance(t, torch.Tensor) for t in tensors):
+            if len(tensors) != len(self.groups) or not all(isinstance(t, Tensor) for t in tensors):
                 raise HexadError(
                     f"{path}: {key} holds {len(tensors)} tensors, but param_shapes in {self.file.name} has "
                     f"{len(self.groups)} groups"
@@ -218,7 +218,7 @@ class _Zero(_Model):
         held = [states.get(n, {}) if isinstance(states, Mapping) else {} for n in range(len(self.groups))]
         return [state if isinstance(state, Mapping) else {} for state in held]
 
-    def _tensors(self, parts: Sequence[Sequence[torch.Tensor]]) -> dict[str, SavedTensor]:
+    def _tensors(self, parts: Sequence[Sequence[Tensor]]) -> dict[str, SavedTensor]:
         """The parameters in vectors, by rank and group, that are like the master weights'."""
         read = self._split if self.sharded else self._consecutive
         tensors: dict[str, SavedTensor] = {}
@@ -226,7 +226,7 @@ class _Zero(_Model):
             tensors |= read(number, [part[number].flatten() for part in parts])
         return tensors
 
-    def _consecutive(self, number: int, parts: Sequence[torch.Tensor]) -> dict[str, SavedTensor]:
+    def _consecutive(self, number: int, parts: Sequence[Tensor]) -> dict[str, SavedTensor]:
         """A group's parameters in stages 1 and 2: the ranks' parts are one vector."""
         tensors, begin, file = {}, 0, self.shard_files[0]
         paddings = self.optimizers[0].get("param_alignment_paddings")
@@ -242,7 +242,7 @@ class _Zero(_Model):
             )
         return tensors
 
-    def _split(self, number: int, parts: Sequence[torch.Tensor]) -> dict[str, SavedTensor]:
+    def _split(self, number: int, parts: Sequence[Tensor]) -> dict[str, SavedTensor]:
         """A group's parameters in stage 3: every rank has a part of each."""
         tensors, begin = {}, 0
         for name, shape in self.groups[number].items():
@@ -257,7 +257,7 @@ class _Zero(_Model):
         return tensors
 
 
-def _cut(parts: Sequence[torch.Tensor], begin: int, count: int) -> tuple[torch.Tensor, ...]:
+def _cut(parts: Sequence[Tensor], begin: int, count: int) -> tuple[Tensor, ...]:
     """Views of ``count`` values from ``begin`` on of vectors that follow each other, as many as there are."""
     pieces = []
     for part in parts:
@@ -273,7 +273,7 @@ def _shard_size(shape: Sequence[int], ranks: int) -> int:
     return -(-math.prod(shape) // ranks)
 
 
-def _joined(shape: tuple[int, ...], parts: Sequence[torch.Tensor], file: Path) -> SavedTensor:
+def _joined(shape: tuple[int, ...], parts: Sequence[Tensor], file: Path) -> SavedTensor:
     """A parameter of which every rank has a shard at the beginning of a vector."""
     count, size = math.prod(shape), _shard_size(shape, len(parts))
     pieces = (part[: max(0, min(size, count - rank * size))] for rank, part in enumerate(parts))
@@ -344,7 +344,7 @@ def _tensor(folder: Path, name: str, kind: str, shape: tuple[int, ...]) -> Saved
         raise HexadError(f"{path}: found the name {name!r}, expected one of a file in {folder}")
     content: Any = load_file(path)
     values = content.get("param") if isinstance(content, Mapping) else content
-    if not isinstance(values, torch.Tensor):
+    if not isinstance(values, Tensor):
         raise HexadError(f"{path}: holds no tensor")
     return SavedTensor(shape, (values.flatten(),), path)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from hexad.config import HexadError
 
@@ -48,7 +48,7 @@ class Accumulation:
         self._limit = limit if self.synchronised else None
         self._engine.begin(self._limit)
 
-    def backward(self, loss: torch.Tensor, divisor: int = 1, retain_graph: bool = False) -> torch.Tensor:
+    def backward(self, loss: Tensor, divisor: int = 1, retain_graph: bool = False) -> Tensor:
         """Differentiate a loss over ``divisor``, multiplied by the engine's loss scale.
 
         Returns:
@@ -57,9 +57,9 @@ class Accumulation:
         Raises:
             HexadError: it is no scalar with a graph.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             kind = type(loss).__name__
-            if isinstance(loss, torch.Tensor):
+            if isinstance(loss, Tensor):
                 kind = f"shape {tuple(loss.shape)}, requires_grad {loss.requires_grad}"
             raise HexadError(f"backward: found {kind}, expected a scalar loss with a graph")
         if self._limit is not None and self.passes >= self._limit:

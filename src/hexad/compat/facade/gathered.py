@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hexad.comm import broadcast
@@ -31,7 +31,7 @@ def register(engine: Engine) -> None:
 
 @contextmanager
 def gathered_parameters(
-    params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    params: nn.Module | Tensor | Iterable[Tensor],
     modifier_rank: int | None = None,
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
@@ -66,7 +66,7 @@ def gathered_parameters(
 def _buckets(params: Any) -> dict[Bucket, Engine]:
     if isinstance(params, nn.Module):
         raise HexadError("GatheredParameters: found a module; pass module.parameters()")
-    wanted = dict.fromkeys([params] if isinstance(params, torch.Tensor) else params)
+    wanted = dict.fromkeys([params] if isinstance(params, Tensor) else params)
     known = (_engines[parameter]() for parameter in wanted if parameter in _engines)
     engines = dict.fromkeys(engine for engine in known if engine is not None)
     return {
@@ -107,7 +107,7 @@ def refuse_shards(*_: Any) -> None:
 
 def state_dict(
     engine: Engine, module: nn.Module, exclude_frozen: bool = False, first_only: bool = False
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """A module's ``state_dict`` with complete values on the host; all ranks together.
 
     Args:
@@ -117,7 +117,7 @@ def state_dict(
     global _collects
     keeps = not (first_only and engine.mesh.rank)
     engine.gatherer.settle()
-    values: dict[torch.Tensor, torch.Tensor] = {}
+    values: dict[Tensor, Tensor] = {}
     for bucket in engine.buckets:
         engine.gatherer.complete(bucket)
         for declared in bucket.members if keeps else ():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.checkpoint.directory import origin_of, write_manifest
 from hexad.checkpoint.hugging_face.files import appearing, has_tokenizer
@@ -72,7 +73,7 @@ class ForeignTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], Tensor]
 
 
 def published_config(folder: Path) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.config import HexadError
 
 if TYPE_CHECKING:
     from hexad.engine.engine import Engine
 
-Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 """What ``torch.optim`` takes: parameters, or groups of them."""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.directory import CheckpointDirectory, make_visible
@@ -259,7 +260,7 @@ def _unsafe(state: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(state, list | tuple | set):
         for number, value in enumerate(state):
             yield from _unsafe(value, f"{name}[{number}]")
-    elif not isinstance(state, bool | int | float | complex | str | bytes | torch.Tensor | None):
+    elif not isinstance(state, bool | int | float | complex | str | bytes | Tensor | None):
         yield name, state
 
 
@@ -271,7 +272,7 @@ def decoded(state: Mapping[str, Any]) -> Any:
         return torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)
 
 
-def save_model(state: Mapping[str, torch.Tensor], directory: str, name: str, mesh: Mesh) -> bool:
+def save_model(state: Mapping[str, Tensor], directory: str, name: str, mesh: Mesh) -> bool:
     """Write a ``state_dict`` to one file, on the first rank.
 
     Raises:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.config import HexadError
 from hexad.engine.engine import Engine
@@ -105,7 +106,7 @@ class GPTModel(Transformer):
         self.passes, self.seed = 0, config.run.seed
         self._isolated, self._data_rank = config.data.documents == "isolate", mesh.data.rank
         self._checked = False
-        self._input: torch.Tensor | None = None
+        self._input: Tensor | None = None
 
     def _head_is_a_layer(self) -> None:
         """The backward pass of the logits needs the head's weight, as that of a layer. Hexad's own loss
@@ -122,11 +123,11 @@ class GPTModel(Transformer):
 
     def forward(  # type: ignore[override]  # Megatron-LM's signature
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
         """Losses, logits or hidden states.
 
         Args:
@@ -157,21 +158,19 @@ class GPTModel(Transformer):
             return vocab_parallel_cross_entropy(logits, labels)
         return logits if self.parallel_output else gather_from_tensor_model_parallel_region(logits)
 
-    def _spans(self, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> Spans | None:
+    def _spans(self, tokens: Tensor, position_ids: Tensor | None) -> Spans | None:
         if not self._isolated or position_ids is None:
             return None
         starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()
         return Spans(tokens.numel(), len(tokens), (*starts, tokens.numel()))
 
-    def _key(self, tokens: torch.Tensor) -> DropoutKey | None:
+    def _key(self, tokens: Tensor) -> DropoutKey | None:
         if not self.training or not torch.is_grad_enabled():
             return None
         self.passes += 1
         return DropoutKey(self.seed, self.passes, self._data_rank * len(tokens))
 
-    def _check(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor | None, mask: torch.Tensor | None
-    ) -> None:
+    def _check(self, tokens: Tensor, position_ids: Tensor | None, mask: Tensor | None) -> None:
         if self._checked:
             return
         self._checked = True

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.checkpoint.hugging_face.importing import check_target, with_precision
 from hexad.config import Config, HexadError
@@ -111,7 +112,7 @@ class TorchDistCheckpoint:
             raise HexadError(f"{path}: not of a distributed checkpoint ({error!r})") from None
         self._check()
 
-    def read(self, tensor: DistTensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    def read(self, tensor: DistTensor, offset: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """A rectangle of a tensor, from the pieces that have a part of it.
 
         Raises:
@@ -126,12 +127,12 @@ class TorchDistCheckpoint:
                 values_read[_within(common, wanted)] = values[_within(common, piece.rectangle)]
         return values_read
 
-    def _values(self, tensor: DistTensor, piece: _Piece) -> torch.Tensor:
+    def _values(self, tensor: DistTensor, piece: _Piece) -> Tensor:
         path = self.directory / piece.file
         with open(path, "rb") as file:
             file.seek(piece.offset)
             values = load_inert(path, (), file.read(piece.length))
-        if not isinstance(values, torch.Tensor) or tuple(values.shape) != piece.rectangle.sizes:
+        if not isinstance(values, Tensor) or tuple(values.shape) != piece.rectangle.sizes:
             raise HexadError(f"{path}: does not hold {tensor.key} of {piece.rectangle.sizes}")
         return values
 
@@ -235,11 +236,7 @@ _UNLIKE = {"apply_layernorm_1p": False, "rotary_interleaved": False, "multi_late
 
 
 def import_checkpoint(
-    source: Path,
-    to: Path,
-    check: Callable[[Config], Config],
-    model: Path | None,
-    weights_only: bool = False,
+    source: Path, to: Path, check: Callable[[Config], Config], model: Path | None, weights_only: bool = False
 ) -> ImportResult:
     """Write a checkpoint with the state of a GPT model that Megatron-Core saved, in any of its layouts, one
     tensor at a time.
@@ -307,7 +304,7 @@ def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Ite
     used = set()
 
     @lru_cache(maxsize=1)  # several of ours may be parts of it
-    def whole(key: str, layer: int | None) -> torch.Tensor:
+    def whole(key: str, layer: int | None) -> Tensor:
         tensor = given.tensors[key]
         if layer is None:
             return given.read(tensor, (0,) * len(tensor.shape), tensor.shape)
@@ -328,7 +325,7 @@ def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Ite
                 f"{given.directory}: {tensor.key} has shape {shape}, expected {(rows, *weight.shape[1:])}"
             )
 
-        def read(name: str, key: str, layer: int | None, wanted: tuple[int, ...]) -> torch.Tensor:
+        def read(name: str, key: str, layer: int | None, wanted: tuple[int, ...]) -> Tensor:
             return _part(name, whole(key, layer), model).reshape(wanted)
 
         ours = f"optimizer.{kind}.{name}" if kind else f"model.{name}"
@@ -379,7 +376,7 @@ def _rows(name: str, own: int, model: ModelSettings) -> int:
     return own
 
 
-def _part(name: str, theirs: torch.Tensor, model: ModelSettings) -> torch.Tensor:
+def _part(name: str, theirs: Tensor, model: ModelSettings) -> Tensor:
     """Our rows of Megatron's tensor: queries, keys and values are together by group of heads; the vocabulary
     may be padded."""
     module = name.split(".", 2)[-1].rpartition(".")[0]
@@ -429,7 +426,7 @@ def _steps(state: Any) -> Iterator[int]:
     """The numbers of updates anywhere in an optimizer's settings."""
     if isinstance(state, Mapping):
         for key, value in state.items():
-            if key in ("step", "common_step") and isinstance(value, (int, float, torch.Tensor)):
+            if key in ("step", "common_step") and isinstance(value, (int, float, Tensor)):
                 yield int(value)
             else:
                 yield from _steps(value)

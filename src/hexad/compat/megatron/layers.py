@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.config import HexadError
 from hexad.parallel.inventory import Parameter, Weight
@@ -25,8 +25,8 @@ from hexad.parallel.tensor.linear import column_linear, row_linear
 from . import parallel_state
 from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
 
-Initialise = Callable[[torch.Tensor], object]
-Output = tuple[torch.Tensor, torch.Tensor | None]
+Initialise = Callable[[Tensor], object]
+Output = tuple[Tensor, Tensor | None]
 """A layer's output, and the bias that it has not added."""
 
 _STD = 0.02
@@ -178,10 +178,7 @@ class ColumnParallelLinear(_Layer):
             self.register_parameter("bias", None)
 
     def forward(
-        self,
-        input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Output:
         """``[s (/ size in sequence parallel), b, input_size]`` -> (``[s, b, output_size (/ size)]``, bias).
 
@@ -258,7 +255,7 @@ class RowParallelLinear(_Layer):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, input_: torch.Tensor) -> Output:
+    def forward(self, input_: Tensor) -> Output:
         """``[s, b, input_size (/ size)]`` -> (``[s (/ size), b, output_size]``, bias)."""
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, self.group)
@@ -319,7 +316,7 @@ class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
         if getattr(config, "perform_initialization", True):
             _initialise(self.weight, (num_embeddings, embedding_dim), 0, std, init_method, self.shard)
 
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_: Tensor) -> Tensor:
         """int64 ``[b, s]`` -> ``[b, s, h]``, or ``[s / size, b, h]`` with ``reduce_scatter_embeddings``."""
         if not self.reduce_scatter_embeddings:
             return super().forward(input_.flatten()).unflatten(0, tuple(input_.shape))
@@ -327,7 +324,7 @@ class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
         return super().forward(sequence_first.flatten()).unflatten(0, (-1, len(input_)))
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """``[..., h]`` -> ``[tokens, h]``, contiguous: collectives move memory."""
     return x.flatten(0, -2).contiguous()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hexad.comm import all_gather, all_reduce, reduce_scatter
 from hexad.comm import all_to_all as exchange
@@ -22,55 +23,53 @@ from . import parallel_state
 from .parallel_state import axis_of
 
 Group = dist.ProcessGroup | None
-Operation = Callable[[torch.Tensor, Axis], torch.Tensor]
+Operation = Callable[[Tensor, Axis], Tensor]
 
 
 class _Mapping(torch.autograd.Function):
     """An operation in the forward pass, another one in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, axis: Axis, forward: Operation, backward: Operation
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Operation, backward: Operation) -> Tensor:
         ctx.axis, ctx.backward_operation = axis, backward
         return forward(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.backward_operation(gradient, ctx.axis), None, None, None
 
 
-def _mapped(x: torch.Tensor, group: Group, forward: Operation, backward: Operation) -> torch.Tensor:
-    result: torch.Tensor = _Mapping.apply(x, axis_of(group), forward, backward)
+def _mapped(x: Tensor, group: Group, forward: Operation, backward: Operation) -> Tensor:
+    result: Tensor = _Mapping.apply(x, axis_of(group), forward, backward)
     return result
 
 
-def _identity(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _identity(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 
 
-def _sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _sum(x: Tensor, axis: Axis) -> Tensor:
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
 
 
-def _slice_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _slice_first(x: Tensor, axis: Axis) -> Tensor:
     if x.shape[0] % axis.size:
         raise HexadError(f"found {x.shape[0]} rows, which do not divide by the group's {axis.size} ranks")
     return x.chunk(axis.size)[axis.rank].clone(memory_format=torch.contiguous_format)
 
 
-def _gather_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _gather_first(x: Tensor, axis: Axis) -> Tensor:
     return _identity(x, axis) if axis.size == 1 else all_gather(x.contiguous(), axis)
 
 
-def _scatter_sum_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _scatter_sum_first(x: Tensor, axis: Axis) -> Tensor:
     return _identity(x, axis) if axis.size == 1 else reduce_scatter(x.contiguous(), axis)
 
 
 def _last(operation: Operation) -> Operation:
     """A collective along the last dimension instead of the first."""
 
-    def moved(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def moved(x: Tensor, axis: Axis) -> Tensor:
         return operation(x.movedim(-1, 0), axis).movedim(0, -1).contiguous()
 
     return moved
@@ -79,65 +78,61 @@ def _last(operation: Operation) -> Operation:
 _slice_last, _gather_last, _scatter_sum_last = map(_last, (_slice_first, _gather_first, _scatter_sum_first))
 
 
-def copy_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """The same tensor; gradients are summed over the ranks."""
     return _mapped(input_, group, _identity, _sum)
 
 
-def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """The sum over the ranks; gradients are passed on."""
     return _mapped(input_, group, _sum, _identity)
 
 
-def scatter_to_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[..., h]`` -> this rank's ``[..., h / size]``; gradients are gathered."""
     return _mapped(input_, group, _slice_last, _gather_last)
 
 
-def gather_from_tensor_model_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[..., h / size]`` -> ``[..., h]``; of gradients this rank's slice is passed on."""
     return _mapped(input_, group, _gather_last, _slice_last)
 
 
-def scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[s, ...]`` -> this rank's ``[s / size, ...]``; gradients are gathered."""
     return _mapped(input_, group, _slice_first, _gather_first)
 
 
 def gather_from_sequence_parallel_region(
-    input_: torch.Tensor, tensor_parallel_output_grad: bool = True, group: Group = None
-) -> torch.Tensor:
+    input_: Tensor, tensor_parallel_output_grad: bool = True, group: Group = None
+) -> Tensor:
     """``[s / size, ...]`` -> ``[s, ...]``. Gradients are summed and scattered; without
     ``tensor_parallel_output_grad``, where all ranks have the same ones, this rank's slice is passed on."""
     backward = _scatter_sum_first if tensor_parallel_output_grad else _slice_first
     return _mapped(input_, group, _gather_first, backward)
 
 
-def reduce_scatter_to_sequence_parallel_region(input_: torch.Tensor, group: Group = None) -> torch.Tensor:
+def reduce_scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[s, ...]`` -> this rank's ``[s / size, ...]`` of the sum; gradients are gathered."""
     return _mapped(input_, group, _scatter_sum_first, _gather_first)
 
 
-def all_gather_last_dim_from_tensor_parallel_region(
-    input_: torch.Tensor, group: Group = None
-) -> torch.Tensor:
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[..., h / size]`` -> ``[..., h]``; gradients are summed and scattered."""
     return _mapped(input_, group, _gather_last, _scatter_sum_last)
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(
-    input_: torch.Tensor, group: Group = None
-) -> torch.Tensor:
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """``[..., h]`` -> this rank's ``[..., h / size]`` of the sum; gradients are gathered."""
     return _mapped(input_, group, _scatter_sum_last, _gather_last)
 
 
 def all_to_all(
     group: Group,
-    input_: torch.Tensor,
+    input_: Tensor,
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Rows to every rank and rows from every rank, in rank order; gradients return the same way.
 
     Args:
@@ -149,7 +144,7 @@ def all_to_all(
 
     sizes = input_split_sizes, output_split_sizes_
 
-    def exchanged(x: torch.Tensor, axis: Axis, *sizes: Sequence[int] | None) -> torch.Tensor:
+    def exchanged(x: Tensor, axis: Axis, *sizes: Sequence[int] | None) -> Tensor:
         return _identity(x, axis) if axis.size == 1 else exchange(x.contiguous(), axis, *sizes)
 
     return _mapped(
@@ -161,8 +156,8 @@ def all_to_all(
 
 
 def vocab_parallel_cross_entropy(
-    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
-) -> torch.Tensor:
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0
+) -> Tensor:
     """The loss of every token, in nats, in at least float32; the same on all tensor ranks.
 
     Args:
@@ -184,13 +179,13 @@ def vocab_parallel_cross_entropy(
             f"{tuple(vocab_parallel_logits.shape)}; expected all but the last dim"
         )
     axis = parallel_state.get_mesh().tensor
-    losses: torch.Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, axis)
+    losses: Tensor = _CrossEntropy.apply(vocab_parallel_logits, target, axis)
     return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         rows = logits.flatten(0, -2).to(wide, copy=True, memory_format=torch.contiguous_format)
         wanted = ctx.needs_input_grad[0]
@@ -202,7 +197,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.view(target.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         scaled = rows * gradient.reshape(-1, 1)
         return scaled.view(*gradient.shape, -1).to(ctx.dtype), None, None

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hexad.config import Config, HexadError
 from hexad.config.schema import MemorySettings
@@ -20,8 +20,8 @@ from . import parallel_state
 from .gpt import GPTEngine, resolved_model
 from .initialize import get_args
 
-LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
-ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, LossFunction]]
+LossFunction = Callable[[Tensor], tuple[Any, ...]]
+ForwardStep = Callable[[Any, Any], tuple[Tensor, LossFunction]]
 
 
 @dataclass
@@ -68,7 +68,7 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
     )
 
 
-def empty_hidden(config: Config, mesh: Mesh) -> torch.Tensor:
+def empty_hidden(config: Config, mesh: Mesh) -> Tensor:
     """An empty tensor like the hidden states that cross a stage boundary."""
     tokens = config.batch.micro * config.data.sequence
     rows = tokens // (mesh.tensor.size if config.parallel.sequence_parallel else 1)
@@ -81,11 +81,11 @@ def _compute(
     last: int,
     stage: nn.Module,
     step: _Step,
-    inputs: torch.Tensor | None,
+    inputs: Tensor | None,
     _: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """A stage's pass of one microbatch."""
-    set_input_tensor: Callable[[torch.Tensor | None], None] = stage.set_input_tensor  # type: ignore[assignment]
+    set_input_tensor: Callable[[Tensor | None], None] = stage.set_input_tensor  # type: ignore[assignment]
     set_input_tensor(inputs)
     number = numbers[stage]
     output, loss_function = step.forward(step.iterators.get(number), stage)
@@ -93,7 +93,7 @@ def _compute(
         return output
     loss, *counted, reported = loss_function(output)
     step.reported.append(reported)
-    result: torch.Tensor = loss / counted[0] if counted else loss
+    result: Tensor = loss / counted[0] if counted else loss
     return result
 
 

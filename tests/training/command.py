@@ -217,11 +217,12 @@ def children(process: int) -> list[int]:
 
 
 def alive(processes: Iterable[int]) -> list[int]:
-    """Those that still run (a zombie does not)."""
+    """Those that still run: not a zombie, all of whose threads have ended and with them its locks."""
     running = []
     for process in processes:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state != "Z" or len(os.listdir(f"/proc/{process}/task")) > 1:
                 running.append(process)
     return running
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hexad.config import ConfigError, HexadError
@@ -36,18 +36,24 @@ def write(prefix: Path, lengths: list[int], first: int = 1, masked: bool = True)
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> int:
-    """The number of samples by the textbook's algorithm, one document after another."""
+    """The number of samples, one document after another: into one with the least room that takes it; of
+    documents of one length all samples with that room get one before any gets a second."""
     room: list[int] = []
-    for length in sorted((n for n in lengths if n), reverse=True):
-        fitting = [i for i, left in enumerate(room) if left >= length]
-        if fitting:
-            room[min(fitting, key=lambda i: room[i])] -= length
-        else:
-            room.append(capacity - length)
+    for length, waiting in sorted(Counter(n for n in lengths if n).items(), reverse=True):
+        while waiting and any(left >= length for left in room):
+            least = min(left for left in room if left >= length)
+            for sample in [sample for sample, left in enumerate(room) if left == least][:waiting]:
+                room[sample] -= length
+                waiting -= 1
+        for number in range(waiting):
+            if number % (capacity // length) == 0:
+                room.append(capacity)
+            room[-1] -= length
     return len(room)
 
 
 @settings(max_examples=200)
+@example(lengths=[6] * 5 + [8] * 3 + [13] * 5 + [27] + [29] * 3 + [37] * 2, capacity=55)
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=80), capacity=st.integers(40, 60))
 def test_packing_is_best_fit_decreasing(lengths: list[int], capacity: int) -> None:
     histogram = np.bincount(lengths, minlength=capacity + 1)

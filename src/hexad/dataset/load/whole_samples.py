@@ -40,7 +40,8 @@ class Placement(NamedTuple):
 
 def placements(histogram: NDArray[np.int64], capacity: int) -> Iterator[Placement]:
     """Best-fit decreasing of documents into samples of ``capacity`` tokens. ``histogram``, ``[longest + 1]``:
-    how many documents have each length; none is longer than a sample."""
+    how many documents have each length; none is longer than a sample. Of equal documents, all samples with
+    the least room get one before any gets a second."""
     room: dict[int, int] = defaultdict(int)  # room left -> samples that have it
     sizes: list[int] = []  # the rooms of which there are samples, ascending
 

@@ -43,9 +43,13 @@ def test_every_schedule_is_valid(name: str, size: tuple[int, int], virtual: int,
     virtual = virtual if name in SEVERAL else 1
     group_ = group if name == "interleaved" and group <= 12 else None
     schedule = build_schedule(name, pipeline, microbatches, virtual, group=group_)
-    validate(schedule)
+    report = validate(schedule)
     assert schedule.stages == pipeline * stages_per_rank(name, virtual)
     assert (schedule.pipeline, schedule.microbatches) == size
+    validate(schedule, buffers=report.buffers)
+    if report.buffers:
+        with pytest.raises(ScheduleError, match=f"deadlock with {report.buffers - 1} buffers"):
+            validate(schedule, buffers=report.buffers - 1)
 
 
 def test_one_forward_one_backward_in_order() -> None:

@@ -17,7 +17,6 @@ from hexad.parallel.pipeline.schedule import (
     v_shaped,
 )
 from hexad.parallel.pipeline.schedules import build_schedule
-from hexad.parallel.pipeline.simulate import Costs, simulate
 from hexad.parallel.pipeline.validate import validate
 
 Ranks = list[list[Action]]
@@ -167,18 +166,25 @@ def test_long_circles_are_cut_short() -> None:
     )
 
 
-def test_buffers_of_one_forward_one_backward() -> None:
-    """A rank sends forwards while the next sends backwards: neither can do without a buffer."""
-    assert validate(build_schedule("1f1b", 2, 3)).buffers == 1
+def test_too_few_buffers() -> None:
+    """In 1F1B a rank sends forwards while the next sends backwards: neither can do without a buffer."""
+    schedule = build_schedule("1f1b", 2, 3)
+    assert validate(schedule).buffers == 1
+    validate(schedule, buffers=1)
+    assert refusal(schedule, buffers=0) == (
+        "deadlock with 0 buffers per link: "
+        "rank 0 has done F of stage 0, microbatch 1, which rank 1 is not ready to receive; "
+        "rank 1 has done BW of stage 1, microbatch 0, which rank 0 is not ready to receive"
+    )
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
 def test_buffers_for_forwards_far_ahead(ahead: int) -> None:
     """A rank that wants all second stages last must be sent all first ones before: counted by hand."""
-    backwards = [[Action("BW", stage, number) for number in range(ahead + 1)] for stage in (0, 1)]
-    first = (*(Action("F", 0, number) for number in range(ahead + 1)), *backwards[0])
-    second = (Action("F", 1, ahead), *(Action("F", 1, number) for number in range(ahead)), *backwards[1])
-    assert validate(Schedule("x", ahead + 1, (0, 1), (first, second))).buffers == ahead
+    first = tuple(Action("F", 0, number) for number in range(ahead + 1))
+    second = (Action("F", 1, ahead), *(Action("F", 1, number) for number in range(ahead)))
+    schedule = Schedule("x", ahead + 1, (0, 1), (first, second))
+    assert validate(schedule, forward_only=True).buffers == ahead
 
 
 def test_every_rank_needs_a_stage() -> None:
@@ -191,9 +197,12 @@ def test_every_rank_needs_a_stage() -> None:
 def test_forwards_only(pipeline: int, virtual: int, microbatches: int) -> None:
     for placement in (looped(pipeline, virtual), v_shaped(pipeline)):
         schedule = forward_schedule(placement, microbatches)
-        timeline = simulate(schedule, Costs.uniform(schedule.stages))
-        assert sum(map(len, timeline.times)) == len(placement) * microbatches
+        assert validate(schedule, forward_only=True).peak_activations == (0,) * pipeline
         assert "B of stage 0, microbatch 0 is missing on rank 0 (or a BW)" in refusal(schedule)
+        dropped = changed(schedule, lambda ranks: ranks[-1].pop())
+        assert "is missing" in refusal(dropped, forward_only=True)
+    whole = build_schedule("1f1b", pipeline, microbatches)
+    assert "expected forwards only" in refusal(whole, forward_only=True)
 
 
 @given(schedule=generated(), where=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 60)), max_size=4))

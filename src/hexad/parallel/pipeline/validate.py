@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .schedule import KINDS, Action, Schedule, ScheduleError
+from .schedule import KINDS, Action, Message, Schedule, ScheduleError
 
 _SHOWN = 6
 
@@ -16,7 +16,7 @@ class Report:
 
     Attributes:
         peak_activations: for each rank, the most activations held at once, counted in stages x microbatches;
-            each is held from F to W (or BW).
+            each is held from F to W (or BW). Zeros for forwards only, which hold none.
         buffers: the fewest messages that each directed link between two ranks must be able to hold, beyond
             those that the receiver has taken, to avoid a deadlock. 0: sends may block until received.
     """
@@ -25,8 +25,15 @@ class Report:
     buffers: int
 
 
-def validate(schedule: Schedule) -> Report:
-    """Check that a schedule, from a generator or a file, is complete and that its order has no deadlock.
+def validate(schedule: Schedule, buffers: int | None = None, *, forward_only: bool = False) -> Report:
+    """Check that a schedule is complete and that its order has no deadlock.
+
+    Args:
+        schedule: any, from a generator or a file.
+        buffers: messages that each directed link between two ranks holds while the receiver has not taken
+            them; a send into a full one blocks its rank. A message is taken when the receiver reaches the
+            action that needs it. 0: a send blocks until then. None: sends never block.
+        forward_only: the schedule has forwards only, as for evaluation.
 
     Raises:
         ScheduleError: names the first action that is missing, duplicate, misplaced or out of order; or the
@@ -43,19 +50,22 @@ def validate(schedule: Schedule) -> Report:
         if rank not in schedule.placement:
             raise ScheduleError(f"rank {rank} of {schedule.pipeline} has no stage; every rank needs one")
     done = bytearray(schedule.stages * schedule.microbatches)
-    peaks = tuple(_check_rank(schedule, rank, done) for rank in range(schedule.pipeline))
+    peaks = tuple(_check_rank(schedule, rank, done, forward_only) for rank in range(schedule.pipeline))
+    complete = 1 if forward_only else 3
     for index, state in enumerate(done):
-        if state != 3:
-            stage, number = divmod(index, schedule.microbatches)
-            action, rank = Action("FBW"[state], stage, number), schedule.placement[stage]
-            raise ScheduleError(f"{action} is missing on rank {rank}" + (" (or a BW)" if state == 1 else ""))
-    return Report(peaks, _Traversal(schedule).needed())
+        if state != complete:
+            _missing(schedule, *divmod(index, schedule.microbatches), state)
+    return Report((0,) * schedule.pipeline if forward_only else peaks, _Traversal(schedule, buffers).needed())
 
 
-def _check_rank(schedule: Schedule, rank: int, done: bytearray) -> int:
+def _check_rank(schedule: Schedule, rank: int, done: bytearray, forward_only: bool) -> int:
     """Check one rank's actions by themselves and return the most activations held at once.
 
-    ``done``, uint8 ``[stages * microbatches]``, is filled in: 0 nothing, 1 F, 2 B, 3 W or BW.
+    Args:
+        schedule: the whole.
+        rank: which.
+        done: uint8 ``[stages * microbatches]``, to be filled in: 0 nothing, 1 F, 2 B, 3 W or BW.
+        forward_only: whether other actions are refused.
     """
     placement, microbatches, stages = schedule.placement, schedule.microbatches, schedule.stages
     held = peak = 0
@@ -75,19 +85,21 @@ def _check_rank(schedule: Schedule, rank: int, done: bytearray) -> int:
             held += 1
             if held > peak:
                 peak = held
-        elif kind == "B" and state == 1:
+        elif kind == "B" and state == 1 and not forward_only:
             done[index] = 2
-        elif (kind, state) in (("W", 2), ("BW", 1)):
+        elif (kind == "W" and state == 2) or (kind == "BW" and state == 1 and not forward_only):
             done[index] = 3
             held -= 1
         else:
-            raise ScheduleError(_misplaced(schedule, rank, action, state))
+            raise ScheduleError(_misplaced(schedule, rank, action, state, forward_only))
     return peak
 
 
-def _misplaced(schedule: Schedule, rank: int, action: Action, state: int) -> str:
+def _misplaced(schedule: Schedule, rank: int, action: Action, state: int, forward_only: bool) -> str:
     """Why ``action`` is misplaced: ``state`` is what was done before it, as in ``done``."""
     kind, stage, number = action
+    if forward_only and kind != "F":
+        return f"rank {rank} has {action}, expected forwards only"
     if state >= {"F": 1, "B": 2, "BW": 2, "W": 3}[kind]:
         before = next(
             other
@@ -103,6 +115,14 @@ def _misplaced(schedule: Schedule, rank: int, action: Action, state: int) -> str
     return f"rank {rank} has {action}, but {needed} is missing"
 
 
+def _missing(schedule: Schedule, stage: int, number: int, state: int) -> None:
+    kind = ("F", "B", "W")[state]
+    raise ScheduleError(
+        f"{Action(kind, stage, number)} is missing on rank {schedule.placement[stage]}"
+        + (" (or a BW)" if kind == "B" else "")
+    )
+
+
 class _Traversal:
     """Simulates a schedule without clocks: each rank runs until it must wait.
 
@@ -114,8 +134,9 @@ class _Traversal:
     plus the number of all those for B.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, limit: int | None) -> None:
         self.schedule = schedule
+        self.limit = limit
         self.buffers = 0
         count = schedule.stages * schedule.microbatches
         # 0: not sent, 1: waits on the link, 2: handed over (or from the rank itself).
@@ -132,7 +153,7 @@ class _Traversal:
         """The fewest buffers per link.
 
         Raises:
-            ScheduleError: no number of them suffices.
+            ScheduleError: no number of them suffices, or not as many as the limit.
         """
         stack = list(range(self.schedule.pipeline))
         while True:
@@ -140,7 +161,7 @@ class _Traversal:
                 self._advance(stack.pop(), stack)
             if all(position == len(actions) for position, actions in zip(self.position, self.schedule.ranks)):
                 return self.buffers
-            if max(self.sending) < 0:
+            if self.buffers == self.limit or max(self.sending) < 0:
                 raise ScheduleError(self._deadlock())
             self.buffers += 1
             for link, index in enumerate(self.full):
@@ -224,17 +245,25 @@ class _Traversal:
         circle = min(circles, key=lambda ranks: (len(ranks), ranks))
         more = f"; and {len(circle) - _SHOWN} more ranks" if len(circle) > _SHOWN else ""
         reasons = "; ".join(waits[rank][1] for rank in circle[:_SHOWN])
-        return f"deadlock: {reasons}{more}"
+        room = "" if self.buffers != self.limit else f" with {self.limit} buffers per link"
+        return f"deadlock{room}: {reasons}{more}"
 
     def _waits(self) -> Iterator[tuple[int, tuple[int, str]]]:
-        """For each rank that is not done, the rank it waits for and why; none is blocked by a full link."""
+        """For each blocked rank, the rank it waits for and why."""
         schedule = self.schedule
         for rank, (position, actions) in enumerate(zip(self.position, schedule.ranks)):
             if position == len(actions):
                 continue
             action = actions[position]
-            source = action.needs
-            assert source is not None  # W never waits
+            step = 1 if action.kind == "F" else -1
+            if self.sending[rank] >= 0:
+                other = schedule.placement[action.stage + step]
+                yield (
+                    rank,
+                    (other, f"rank {rank} has done {action}, which rank {other} is not ready to receive"),
+                )
+                continue
+            source = Message("F" if step > 0 else "B", action.stage - step, action.microbatch)
             other = schedule.placement[source.stage]
             where = "itself, later in its order" if other == rank else f"rank {other}"
             yield rank, (other, f"rank {rank} waits at {action} for {Action(*source)} of {where}")

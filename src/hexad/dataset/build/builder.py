@@ -151,17 +151,7 @@ def build(
     nothing = f"{', '.join(map(str, inputs))}: no text found in {len(files)} files"
     writer, framed, skipped = _write(prefix, pieces, encoder, reading, frame, workers, progress, nothing)
     data, any_framed = IndexedDataset(prefix), True in framed
-    sidecar = replace(
-        describe(data, writer.max_token),
-        tokenizer=encoder.name,
-        vocab=encoder.vocab_size,
-        eod=frame.eod if any_framed else encoder.eod,
-        # A template writes what begins a conversation, independent of the run's data.bos.
-        bos=frame.bos if any_framed else None,
-        chat_templates=reading.template.named if False in framed and reading.template else None,
-    )
-    with suppress(OSError):  # the sidecar only saves time
-        write_sidecar(prefix, sidecar)
+    _describe(data, writer, encoder, reading, frame, framed)
     return BuildSummary(
         prefix=str(prefix),
         documents=writer.documents,
@@ -177,6 +167,28 @@ def build(
         eod=frame.eod if any_framed else None,
         bos=frame.bos if any_framed else (),
     )
+
+
+def _describe(
+    data: IndexedDataset,
+    writer: IndexedWriter,
+    encoder: Tokenizer,
+    reading: Reading,
+    frame: _Frame,
+    framed: set[bool],
+) -> None:
+    """Write the sidecar of built data."""
+    sidecar = replace(
+        describe(data, writer.max_token),
+        tokenizer=encoder.name,
+        vocab=encoder.vocab_size,
+        eod=frame.eod if True in framed else encoder.eod,
+        # A template writes what begins a conversation, independent of the run's data.bos.
+        bos=frame.bos if True in framed else None,
+        chat_templates=reading.template.named if False in framed and reading.template else None,
+    )
+    with suppress(OSError):  # the sidecar only saves time
+        write_sidecar(data.prefix, sidecar)
 
 
 def _write(

@@ -42,8 +42,8 @@ def formats(precision: PrecisionSettings) -> Formats:
 class State:
     """The parameters of modules in buckets, with their gradients and optimizer, on this rank.
 
-    Args are those of :class:`~hexad.engine.engine.Engine`, but ``mesh`` has the model's factored axes, where
-    it has them, and ``described`` tells the model that ``config`` describes from a user's modules.
+    The arguments are those of :class:`~hexad.engine.engine.Engine`, but ``mesh`` has the model's factored
+    axes, where it has them, and ``described`` tells the model that ``config`` describes from a user's modules.
 
     Attributes:
         stages, config, mesh: as given.

@@ -312,11 +312,11 @@ def _tokenized(
     batch: Sequence[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
     """The ids of each document's text, and which of them are trained: those with a trained character."""
-    any_framed = iter(tokenizer.encode_batch([one.text for one in batch if one.trained is None]))
+    plain = iter(tokenizer.encode_batch([one.text for one in batch if one.trained is None]))
     marked = iter(tokenizer.encode_offsets([one.text for one in batch if one.trained is not None]))
     for document in batch:
         if document.trained is None:
-            ids = next(any_framed)
+            ids = next(plain)
             yield ids, np.ones(len(ids), dtype=np.bool_)
         else:
             places = next(marked)

@@ -43,7 +43,7 @@ class State:
     """The parameters of modules in buckets, with their gradients and optimizer, on this rank.
 
     The arguments are those of :class:`~hexad.engine.engine.Engine`, but ``mesh`` has the model's factored
-    axes, where it has them, and ``described`` tells the model that ``config`` describes from a user's modules.
+    axes, where it has them, and ``described`` tells the model of ``config`` from a user's modules.
 
     Attributes:
         stages, config, mesh: as given.

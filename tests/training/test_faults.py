@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from ..pool import Pool
-from .command import FOUR, LONGEST, Process, RunFile, wait_until_gone, write_run
+from .command import FOUR, LONGEST, Process, RunFile, wait_until_gone
 from .conftest import MakeRun
 
 Start = Callable[..., Process]

@@ -116,7 +116,7 @@ class Attention(nn.Module):
         return qk
 
     def _core(self, qk: Tensor, v: Tensor, where: Geometry, store: KeyValueStore | None) -> Tensor:
-        """``[tokens, this rank's heads * width]``."""
+        """``qk [tokens, heads + key/value heads, width]`` and ``v`` -> ``[tokens, heads * width]``."""
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
         if where.slice is not None:
             if store is not None:
@@ -131,8 +131,11 @@ class Attention(nn.Module):
         return self._attended(q, k, v, where)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, where: Geometry) -> Tensor:
-        """``[tokens, heads * width]``, of the keys of all ranks of the ring. In tiles where there are several
-        ranks, and where probabilities are dropped: PyTorch's fused attention draws its own random numbers."""
+        """``[tokens, heads, width]`` of all three -> ``[tokens, heads * width]``, over the keys of the ring.
+
+        In tiles where there are several ranks, and where probabilities are dropped: PyTorch's fused attention
+        draws its own random numbers.
+        """
         if self.ring.size == 1 and where.queries is None:
             return self.kernel(q, k, v, where.spans)
         slice_, drop = where.slice or where.spans.undivided, None

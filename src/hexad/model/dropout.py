@@ -147,6 +147,7 @@ class Dropper:
 
 
 def _site_keys(rows: Tensor, words: Tensor) -> Tensor:
+    """Row keys ``[2, rows, ...]`` of all layers and a site's ``words [2]`` -> the site's keys."""
     return _mix_(rows ^ words.view(2, *[1] * (rows.dim() - 1)))
 
 
@@ -164,7 +165,7 @@ def _factors(keys: Tensor, first: int, columns: int, dtype: torch.dtype, rate: f
 
 def dropped(x: Tensor, rows: Tensor, words: Tensor, rate: float, first: int = 0) -> Tensor:
     """``x [rows, width]``, of which ``first`` is the number of the first column, with elements dropped at a
-    site; compiled, one kernel."""
+    site, given ``rows [2, rows]``, the keys of all layers; compiled, one kernel."""
     if torch.compiler.is_compiling():
         return x * _factors(_site_keys(rows, words), first, x.shape[-1], x.dtype, rate)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

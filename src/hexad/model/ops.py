@@ -29,7 +29,7 @@ def by_hand(x: Tensor, compiled: bool) -> bool:
 
 
 def rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normalised ``x [..., width]``, the factor of each row in at least float32)."""
+    """(normalised ``x [..., width]``, each row's factor ``[..., 1]`` in at least float32)."""
     wide = widened(x)
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -37,7 +37,7 @@ def rms_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_backward(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of ``x``, of ``weight`` in at least float32)."""
+    """(gradient of ``x [..., width]``, of ``weight [width]`` in at least float32)."""
     wide = x.to(scale.dtype)
     product = gradient * wide
     flat = product.view(-1, x.shape[-1])
@@ -71,7 +71,7 @@ class _RmsNorm(torch.autograd.Function):
 
 @recomputable
 def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
-    """RMSNorm over the last dim (Zhang & Sennrich, arXiv 1910.07467), computed in at least float32."""
+    """RMSNorm of ``x [..., width]`` (Zhang & Sennrich, arXiv 1910.07467), computed in at least float32."""
     if by_hand(x, compiled):
         return _RmsNorm.apply(x, weight, eps, compiled)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
@@ -81,14 +81,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> T
 
 
 def layer_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(normalised ``x [..., width]``, each row's mean, its reciprocal deviation)."""
+    """(normalised ``x [..., width]``, each row's mean ``[..., 1]``, its reciprocal deviation)."""
     return torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def layer_backward(
     gradient: Tensor, x: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``x``, ``weight`` and ``bias``."""
+    """Gradients of ``x [..., width]``, ``weight [width]`` and ``bias [width]``."""
     return torch.ops.aten.native_layer_norm_backward(
         gradient, x, (x.shape[-1],), mean, deviation, weight, bias, [True, True, True]
     )
@@ -96,7 +96,7 @@ def layer_backward(
 
 @recomputable
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last dim (Ba et al., arXiv 1607.06450), one kernel on every device."""
+    """LayerNorm of ``x [..., width]`` (Ba et al., arXiv 1607.06450), one kernel on every device."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
@@ -109,6 +109,7 @@ def _swiglu_forward(gate_up: Tensor) -> Tensor:
 
 
 def _swiglu_backward(gradient: Tensor, gate_up: Tensor) -> Tensor:
+    """``[tokens, width]``, ``[tokens, 2 * width]`` -> the gradient of ``gate_up``."""
     gate, up = gate_up.chunk(2, dim=-1)
     if torch.compiler.is_compiling():
         sigmoid = gate.sigmoid()
@@ -153,6 +154,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """:func:`rotate` by plain autograd."""
     width = 2 * cos.shape[-1]
     first, second = x[..., :width].chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)

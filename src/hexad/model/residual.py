@@ -42,7 +42,7 @@ class Residual:
     def add_and_normalise(
         self, x: Tensor, branch: Tensor, rows: Tensor | None, norm: Norm
     ) -> tuple[Tensor, Tensor]:
-        """The sum as :meth:`add` returns it, and its norm."""
+        """The sum that :meth:`add` returns, and its norm, both ``[tokens, hidden]``."""
         if not self._in_one(x):
             x = self.add(x, branch, rows)
             return x, norm(x)
@@ -62,7 +62,7 @@ Constants = tuple[Tensor, float, float]
 
 
 def _scaled(branch: Tensor, rows: Tensor | None, words: Tensor, rate: float, multiplier: float) -> Tensor:
-    """What is added of a branch; also, its gradient given the sum's."""
+    """What is added of a branch ``[tokens, hidden]``; also, its gradient given the sum's."""
     branch = branch if rows is None else dropped(branch, rows, words, rate)
     return branch if multiplier == 1 else branch * multiplier
 
@@ -94,7 +94,7 @@ def _add_norm(
     vectors: Sequence[Tensor],
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """(sum, its norm, the norm's statistics)."""
+    """(sum ``[tokens, hidden]``, its norm, the norm's statistics ``[tokens, 1]``)."""
     total = _add(x, branch, rows, *constants)
     forward: Callable[..., Any] = ops.layer_forward if layer else ops.rms_forward
     return total, *forward(total, *vectors, eps)
@@ -110,7 +110,8 @@ def _add_norm_backward(
     statistics: Sequence[Tensor],
     vectors: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """(gradient of the stream, of the vectors, of the branch where that is another)."""
+    """(gradient of the stream ``[tokens, hidden]``, of the norm's ``vectors [hidden]``, of the branch
+    where it is not the stream's)."""
     backward: Callable[..., Any] = ops.layer_backward if layer else ops.rms_backward
     grad_x, *grad_vectors = backward(gradient, total, *statistics, *vectors)
     grad_x = grad_x + grad_total

@@ -91,7 +91,12 @@ def widening_products(device: torch.device) -> bool:
 
 
 class Rows(NamedTuple):
-    """``values[i]`` for row ``rows[i]`` of the parameter, as an embedding has them."""
+    """``values[i]`` for row ``rows[i]`` of the parameter: the gradient of an embedding.
+
+    Attributes:
+        rows: int64 ``[tokens]``.
+        values: ``[tokens, columns]``.
+    """
 
     rows: Tensor
     values: Tensor
@@ -145,7 +150,8 @@ def weight_gradient(
     gather: Axis | None = None,
     rows: Sequence[int] | None = None,
 ) -> Tensor | None:
-    """``output_gradient.T @ inputs``: contributed (returning None), or returned; None for frozen weights.
+    """``output_gradient [tokens, out].T @ inputs [tokens, in]``: contributed (returning None), or
+    returned; None for frozen weights.
 
     ``gather`` is the axis over which the inputs are still divided; only where the product is deferred.
     ``rows`` is for a stack of matrices, see :class:`WeightGradient`.
@@ -157,7 +163,7 @@ def weight_gradient(
 
 
 def bias_gradient(bias: Tensor | None, output_gradient: Tensor) -> Tensor | None:
-    """The sum over tokens: contributed (returning None), else as a new tensor; None for a frozen bias."""
+    """The sum of ``[tokens, out]`` over tokens: contributed (returning None), or returned; None if frozen."""
     if bias is None or not bias.requires_grad:
         return None
     return contributed(bias, Dense(output_gradient.sum(0)))

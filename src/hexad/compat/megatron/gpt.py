@@ -159,6 +159,7 @@ class GPTModel(Transformer):
         return logits if self.parallel_output else gather_from_tensor_model_parallel_region(logits)
 
     def _spans(self, tokens: Tensor, position_ids: Tensor | None) -> Spans | None:
+        """The documents of ``[batch, sequence]``; None: one in each row."""
         if not self._isolated or position_ids is None:
             return None
         starts = (position_ids.flatten() == 0).nonzero().flatten().tolist()

@@ -125,7 +125,8 @@ Arrival = tuple[Round, Tensor, Tensor]
 
 
 def _arrivals(k: Tensor, v: Tensor, exchange: KeyExchange) -> Iterator[Arrival]:
-    """This rank's own keys and values, then those of the others; the next are under way meanwhile."""
+    """This rank's own ``k`` and ``v [tokens, key/value heads, width]``, then those of the others; the next
+    are under way meanwhile."""
     own, *others = exchange.rounds
     if not others:
         yield own, k, v
@@ -199,7 +200,7 @@ class _Returns:
         self._leaving = round_, exchange_async(message, round_.source, out, round_.target, axis, tag)
 
     def complete(self) -> Tensor:
-        """The gradients of this rank's keys and values, side by side."""
+        """The gradients of this rank's keys and values, ``[tokens, heads of both, width]``."""
         self._receive()
         if self._gathered is not None:
             self._total += reduce_scatter_async(self._gathered.flatten(0, 1), self._exchange.axis).wait()

@@ -111,7 +111,7 @@ def selected_rows(x: Tensor, wanted: Tensor, numbers: Tensor | None, axis: Axis)
 
     Args:
         x: ``[this rank's tokens, ...]``.
-        wanted: int64, numbers of tokens.
+        wanted: int64 ``[any]``, numbers of tokens.
         numbers: int64 ``[this rank's tokens]``, ascending; None where every rank has all.
         axis: the context axis.
     """

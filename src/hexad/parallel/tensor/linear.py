@@ -70,19 +70,20 @@ class Adapters:
         return F.linear(self.dropped(x), self.a)
 
     def add_(self, y: Tensor, x: Tensor) -> Tensor:
-        """Add to a layer's output, in place; returns what lies between ``A`` and ``B``, for backward."""
+        """Add the adapters' outputs of ``x [tokens, inputs]`` to ``y [tokens, outputs]``, in place; returns
+        :meth:`inner`, for backward."""
         inner = self.inner(x)
         for part, b, (start, width) in zip(self._parts(inner), self.b, self.columns):
             y.narrow(1, start, width).addmm_(part, b.t(), alpha=self.scale)
         return inner
 
     def inner_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of what lies between ``A`` and ``B``, given that of the output."""
+        """The gradient of :meth:`inner`, given ``[tokens, outputs]``, that of the layer's output."""
         parts = [gradient.narrow(1, start, width) @ b for b, (start, width) in zip(self.b, self.columns)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).mul_(self.scale)
 
     def add_input_gradient_(self, total: Tensor, inner: Tensor) -> None:
-        """Add to the gradient of the layer's input, in place, given :meth:`inner_gradient`."""
+        """Add to ``total [tokens, inputs]``, the layer's input gradient, given :meth:`inner_gradient`."""
         if self.drop is None:
             total.addmm_(inner, self.a)
         else:
@@ -94,10 +95,10 @@ class Adapters:
         """Gradients of ``A`` and every ``B``, each contributed (None) or returned.
 
         Args:
-            gradient: of the layer's output.
+            gradient: ``[tokens, outputs]``, of the layer's output.
             inner_gradient: see :meth:`inner_gradient`.
             inner: what :meth:`add_` returned.
-            x: the layer's input, without elements dropped.
+            x: ``[tokens, inputs]``, the layer's input, without elements dropped.
             gather: the axis over which ``x`` is still divided; without dropout only.
         """
         gradients = [weight_gradient(self.a, inner_gradient, self.dropped(x), gather)]
@@ -151,17 +152,17 @@ Fused = tuple[Tensor, Tensor | None]
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
-    """``x W^T + b`` on this rank, in the layer's format for products."""
+    """``x [tokens, in]``, ``weight [out, in]`` -> ``x W^T + b`` of this rank, in the layer's format."""
     return fp8.product(x, weight, bias, shard.compiled) if shard.fp8 else F.linear(x, weight, bias)
 
 
 def _input_gradient(gradient: Tensor, weight: Tensor, shard: Shard) -> Tensor:
-    """``gradient W`` on this rank, in the layer's format for products."""
+    """``gradient [tokens, out]``, ``weight [out, in]`` -> ``gradient W`` of this rank, in its format."""
     return fp8.input_gradient(gradient, weight, shard.compiled) if shard.fp8 else gradient @ weight
 
 
 def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
-    """The products of all layers, side by side."""
+    """The products of all layers, side by side: ``[tokens, sum of outputs]``."""
     if len(layers) == 1:
         return _product(x, *layers[0], shard)
     widths = [len(weight) for weight, _ in layers]
@@ -177,7 +178,7 @@ def _products(x: Tensor, layers: Sequence[Fused], shard: Shard) -> Tensor:
 
 
 def _input_gradients(gradients: Sequence[Tensor], layers: Sequence[Fused], shard: Shard) -> Tensor:
-    """The sum of all layers' gradients of their input."""
+    """The sum of all layers' gradients of their input, ``[tokens, in]``."""
     total = _input_gradient(gradients[0], layers[0][0], shard)
     for gradient, (weight, _) in zip(gradients[1:], layers[1:]):
         if shard.fp8:
@@ -297,14 +298,15 @@ def _plain_linear(
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, shard: Shard) -> Tensor:
-    """``x W^T + b`` for this rank's rows of W; see :class:`ColumnParallelLinear`."""
+    """``x W^T + b`` for this rank's rows of ``W [out / size, in]``; see :class:`ColumnParallelLinear`."""
     if _plain(shard):
         return _plain_linear(x, weight, bias, shard)
     return _ColumnLinear.apply(x, shard, None, weight, bias)
 
 
 def row_linear(x: Tensor, weight: Tensor, shard: Shard) -> Tensor:
-    """``x W^T`` for this rank's columns of W, summed over the ranks; see :class:`RowParallelLinear`."""
+    """``x W^T`` for this rank's columns of ``W [out, in / size]``, summed over the ranks; see
+    :class:`RowParallelLinear`."""
     if _plain(shard):
         return _plain_linear(x, weight, None, shard)
     return _RowLinear.apply(x, weight, shard, False, None)

@@ -103,8 +103,8 @@ def compiled_cross_entropy_sum_(
 
 
 def _statistics(logits: Tensor, labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics of each token, in at least float32: highest logit, sum of exponentials relative to it, the
-    target's logit (0 where it is on another rank)."""
+    """Statistics of the tokens, ``[tokens]`` in at least float32: highest logit, sum of exponentials relative
+    to it, the target's logit (0 where it is on another rank)."""
     wide = _real_columns(logits, real)
     highest = wide.amax(dim=1).clamp(min=torch.finfo(wide.dtype).min)
     sums = (wide - highest[:, None]).exp().sum(dim=1)
@@ -114,7 +114,7 @@ def _statistics(logits: Tensor, labels: Tensor, first: int, real: int) -> tuple[
 
 
 def _real_columns(logits: Tensor, real: int) -> Tensor:
-    """In at least float32, and -inf in the padding."""
+    """``[tokens, columns]`` in at least float32, and -inf in the padding."""
     wide = widened(logits)
     if real == logits.shape[1]:
         return wide
@@ -123,20 +123,20 @@ def _real_columns(logits: Tensor, real: int) -> Tensor:
 
 
 def _rows(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Each target's column, and whether it is on this rank."""
+    """``[tokens]``: each target's column, and whether it is on this rank."""
     rows = labels - first
     return rows, (rows >= 0) & (rows < real) & (labels != IGNORED)
 
 
 def _relative(sums: Tensor, targets: Tensor, local: Tensor, highest: Tensor) -> Tensor:
-    """Sums relative to the highest of all ranks, and targets, in one tensor."""
+    """``[2, tokens]``: sums relative to the highest of all ranks, and targets."""
     return torch.stack([sums * (local - highest).exp(), targets])
 
 
 def _gradient_(
     logits: Tensor, labels: Tensor, first: int, real: int, highest: Tensor, sums: Tensor, scale: Tensor
 ) -> None:
-    """Overwrite logits with their gradient."""
+    """Overwrite ``logits [tokens, columns]`` with their gradient; ``highest`` and ``sums [tokens]``."""
     wide = _real_columns(logits, real)
     rows, here = _rows(labels, first, real)
     weight = scale.expand_as(sums).masked_fill(labels == IGNORED, 0)
@@ -235,7 +235,8 @@ def _gather(rows: Tensor, shard: Shard) -> Pending:
 
 
 def _leave(gradient: Tensor, weight: Tensor, rows: Tensor, shard: Shard) -> Pending:
-    """Start summing the gradient of a slice's input, into ``rows`` unless it is scattered."""
+    """Start summing the gradient of a slice's input, given ``[tokens, columns]`` of its logits, into
+    ``rows [tokens, hidden]`` unless it is scattered."""
     if shard.sequence:
         return reduce_scatter_async(gradient @ weight, shard.tensor)
     return all_reduce_async(torch.mm(gradient, weight, out=rows), shard.tensor)
@@ -244,7 +245,7 @@ def _leave(gradient: Tensor, weight: Tensor, rows: Tensor, shard: Shard) -> Pend
 def _logits(
     x: Tensor, weight: Tensor, labels: Tensor, vocab: int, shard: Shard, scale: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """(loss, gradient of the logits) of one slice; statistics are in at least float32."""
+    """(loss, gradient of the logits ``[tokens, columns]``) of one slice; statistics in at least float32."""
     logits = x @ weight.t()
     if shard.compiled:
         loss = compiled_cross_entropy_sum_(logits, labels, vocab, shard.tensor, scale)

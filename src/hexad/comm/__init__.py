@@ -31,33 +31,3 @@ from .collectives import (
     wait_for,
 )
 from .trace import Trace
-
-__all__ = [
-    "CommError",
-    "Pending",
-    "Trace",
-    "agreed",
-    "all_gather",
-    "all_gather_async",
-    "all_reduce",
-    "all_reduce_async",
-    "all_to_all",
-    "all_to_all_async",
-    "among_neighbours",
-    "broadcast",
-    "collected",
-    "exchange_async",
-    "first_difference",
-    "from_first",
-    "gather_objects",
-    "identical",
-    "handed_out",
-    "merged",
-    "merging",
-    "receive_async",
-    "reduce_scatter",
-    "reduce_scatter_async",
-    "send_async",
-    "sent_bytes",
-    "wait_for",
-]

@@ -3,21 +3,3 @@
 from .errors import USER_ERROR, AgreedError, ConfigError, HexadError, blaming, did_you_mean, one_line
 from .load import Wording, apply_override, dump_config, key_names, parse_config, read_tree, setting_names
 from .schema import Config
-
-__all__ = [
-    "USER_ERROR",
-    "AgreedError",
-    "Config",
-    "ConfigError",
-    "HexadError",
-    "Wording",
-    "apply_override",
-    "blaming",
-    "did_you_mean",
-    "dump_config",
-    "key_names",
-    "one_line",
-    "parse_config",
-    "read_tree",
-    "setting_names",
-]

@@ -4,19 +4,3 @@ and the schedule. No torch."""
 from .checks import check_config, check_settings, planned_layout, smallest_world, working_layout
 from .resolve import Resolved, planned_bf16, resolve, resolved_parallel, with_dtype
 from .stages import PipelinePlan, plan_of_modules, training_schedule
-
-__all__ = [
-    "PipelinePlan",
-    "Resolved",
-    "check_config",
-    "check_settings",
-    "plan_of_modules",
-    "planned_bf16",
-    "planned_layout",
-    "resolve",
-    "resolved_parallel",
-    "smallest_world",
-    "training_schedule",
-    "with_dtype",
-    "working_layout",
-]

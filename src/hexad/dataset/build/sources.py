@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
 import lzma
 import os
 import shlex
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
@@ -25,8 +26,7 @@ _OPEN: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.ope
 ENDINGS = (*_OPEN, ".zst")
 ARCHIVES = (".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar")
 """Files that hold files."""
-_WINDOW = 1 << 31  # the largest that zstd --long makes
-_BLOCK = 1 << 17
+_WINDOW_LOG = 31  # of the largest window that zstd --long makes
 
 
 def compression(path: Path) -> str | None:
@@ -63,39 +63,10 @@ def _decompressing(raw: BinaryIO, kind: str | None, path: Path) -> BinaryIO:
     if kind in _OPEN:
         return cast(BinaryIO, _OPEN[kind](raw))
     try:
-        import zstandard
+        zstd = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     except ImportError:
         raise HexadError(f"{path}: reading .zst needs a package: pip install 'hexad[zstd]'") from None
-    return io.BufferedReader(_Frames(raw, zstandard))
-
-
-class _Frames(io.RawIOBase):
-    """The content of Zstandard frames; to ``zstandard``'s own reader a truncated file is a shorter one."""
-
-    def __init__(self, raw: BinaryIO, zstandard: Any) -> None:
-        self._raw, self._package = raw, zstandard
-        self._decompressor: Any = None  # of the frame that has begun
-        self._compressed = self._content = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._content:
-            self._compressed = self._compressed or self._raw.read(_BLOCK)
-            if not self._compressed:
-                if self._decompressor is not None:
-                    raise EOFError("truncated: it ends inside a frame")
-                return 0
-            if self._decompressor is None:
-                self._decompressor = self._package.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
-            self._content = self._decompressor.decompress(self._compressed)
-            self._compressed = b""
-            if self._decompressor.eof:
-                self._compressed, self._decompressor = self._decompressor.unused_data, None
-        count = min(len(buffer), len(self._content))
-        buffer[:count], self._content = self._content[:count], self._content[count:]
-        return count
+    return cast(BinaryIO, zstd.open(raw, options={zstd.DecompressionParameter.window_log_max: _WINDOW_LOG}))
 
 
 _JSONL_PIECE = 4 << 20

@@ -12,8 +12,6 @@ from hexad.config.model import Family as FamilyName
 
 from .family import Family, Shape
 
-__all__ = ["Family", "families", "family", "preset"]
-
 
 def families() -> tuple[str, ...]:
     """The names of ``model.family`` that this version supports."""

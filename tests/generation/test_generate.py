@@ -248,7 +248,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(
     def never(*_: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("hexad.cli.generate.start_local", never)
+    monkeypatch.setattr("hexad.cli.generate.run_ranks", never)
     train_bpe(["some text"] * 9, 262, tmp_path)
     for where, problem in ((tmp_path, "with 262 ids, more than the model's 257"), ("nowhere", "no such")):
         arguments = [str(trained.directory), "--prompt", "a", f"data.tokenizer={where}", *ranks]

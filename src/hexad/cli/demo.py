@@ -16,7 +16,7 @@ from hexad.config import HexadError, apply_override
 from hexad.model.configuration import build_config, load_config
 from hexad.parallel.pipeline.simulate import TIMELINE
 
-from .options import overrides_argument
+from .options import overrides_argument, start_local
 
 if TYPE_CHECKING:
     from hexad.dataset.build.corpus import DemoData
@@ -84,8 +84,6 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
     """
     from hexad.dataset.build.corpus import build_demo_data
 
-    from .train import start
-
     if not directory.strip():
         raise HexadError("--dir: found an empty name, expected a directory such as runs/demo")
     load_config(None, overrides)  # refuse wrong settings first
@@ -99,7 +97,8 @@ def demo(overrides: tuple[str, ...], directory: str) -> int:
     )
     run_file = _write_run(where, data, overrides)
     click.echo(f"2. training on {_RANKS} ranks: {_LAYOUT}, sequence parallel", err=True)
-    return start(_RANKS, [str(run_file)]) or _report(where, data)
+    request = {"path": str(run_file), "overrides": (), "as_json": False}
+    return start_local("train", request, _RANKS) or _report(where, data)
 
 
 def _report(where: Path, data: DemoData) -> int:

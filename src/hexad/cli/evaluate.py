@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import click
 from hexad.config import HexadError, did_you_mean, setting_names
 
 from .data import ManyValues
-from .options import json_option, nproc_option, overrides_argument, print_json, start_local
+from .options import json_option, nproc_option, overrides_argument, print_json, run_ranks
 
 
 class _Evaluate(ManyValues):
@@ -56,11 +55,7 @@ def evaluate(source: str, nproc: int, **options: Any) -> int:
     request["data"] = _named(request["data"])
     # Refuse wrong settings before any rank is started.
     evaluated_model(request["source"], request["data"], request["overrides"], ranks)
-    if nproc > 1 and not environment().joined:
-        return start_local("evaluate", [json.dumps(request)], nproc)
-    from .outcome import work
-
-    return work(lambda: evaluate_here(request))
+    return run_ranks("evaluate", request, nproc)
 
 
 def _named(data: tuple[str, ...]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import click
 
 from hexad.config import ConfigError, HexadError
 
-from .options import json_option, nproc_option, overrides_argument, start_local
+from .options import json_option, nproc_option, overrides_argument, run_ranks
 
 if TYPE_CHECKING:
     from hexad.generation.texts import Continuation, Wanted
@@ -73,11 +73,7 @@ def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None,
     model = generating_model(request["checkpoint"], request["overrides"], nproc)
     _wanted(request)
     encoded(request["prompts"], model.config, model.tokenizer())
-    if nproc > 1 and not environment().joined:
-        return start_local("generate", [json.dumps(request)], nproc)
-    from .outcome import work
-
-    return work(lambda: generate_here(request))
+    return run_ranks("generate", request, nproc)
 
 
 def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:

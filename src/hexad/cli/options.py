@@ -13,6 +13,8 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -81,12 +83,35 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
-def start_local(command: str, arguments: list[str], ranks: int, restarts: int = 0) -> int:
-    """Run a command of :mod:`hexad.cli.worker` on local ranks, restarted up to ``restarts`` times if they
-    fail; returns the exit status."""
+def rank_of(command: str, request: dict[str, Any]) -> Callable[[], None]:
+    """The work of one rank of a command: ``COMMAND_here(request)`` of its module."""
+    return partial(getattr(import_module(f"hexad.cli.{command}"), f"{command}_here"), request)
+
+
+def run_ranks(command: str, request: dict[str, Any], ranks: int, restarts: int = 0) -> int:
+    """Run the ranks of a command and return the exit status.
+
+    Under a launcher, or as the only rank, this process is one; otherwise :func:`start_local` is called.
+    """
+    from hexad.launching.environment import environment
+
+    if environment().joined or (ranks == 1 and not restarts):
+        from .outcome import work
+
+        return work(rank_of(command, request))
+    return start_local(command, request, ranks, restarts)
+
+
+def start_local(command: str, request: dict[str, Any], ranks: int, restarts: int = 0) -> int:
+    """Run a command on local ranks, restarted up to ``restarts`` times if they fail; returns the exit status.
+
+    Args:
+        command: see :mod:`hexad.cli.worker`.
+        request: argument of :func:`rank_of`, representable in JSON.
+    """
     from hexad.launching.local import run_local
 
-    outcome = run_local([command, *arguments], ranks, restarts)
+    outcome = run_local([command, json.dumps(request)], ranks, restarts)
     return fail(outcome.message, status=outcome.status) if outcome.message else outcome.status
 
 

@@ -13,7 +13,7 @@ from hexad.launching.files import refuse_locked
 from hexad.model.configuration import load_config
 from hexad.planning import Resolved, check_config, resolve, smallest_world, working_layout
 
-from .options import json_option, overrides_argument, print_json, ranks_option, start_local
+from .options import json_option, overrides_argument, print_json, ranks_option, run_ranks
 
 if TYPE_CHECKING:
     from hexad.training.loop import Outcome
@@ -40,11 +40,9 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     joined = environment().joined
     if joined and nproc is not None:
         raise ConfigError("--nproc", "cannot be given under torchrun or SLURM, which start the ranks")
-    arguments = [*(["--json"] if as_json else []), path, *overrides]
+    request = {"path": path, "overrides": overrides, "as_json": as_json}
     if joined and not dry_run:
-        from .outcome import work
-
-        return work(lambda: train_here(arguments))
+        return run_ranks("train", request, environment().world)
     if not dry_run:
         refuse_locked(config.run.dir)
     ranks = environment().world if joined else nproc or smallest_world(config)
@@ -56,29 +54,16 @@ def train(path: str, overrides: tuple[str, ...], nproc: int | None, dry_run: boo
     if dry_run:
         _print_plan(config, resolved, as_json)
         return 0
-    return start(ranks, arguments, config.faults.restarts)
+    return run_ranks("train", request, ranks, config.faults.restarts)
 
 
-def start(ranks: int, arguments: list[str], restarts: int = 0) -> int:
-    """Train on local ranks: one in this process; several, or one that may be restarted, through torchrun.
-    Returns the exit status."""
-    if ranks == 1 and not restarts:
-        from .outcome import work
-
-        return work(lambda: train_here(arguments))
-    return start_local("train", arguments, ranks, restarts)
-
-
-def train_here(arguments: list[str]) -> None:
-    """Be one rank of the run: ``[--json] run.yaml key=value...``; with ``--json`` the first one prints how it
-    ended."""
+def train_here(request: dict[str, Any]) -> None:
+    """Be one rank of the run; with ``--json`` the first one prints how it ended."""
     from hexad.training.loop import train as train_run
 
-    as_json = arguments[0] == "--json"
-    path, *overrides = arguments[as_json:]
-    config = load_config(path, overrides)
+    config = load_config(request["path"], request["overrides"])
     outcome = train_run(config)
-    if as_json and environment().rank == 0:
+    if request["as_json"] and environment().rank == 0:
         print_json(_ending(config, outcome))
 
 

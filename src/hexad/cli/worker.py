@@ -1,5 +1,5 @@
-"""One rank of a command, as :mod:`hexad.launching.local` starts it: ``python -m hexad.cli.worker PARENT train
-run.yaml key=value``, where PARENT is the process id of the command."""
+"""One rank of a command, as :mod:`hexad.launching.local` starts it: ``python -m hexad.cli.worker PARENT
+COMMAND REQUEST``: PARENT is the command's process id, and REQUEST what it asks for, in JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-from importlib import import_module
 
 from hexad.launching.environment import end_with, hold_back_notice
 
@@ -20,17 +19,15 @@ if __name__ == "__main__":
 
 from hexad.launching.files import write_error
 
+from .options import rank_of
 from .outcome import attempt
 
 
 def main() -> None:
     """Entry point of a rank that ``hexad`` itself has started: the message goes to torchrun's error file,
     from which the parent process prints one line."""
-    command, *arguments = sys.argv[2:]
-    if command not in ("train", "generate", "evaluate"):
-        raise SystemExit(f"unknown worker command {command!r}")
-    here = getattr(import_module(f"hexad.cli.{command}"), f"{command}_here")
-    status, message, _ = attempt(lambda: here(arguments if command == "train" else json.loads(arguments[0])))
+    command, request = sys.argv[2:]
+    status, message, _ = attempt(rank_of(command, json.loads(request)))
     if status:
         write_error(message)
     sys.stdout.flush()

@@ -48,11 +48,7 @@ def _settings(directory: Path, data: DemoData) -> dict[str, Any]:
 
 
 def _write_run(directory: Path, data: DemoData, overrides: tuple[str, ...]) -> Path:
-    """Write ``run.yaml``: the settings, overrides included, and how to continue.
-
-    Raises:
-        HexadError: the file cannot be written, or an override is malformed.
-    """
+    """Write ``run.yaml``: the settings, overrides included, and how to continue."""
     path = directory / "run.yaml"
     tree = _settings(directory, data)
     for override in overrides:

@@ -77,11 +77,7 @@ def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None,
 
 
 def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
-    """The lines of ``--prompts``.
-
-    Raises:
-        HexadError: the file cannot be read, or a line has no prompt.
-    """
+    """The lines of ``--prompts``."""
     if file is None:
         return
     name = "stdin" if file == "-" else file

@@ -60,11 +60,7 @@ def megatron(print_config: bool, nproc: int | None, as_json: bool, flags: tuple[
 
 
 def _check(tree: dict[str, Any], world: int | None) -> None:
-    """Refuse what ``hexad train`` would refuse before it opens the data, naming the flags.
-
-    Raises:
-        ConfigError: the first setting that is malformed, or does not fit the others or the ranks.
-    """
+    """Refuse what ``hexad train`` would refuse before it opens the data, naming the flags."""
     from hexad.compat.megatron.arguments import naming_flags
     from hexad.model.configuration import load_config
     from hexad.planning import check_config, smallest_world, working_layout

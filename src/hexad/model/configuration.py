@@ -84,11 +84,7 @@ def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSe
 
 def _check_used(given: ModelSettings, model: ModelSettings) -> None:
     """Refuse settings that the user gave and the family does not use; values that a resolved configuration
-    contains, defaults and those of its preset, are accepted.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    contains, defaults and those of its preset, are accepted."""
     harmless = {ModelSettings().rope_theta}
     if given.preset is not None:
         harmless.add(preset(given.preset).get("rope_theta", ModelSettings().rope_theta))

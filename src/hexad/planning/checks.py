@@ -142,11 +142,7 @@ def planned_layout(config: Config, world: int | None = None) -> Layout:
 
 
 def _check_supported(config: Config) -> None:
-    """Before a layout is made: what it says of degrees is no advice where none but 1 is supported.
-
-    Raises:
-        ConfigError: the first setting that this version does not support.
-    """
+    """Refuse what this version cannot do before a layout is made, whose advice on degrees would be wrong."""
     for problem in _unsupported(config):
         raise problem
 

@@ -194,11 +194,7 @@ def row_slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]
 
 
 def _weight_files(directory: Path) -> dict[str, str]:
-    """The file of each published tensor, according to the index; empty where one file has all.
-
-    Raises:
-        HexadError: there are no weights in safetensors files, or the index is not one.
-    """
+    """The file of each published tensor, according to the index; empty where one file has all."""
     if (directory / SINGLE_FILE).is_file():
         return {}
     path = directory / INDEX_FILE

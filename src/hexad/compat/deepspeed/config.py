@@ -360,11 +360,7 @@ _AUTO_IS_DEFAULT = (
 def _without_autos(
     tree: Mapping[str, Any], prefix: str = "", section: type[Section] | None = Keys
 ) -> dict[str, Any]:
-    """The tree without what is ``auto``.
-
-    Raises:
-        ConfigError: it matters here.
-    """
+    """The tree without what is ``auto``."""
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         full, info = prefix + key, field_of(section, key)

@@ -95,11 +95,7 @@ def initialize(
 
 
 def _source(args: Any, *given: Any) -> Any:
-    """The one configuration, of ``args`` or of the call.
-
-    Raises:
-        HexadError: there is none, or one in both places.
-    """
+    """The one configuration, of ``args`` or of the call."""
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     sources = [source for source in (*given, named) if source is not None]
     if not sources:

@@ -143,11 +143,7 @@ def _of_module(state: SavedState) -> Iterator[ForeignTensor]:
 
 def _of_model(state: SavedState, model: ModelSettings) -> tuple[list[ForeignTensor], list[str] | None]:
     """The tensors under the names of the model that the settings describe, and which of its weights have
-    moments; None: all.
-
-    Raises:
-        HexadError: a tensor is missing, unexpected or of another shape.
-    """
+    moments; None: all."""
     tensors = published_tensors(model)
     _unwrap(state, tensors["embedding.weight"].name)
     names = located(tensors, state.weights, model, state.directory)
@@ -206,11 +202,7 @@ def _config(tree: dict[str, Any], state: SavedState) -> Config:
 
 
 def _freezing(config: Config, trained: list[str] | None) -> Config:
-    """The configuration that trains only the weights with moments.
-
-    Raises:
-        HexadError: ``model.train`` cannot express that.
-    """
+    """The configuration that trains only the weights with moments."""
     if trained is None:
         return config
     tree = config.model_dump(mode="json", by_alias=True)

@@ -75,11 +75,7 @@ class MegatronEngine(DeepSpeedEngine):
     )
 
     def _settings(self, flags: Config) -> Config:
-        """The flags' settings, with the file's for state, precision and clipping.
-
-        Raises:
-            ConfigError: both name a format, and not the same.
-        """
+        """The flags' settings, with the file's for state, precision and clipping."""
         file = engine_config(self._config, self.device.type == "cuda")
         if file.precision.dtype != flags.precision.dtype:
             raise ConfigError(

@@ -123,11 +123,7 @@ def check_names(
 
 
 def _plain_number(key: str, value: Any) -> Any:
-    """A parameter as numbers: files have ``"1e-3"``, and lists in place of tuples.
-
-    Raises:
-        ConfigError: a rate that is no number, or betas that are not two.
-    """
+    """A parameter as numbers: files have ``"1e-3"``, and lists in place of tuples."""
     field = f"optimizer.params.{key}"
     if key in ("lr", "eps", "weight_decay", "momentum"):
         try:

@@ -266,11 +266,7 @@ class PipelineEngine(DeepSpeedEngine):
         ]
 
     def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Any], list[object] | None]:
-        """This rank's microbatches, and on the first stage's rank what their shapes follow from.
-
-        Raises:
-            HexadError: there are too few, or one is not ``(inputs, labels)``.
-        """
+        """This rank's microbatches, and on the first stage's rank what their shapes follow from."""
         if not (self.is_first_stage() or self.is_last_stage()):
             return [(None, None)] * count, None
         source = self._data(data_iter if data_iter is not None else self._data_iterator)

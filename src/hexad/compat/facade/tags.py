@@ -185,11 +185,7 @@ def common(tag: str, axis: Axis, validation: str) -> str:
 
 
 def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool, lenient: str) -> set[str]:
-    """Names of the module's tensors that a checkpoint does not have, the same on all ranks.
-
-    Raises:
-        AgreedError: there are such, or the checkpoint has others, and ``strict`` refuses both.
-    """
+    """Names of the module's tensors that a checkpoint does not have, the same on all ranks."""
     own = {chunk.name for chunk in engine.chunks() if chunk.name.startswith("model.")}
     held = merged(own, engine.mesh.world, set.union)
     stored = {name for name in manifest.tensors if name.startswith("model.")}

@@ -99,21 +99,21 @@ with --use-rope-scaling:
 --hidden-dropout                        float=0.1   model.dropout
 --window-size                           str  model.sliding_window  LEFT,0; Hexad counts the token itself too
 --apply-layernorm-1p                    switch      none  weights around 0 or around 1 give the same model
---apply-query-key-layer-scaling         switch      none  scores are computed in at least float32
---attention-softmax-in-fp32             switch      none  scores are computed in at least float32
+--apply-query-key-layer-scaling --attention-softmax-in-fp32  switch  none
+      scores are computed in at least float32
 --openai-gelu                           switch      none  GELU is always this approximation
 --make-vocab-size-divisible-by          int=128     none  padding is internal and not part of the softmax
 --pad-vocab-size-to                     int         none  padding is internal and not part of the softmax
 --use-mcore-models --use-legacy-models  switch      none                      there is one model
 --transformer-impl                      str=transformer_engine  none  Hexad chooses its own kernels
 --attention-backend                     str=auto    none                      Hexad chooses its own kernels
---use-flash-attn/--use-flash-attn-v2    switch      none                      Hexad chooses its own kernels
+--use-flash-attn/--use-flash-attn-v2 --no-persist-layer-norm --cross-entropy-loss-fusion  switch  none
+      Hexad chooses its own kernels
 --no-masked-softmax-fusion              clears masked_softmax_fusion  none  Hexad chooses its own kernels
 --no-bias-gelu-fusion  clears bias_gelu_fusion  none  GELU is the tanh approximation, as with it
 --no-bias-swiglu-fusion                 clears bias_swiglu_fusion  none  Hexad chooses its own kernels
 --no-bias-dropout-fusion                clears bias_dropout_fusion  none  Hexad chooses its own kernels
 --no-rope-fusion                        clears apply_rope_fusion  none  Hexad chooses its own kernels
---no-persist-layer-norm --cross-entropy-loss-fusion  switch      none  Hexad chooses its own kernels
 --cross-entropy-fusion-impl             str=native  none                      Hexad chooses its own kernels
 --no-gradient-accumulation-fusion  clears gradient_accumulation_fusion  none  Hexad chooses its own kernels
 --squared-relu --quick-geglu            switch      refused                   activations are SwiGLU or GELU
@@ -178,10 +178,8 @@ with --use-megatron-fsdp:
 --distributed-timeout-minutes           float=10    run.timeout
 --distributed-backend                   str=nccl    run.device                gloo: cpu
       one of nccl, gloo
---overlap-grad-reduce --overlap-param-gather  switch      none  communication overlaps wherever it can
---overlap-param-gather-with-optimizer-step  switch      none  communication overlaps wherever it can
---tp-comm-overlap                       switch      none  communication overlaps wherever it can
---overlap-p2p-communication-warmup-flush  switch      none  communication overlaps wherever it can
+--overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step --tp-comm-overlap
+      --overlap-p2p-communication-warmup-flush  switch  none  communication overlaps wherever it can
 --no-overlap-p2p-communication          clears overlap_p2p_comm  none  communication overlaps
 --no-async-tensor-model-parallel-allreduce  clears async_tensor_model_parallel_allreduce  none
       communication overlaps wherever it can
@@ -208,8 +206,8 @@ with --recompute-method block:
 --recompute-activations                 switch      memory.recompute          selective
 --checkpoint-activations                switch      memory.recompute          full; older versions'
 --checkpoint-num-layers                 int         none  each layer is recomputed by itself
---distribute-saved-activations          switch      none                      sequence parallel shards them
---distribute-checkpointed-activations   switch      none                      sequence parallel shards them
+--distribute-saved-activations --distribute-checkpointed-activations  switch  none
+      sequence parallel shards them
 --recompute-modules                     str*        refused  what selective recomputes is fixed
 --optimizer-cpu-offload                 switch      memory.offload
 # Batches and training
@@ -247,8 +245,8 @@ with --lr-decay-style WSD:
 --adam-eps                              float=1e-08  optimizer.eps
 --calculate-per-token-loss  switch  none  losses are always averaged over the global batch's tokens
 --deterministic-mode                    switch      run.deterministic
---override-opt_param-scheduler          switch      none  the schedule is that of the flags
---use-checkpoint-opt_param-scheduler    switch      none  the schedule is that of the flags
+--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler  switch  none
+      the schedule is that of the flags
 --use-checkpoint-args                   switch      none                      settings are those of the flags
 --manual-gc                             switch      none  garbage is collected between steps
 --manual-gc-interval                    int=0       none  garbage is collected between steps
@@ -297,8 +295,7 @@ with --tokenizer-type PretrainedFromHF:
   --tokenizer-name-or-path              str         data.tokenizer            a directory
 --tiktoken-pattern                      str         none  determined by the tokenizer's file
 --tiktoken-num-special-tokens           int=1000    none  determined by the tokenizer's file
---vocab-file                            str         data.tokenizer
---merge-file                            str         data.tokenizer
+--vocab-file --merge-file                str         data.tokenizer
 --vocab-size                            int         model.vocab  with NullTokenizer; others have their own
 --reset-position-ids                    switch      data.documents  isolate, together with the next two
 --reset-attention-mask                  switch      data.documents            isolate
@@ -322,16 +319,15 @@ with --load:
 with --load:
   --exit-on-missing-checkpoint          switch      checkpoint.resume         must, where --load is --save
 --no-load-optim                         switch      -  with --finetune, or where there is nothing to load
---no-load-rng  switch  none  there is no generator's state: random numbers are keyed by seed and step
+--no-load-rng --no-save-rng  switch  none
+      there is no generator's state: random numbers are keyed by seed and step
 --no-save-optim                         switch      refused                   checkpoints are complete
---no-save-rng  switch  none  there is no generator's state: random numbers are keyed by seed and step
 --ckpt-format                           str=torch_dist  none                      there is one format
---use-dist-ckpt                         switch      none                      there is one format
+--use-dist-ckpt --auto-detect-ckpt-format  switch      none                      there is one format
 --dist-ckpt-format                      str         none                      there is one format
 --ckpt-fully-parallel-save              switch      none                      every rank writes what it holds
 --ckpt-fully-parallel-load              switch      none                      every rank reads what it holds
 --ckpt-assume-constant-structure        switch      none                      checkpoints have no layout
---auto-detect-ckpt-format               switch      none                      there is one format
 # Evaluation and logs
 --eval-interval                         int=1000    validate.every            off without validation data
 --eval-iters                            int=100     validate.batches
@@ -342,12 +338,9 @@ with --load:
 --wandb-save-dir                        str=        none                      it is written to run.dir
 --tensorboard-queue-size                int=1000    none                      every line is written
 --tensorboard-log-interval              int=1       none                      as --log-interval
---log-timers-to-tensorboard             switch      none  metrics.jsonl has what is measured
---log-batch-size-to-tensorboard         switch      none  metrics.jsonl has what is measured
---log-validation-ppl-to-tensorboard     switch      none  metrics.jsonl has what is measured
---log-memory-to-tensorboard --log-params-norm  switch      none  metrics.jsonl has what is measured
---log-num-zeros-in-grad --log-throughput  switch      none  metrics.jsonl has what is measured
---log-progress                          switch      none  metrics.jsonl has what is measured
+--log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard
+      --log-memory-to-tensorboard --log-params-norm --log-num-zeros-in-grad --log-throughput --log-progress  \
+switch  none  metrics.jsonl has what is measured
 --timing-log-level                      int=0       none  metrics.jsonl has what is measured
 --profile                               switch      log.profile  of every rank, by torch's profiler
 with --profile:

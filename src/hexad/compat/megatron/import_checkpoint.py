@@ -280,11 +280,7 @@ def import_checkpoint(
 
 
 def _check_sharding(given: TorchDistCheckpoint) -> None:
-    """Refuse states of the distributed optimizer that are not under the names of parameters.
-
-    Raises:
-        HexadError: they are those of buckets, or of flattened parts.
-    """
+    """Refuse states of the distributed optimizer that are not under the names of parameters."""
     optimizer = given.common.get("optimizer")
     kind = optimizer.get("param_state_sharding_type") if isinstance(optimizer, Mapping) else None
     if kind not in (None, "fully_reshardable"):
@@ -295,11 +291,7 @@ def _check_sharding(given: TorchDistCheckpoint) -> None:
 
 
 def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Iterator[ForeignTensor]:
-    """The model's weights (``kind`` empty), or a moment of them.
-
-    Raises:
-        HexadError: one is missing, of another shape, or not of this model.
-    """
+    """The model's weights (``kind`` empty), or a moment of them."""
     prefixes = (f"{_STATE}.{kind}.",) if kind else _MASTERS
     used = set()
 
@@ -343,11 +335,7 @@ def _tensors(given: TorchDistCheckpoint, model: ModelSettings, kind: str) -> Ite
 def _found(
     given: TorchDistCheckpoint, name: str, prefixes: tuple[str, ...], kind: str
 ) -> tuple[DistTensor, int | None]:
-    """Megatron's tensor that has ours, and the layer where it has those of all.
-
-    Raises:
-        HexadError: there is none.
-    """
+    """Megatron's tensor that has ours, and the layer where it has those of all."""
     if name.startswith("layers."):
         _, number, short = name.split(".", 2)
         module, _, last = short.rpartition(".")
@@ -399,11 +387,7 @@ def _gated(model: ModelSettings) -> bool:
 
 
 def _progress(given: TorchDistCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The progress that Hexad's engine resumes from.
-
-    Raises:
-        HexadError: there is no iteration, or parameters have different numbers of updates.
-    """
+    """The progress that Hexad's engine resumes from."""
     step = given.common.get("iteration")
     if not isinstance(step, int):
         raise HexadError(f"{given.directory}: common.pt has no iteration; import it with --weights-only")

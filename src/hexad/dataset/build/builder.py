@@ -202,11 +202,7 @@ def _write(
     nothing: str,
 ) -> tuple[IndexedWriter, set[bool], Counter[str]]:
     """Tokenize pieces into the files of ``prefix``, and remove a sidecar of earlier ones; returns the writer,
-    closed, and as of :class:`_Encoded` what is framed and what was skipped.
-
-    Raises:
-        HexadError: ``nothing``, where there is no text; or as for :func:`build`.
-    """
+    closed, and as of :class:`_Encoded` what is framed and what was skipped."""
     dtype, total = dtype_for(encoder.vocab_size), sum(piece.size for piece in pieces)
     work = partial(_encode, reading=reading, frame=frame, dtype=dtype)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

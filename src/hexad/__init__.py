@@ -6,7 +6,7 @@ Functions::
     train(config, callbacks=...)      what ``hexad train`` does, in this process
     generate(source, prompts, ...)    continue prompts with a run, a checkpoint or ``hf:DIR``
     evaluate(source, data, ...)       loss, perplexity and bits per byte
-    launch(config)                    join the world, for a loop of one's own around an Engine
+    launch(config)                    join the world, for a custom loop around an Engine
 
 Classes: ``Engine`` (one step: accumulate, reduce, update), ``Microbatch``, ``Callback``, ``Layout`` (rank
 arithmetic), ``Mesh`` and ``Axis`` (process groups), ``Config`` (all settings), ``HexadError`` and

@@ -109,7 +109,7 @@ class Watch:
 
     def _look(self) -> None:
         looked = since = time.monotonic()
-        seen, told, over = self._trace.changes, False, False
+        seen, reported, over = self._trace.changes, False, False
         while not over:
             faulthandler.dump_traceback_later(self._limit, file=self._file)
             over = _in_the_stack(self.words(), lambda: self._over.wait(self._interval))
@@ -122,11 +122,11 @@ class Watch:
             idle = max([now - since, *(time.time() - call.since for call in self._unfinished)])
             if now - before > self._limit:  # stopped, or Python's lock was held: the trace cannot tell
                 self._tell(f"no progress for {now - before:.0f} s, in which no Python ran")
-            elif idle > self._limit and not told:
+            elif idle > self._limit and not reported:
                 self._tell(f"no progress for {idle:.0f} s")
-                told = True
-            elif idle <= self._limit and told:
-                told = False
+                reported = True
+            elif idle <= self._limit and reported:
+                reported = False
                 withdraw_error()
 
     def _tell(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""The transformer, for every family: reads as if for one device."""
+"""The transformer, for every family, written as for one device."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ SUPPORTED: dict[str, tuple[object, ...]] = {"parallel.expert": (1,), "parallel.e
 def working_layout(config: Config, world: int) -> Layout:
     """The layout of a world of ``world`` ranks, or with ``faults.idle_ranks`` of as many of them as fit.
 
-    The first ranks work; those from ``layout.world`` on stand by.
+    The first ranks work; those from ``layout.world`` on are idle.
 
     Raises:
         ConfigError: degrees that are not supported or do not fit the world.

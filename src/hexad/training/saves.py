@@ -26,7 +26,7 @@ class Saves:
     Args:
         run: from :func:`hexad.launch`.
         engine: whose state it is; made with ``initialise=False``, as :meth:`begin` sets all values. Where it
-            has modules of one's own, ``model`` has no part in them.
+            has user-defined modules, ``model`` has no part in them.
 
     Attributes:
         checkpointer: writes and finds the files.

@@ -161,7 +161,7 @@ def _ours(
 
 @pytest.mark.parametrize("llama", [True, False], ids=["llama", "gpt"])
 def test_losses_are_megatron_cores(pool: Pool, llama: bool) -> None:
-    """Losses, logits and the gradient of a loss of one's own, at tensor 1 and 2."""
+    """Losses, logits and the gradient of a custom loss, at tensor 1 and 2."""
     pytest.importorskip("megatron.core")
     ((weights, losses, logits, gradient),) = pool.run(1, _core, llama)
     for tensor, sequence in ((1, False), (2, False), (2, True)):

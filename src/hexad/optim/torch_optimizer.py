@@ -13,19 +13,7 @@ from hexad.parallel.data.buckets import Bucket
 
 from .optimizer import Publish, Rule
 
-ELEMENTWISE = (
-    "ASGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
+ELEMENTWISE = tuple("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split())
 """Optimizers of ``torch.optim`` that treat every element by itself: a shard of a flat bucket is as good as a
 parameter."""
 

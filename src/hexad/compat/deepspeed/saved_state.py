@@ -29,29 +29,12 @@ _CLASSES = (
 """DeepSpeed's classes in its checkpoints."""
 
 _OF_DEEPSPEED = frozenset(
-    [
-        "buffer_names",
-        "checkpoint_parallel_dimensions",
-        "csr_tensor_module_names",
-        "data_sampler",
-        "ds_config",
-        "ds_version",
-        "dp_world_size",
-        "frozen_param_fragments",
-        "frozen_param_shapes",
-        "global_samples",
-        "global_steps",
-        "lr_scheduler",
-        "module",
-        "mp_world_size",
-        "optimizer",
-        "param_shapes",
-        "random_ltd",
-        "shared_params",
-        "skipped_steps",
-        "sparse_tensor_module_names",
-        "universal_checkpoint_info",
-    ]
+    """
+    buffer_names checkpoint_parallel_dimensions csr_tensor_module_names data_sampler ds_config
+    ds_version dp_world_size frozen_param_fragments frozen_param_shapes global_samples global_steps
+    lr_scheduler module mp_world_size optimizer param_shapes random_ltd shared_params skipped_steps
+    sparse_tensor_module_names universal_checkpoint_info
+    """.split()
 )
 """Keys of a file of model states that are not a script's ``client_state``."""
 

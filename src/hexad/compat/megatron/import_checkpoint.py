@@ -43,19 +43,14 @@ _METADATA_CLASSES = (
     f"{_DCP}.planner.WriteItemType",
     "torch.serialization._get_layout",
 )
-_COMMON_CLASSES = (
-    "megatron.core.enums.ModelType",
-    "megatron.core.optimizer.optimizer_config.OptimizerConfig",
-    "megatron.core.rerun_state_machine.RerunDiagnostic",
-    "megatron.core.rerun_state_machine.RerunMode",
-    "megatron.core.rerun_state_machine.RerunState",
-    "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.CudaGraphScope",
-    "numpy.dtypes.UInt32DType",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",
-    "signal.Signals",
-    "types.SimpleNamespace",
+_COMMON_CLASSES = tuple(
+    """
+    megatron.core.enums.ModelType megatron.core.optimizer.optimizer_config.OptimizerConfig
+    megatron.core.rerun_state_machine.RerunDiagnostic megatron.core.rerun_state_machine.RerunMode
+    megatron.core.rerun_state_machine.RerunState megatron.core.transformer.enums.AttnBackend
+    megatron.core.transformer.enums.CudaGraphScope numpy.dtypes.UInt32DType pathlib.PosixPath
+    pathlib._local.PosixPath signal.Signals types.SimpleNamespace
+    """.split()
 )
 
 

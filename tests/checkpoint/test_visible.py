@@ -15,15 +15,13 @@ import torch
 from hexad.checkpoint import reader
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.checkpoint.manifest import read_manifest
-from hexad.cli.outcome import attempt
-from hexad.cli.train import train_here
 from hexad.config import HexadError
 from hexad.model.configuration import load_config
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Mesh
 
 from ..pool import Pool
-from ..training.command import RunFile, free_port, rank_variables, write_run
+from ..training.command import RunFile, free_port, rank_variables, train_rank, write_run
 from ..training.conftest import data as data
 from ..training.test_guard import NAN, spoilt
 from .test_directory import CheckpointDirectory, save
@@ -107,7 +105,7 @@ def _with_old_listings(rank: int, world: int, arguments: list[str], port: int) -
         CheckpointDirectory.complete = lambda self: complete(self)[:-1]  # type: ignore[method-assign]
     try:
         with rank_variables(rank, world, port), spoilt("nan", NAN):
-            return attempt(lambda: train_here(arguments))[:2]
+            return train_rank(arguments)
     finally:
         CheckpointDirectory.complete = complete  # type: ignore[method-assign]
 

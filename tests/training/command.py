@@ -127,11 +127,22 @@ def call(*arguments: str) -> Result:
 
 def _rank(rank: int, world: int, arguments: list[str], port: int) -> tuple[int, str]:
     """One rank as torchrun would start it."""
+    with rank_variables(rank, world, port):
+        return train_rank(arguments)
+
+
+def train_rank(arguments: list[str]) -> tuple[int, str]:
+    """Train as one rank of the world that the variables name; returns exit status and message.
+
+    Args:
+        arguments: a configuration and overrides.
+    """
     from hexad.cli.outcome import attempt
     from hexad.cli.train import train_here
 
-    with rank_variables(rank, world, port):
-        return attempt(lambda: train_here(arguments))[:2]
+    path, *overrides = arguments
+    request = {"path": path, "overrides": overrides, "as_json": False}
+    return attempt(lambda: train_here(request))[:2]
 
 
 @contextlib.contextmanager

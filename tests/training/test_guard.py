@@ -11,14 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hexad.cli.outcome import attempt
-from hexad.cli.train import train_here
 from hexad.config.schema import FaultSettings
 from hexad.engine.engine import Engine
 from hexad.engine.faults import FaultGuard
 
 from ..pool import Pool
-from .command import FOUR, RunFile, call, free_port, rank_variables
+from .command import FOUR, RunFile, call, free_port, rank_variables, train_rank
 from .conftest import MakeRun
 
 NAN, NONE = range(40, 44), range(0)  # the batch of step 11; no batch
@@ -63,7 +61,7 @@ def _rank(
     rank: int, world: int, how: str, samples: range, arguments: list[str], port: int
 ) -> tuple[int, str]:
     with spoilt(how, samples), rank_variables(rank, world, port):
-        return attempt(lambda: train_here(arguments))[:2]
+        return train_rank(arguments)
 
 
 def train(

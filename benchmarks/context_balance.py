@@ -154,7 +154,7 @@ def draw(bounds: Bounds, ranks: int, directory: Path) -> None:
             }
         )
         resolved = resolve(config, planned_layout(config), vocab=128_256)
-        division = Division.of(resolved, f"Llama 3 8B, context {ranks}", bounds, "files of Python's library")
+        division = Division.of(resolved, bounds, "files of Python's library")
         save_figure(context_figure(division), directory / f"{name}.png")
 
 

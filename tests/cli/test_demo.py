@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,12 +28,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         )
         return DemoData(train, validation, tokenizer, 4096, 1000, 7.0)
 
-    def start(ranks: int, given: list[str]) -> int:
-        arguments.append(given)
+    def start(command: str, request: dict[str, Any], ranks: int) -> int:
+        arguments.append([request["path"], *request["overrides"]])
         return 0
 
     monkeypatch.setattr("hexad.dataset.build.corpus.build_demo_data", data)
-    monkeypatch.setattr("hexad.cli.train.start", start)
+    monkeypatch.setattr(module, "start_local", start)
     monkeypatch.setattr(module, "_report", lambda where, data: 0)
     return arguments
 

@@ -168,6 +168,9 @@ def test_deadlock_is_refused_with_the_reason() -> None:
     order = tuple(sorted(late.ranks[0], key=lambda action: (action.kind != "F", -action.stage)))
     with pytest.raises(ScheduleError, match="deadlock: rank 0 waits"):
         simulate(Schedule("x", 1, late.placement, (order,)), Costs.uniform(2))
+    forwards = tuple(action for action in order if action.kind == "F")
+    with pytest.raises(ScheduleError, match="deadlock: rank 0 waits at F of stage 1"):
+        simulate(Schedule("x", 1, late.placement, (forwards,)), Costs.uniform(2))
 
 
 @pytest.mark.parametrize("name", NAMES[:-1])

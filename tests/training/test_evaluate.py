@@ -39,7 +39,7 @@ def evaluated(
     pool: Pool | None, source: Path | str, ranks: int, *overrides: str, **options: Any
 ) -> dict[str, Any]:
     """The command's results by data set."""
-    request = {"source": str(source), "nproc": ranks, "overrides": overrides, "data": {}, "batches": None}
+    request = {"source": str(source), "overrides": overrides, "data": {}, "batches": None}
     request |= {"as_json": True, **options}
     if pool is None:
         out = [_rank(0, 1, request, free_port())]

@@ -252,7 +252,7 @@ class Checkpointer:
         degrees = {name: size for name, size in layout.degrees.items() if name != "expert_data"}
         names = "zero", "replicas", "schedule", "virtual_stages"
         settings = {name: getattr(parallel, name) for name in names}
-        return origin_of(reason, layout.world, degrees | settings)
+        return origin_of(reason, str(torch.__version__), layout.world, degrees | settings)
 
     def _on_first(self, action: Callable[[], T], step: int | None = None) -> T:
         """Run an action on rank 0 only; every rank gets its result, or the same error."""

@@ -129,15 +129,17 @@ def write_manifest(
     write_durably(directory / MANIFEST_FILE, manifest.encode())
 
 
-def origin_of(reason: str, world: int = 1, layout: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Where a checkpoint that is being written comes from, for its manifest."""
+def origin_of(
+    reason: str, torch: str, world: int = 1, layout: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Where a checkpoint that is being written comes from, for its manifest; ``torch``: its version."""
     return {
         "world": world,
         "layout": dict(layout or {}),
         "reason": reason,
         "saved_at": time.time(),
         "hexad": version("hexad"),
-        "torch": version("torch"),
+        "torch": torch,
     }
 
 

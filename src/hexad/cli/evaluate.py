@@ -51,7 +51,7 @@ def evaluate(source: str, nproc: int, **options: Any) -> int:
     from hexad.planning.saved_model import evaluated_model, find_model
 
     ranks = environment().world if environment().joined else nproc
-    request = {**options, "source": find_model(source), "nproc": ranks}
+    request = {**options, "source": find_model(source)}
     request["data"] = _named(request["data"])
     # Refuse wrong settings before any rank is started.
     evaluated_model(request["source"], request["data"], request["overrides"], ranks)

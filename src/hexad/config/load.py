@@ -125,8 +125,9 @@ class Wording:
     }
     """What to expect where several forms are good, or an item of a list has one: setting -> (whole, item)."""
     alternatively = "; or expected "
-    dotted_hints = True
-    """Whether the key that an unknown one may mean is named with its group."""
+    """Text between what the forms of a union expect."""
+    dotted_names = True
+    """Whether users write dotted names; the key that an unknown one may mean is then named with its group."""
 
     def readable(self, error: ValidationError, root: type[BaseModel]) -> ConfigError:
         """The first problem of an error of ``root.model_validate``."""
@@ -143,7 +144,7 @@ class Wording:
         if kind == "missing" and not indices:
             return ConfigError(field, "is missing; give it")
         if kind in _WRONG_GROUP:
-            return ConfigError(field, f"found {given!r}, expected {self.group(field, model)}")
+            return ConfigError(field, f"found {self.written(given)}, expected {self.group(field, model)}")
         if kind == "missing":  # of an item: what was found is the list that lacks it
             indices = indices[:-1]
         alike = [p for p in same if len(_indices(p["loc"])) == len(_indices(problem["loc"]))]
@@ -182,14 +183,14 @@ class Wording:
         """The message for a key that the settings do not have: it suggests the same word elsewhere in the
         tree, else the most similar sibling, else lists the siblings."""
         *groups, last = key.split(".")
-        if groups:
+        if groups and self.dotted_names:
             nested = f"{''.join(f'{group}: {{' for group in groups)}{last}: ...{'}' * len(groups)}"
             problem = "unknown key; names with dots are for the command line, in a file they are nested"
             return f"{problem}: {nested}"
         elsewhere = next((name for name in setting_names(root) if name.rpartition(".")[2] == key), None)
         if elsewhere is not None:
             return f"unknown key (did you mean '{elsewhere}'?)"
-        parent = field[: -len(key)] if self.dotted_hints else ""
+        parent = field[: -len(key)] if self.dotted_names else ""
         siblings = key_names(model)
         hint = did_you_mean(key, siblings).replace("'", f"'{parent}", 1)
         return "unknown key" + (hint or f"; known here: {', '.join(siblings)}")

@@ -184,8 +184,8 @@ def _settings(config: Config, layout: Layout) -> Iterator[ConfigError]:
 def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from _model(config)
     yield from _tensor(config, layout.tensor)
-    yield from context_problems(config)
     yield from _compiled(config)
+    yield from context_problems(config)
     yield from _batch(config, layout)
     yield from _recompute(config)
     if config.validate_.every and not config.data.validation_sets:
@@ -295,17 +295,17 @@ def _tensor(config: Config, tensor: int) -> Iterator[ConfigError]:
 
 
 def _compiled(config: Config) -> Iterator[ConfigError]:
-    """What does not go into one graph with a block."""
+    """Refuse what ``run.compile: full`` cannot compile into one graph with a block."""
     parallel, recompute, dropout = config.parallel, config.memory.recompute, config.model.attention_dropout
     isolated = "isolated documents (data.documents isolate, or data.packing of whole ones)"
     refused = (
-        (parallel.context > 1, f"parallel.context {parallel.context}; it needs parallel.context 1"),
         (parallel.tensor > 1, f"parallel.tensor {parallel.tensor}; it needs parallel.tensor 1"),
         # Hooks on saved tensors, and a pass that is cut short.
         (recompute != "none", f"memory.recompute {recompute}; it needs none"),
         (dropout > 0, f"model.attention_dropout {dropout}; it needs 0"),
         # Every number of documents would be a graph of its own.
         (config.data.documents == "isolate", f"{isolated}; it needs documents: join and packing: cut"),
+        (parallel.context > 1, f"parallel.context {parallel.context}; it needs parallel.context 1"),
     )
     for present, what in refused:
         if present and config.run.compile == "full":

@@ -77,7 +77,7 @@ class Trainer:
     """The state of a run on one rank, of which callbacks see a :class:`~.callbacks.TrainerState`."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
-        self.run, self._callbacks = run, callbacks
+        self.run, self._callbacks = run, tuple(callbacks)
         self.mesh = mesh = run.mesh
         self.config = config = run.resolved.config
         self.first = mesh.rank == 0

@@ -106,6 +106,12 @@ def sizes(given: tuple[Any, ...]) -> dict[str, int]:
         ),
         ({"optimizer": {"params": {}}}, "optimizer.type: is missing; give it"),
         ({"optimizer": 3}, "optimizer: found 3, expected a section"),
+        ({"fp16": None}, "fp16: found null, expected a section"),
+        (
+            {"zero_optimization.stage": 2},
+            "zero_optimization.stage: unknown key (did you mean 'zero_optimization'?)",
+        ),
+        ({"steps_per_print": 8.5}, "steps_per_print: found 8.5, expected an integer"),
         ({"gradient_clipping": "x"}, "gradient_clipping: found 'x', expected a number"),
         ({"gradient_accumulation_steps": "x"}, "gradient_accumulation_steps: found 'x', expected an integer"),
         ({"nebula": 3.5}, "nebula: found 3.5, expected a section or true or false"),

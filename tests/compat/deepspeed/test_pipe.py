@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from hexad.compat import deepspeed
+from hexad.compat.deepspeed.data import cast_tensors
 from hexad.compat.deepspeed.pipe import balanced
 from hexad.compat.deepspeed.pipe_engine import Form
 from hexad.config import HexadError
@@ -199,6 +201,27 @@ def test_messages_carry_any_tensors(trained: bool) -> None:
     assert message.shape == form.empty(torch.device("cpu")).shape
     assert message.dtype == (torch.float64 if trained else torch.float32)
     for one, other in zip(form.result(message), result):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+class Named(OrderedDict[str, torch.Tensor]):
+    """A container whose constructor takes something else."""
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        super().__init__(one=one, other=other)
+
+
+def test_containers_with_constructors_of_their_own_are_cast() -> None:
+    cast = cast_tensors([Named(torch.zeros(2), torch.arange(2))], torch.float64)[0]
+    assert isinstance(cast, OrderedDict) and list(cast) == ["one", "other"]
+    assert [tensor.dtype for tensor in cast.values()] == [torch.float64, torch.int64]
+
+
+def test_a_message_of_two_formats_of_16_bits_holds_both_exactly() -> None:
+    result = torch.tensor([1 + 2**-10], dtype=torch.float16), torch.tensor([2.0**100], dtype=torch.bfloat16)
+    form = Form.of(result, True)
+    for one, other in zip(form.result(form.message(result)), result):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
 

@@ -64,7 +64,7 @@ def import_model(source: Path, to: Path, check: Callable[[Config], object]) -> I
             index = _written(model, partial)
         expected = {f"model.{name}": place.shape for name, place in model.tensors.items()}
         progress = {"step": 0, "updates": 0, "samples": 0}
-        origin = origin_of(f"imported from {source.resolve()}")
+        origin = origin_of(f"imported from {source.resolve()}", str(torch.__version__))
         write_manifest(partial, index, expected, config, progress, origin, others)
     return ImportedModel(config, sizes.total(), has_tokenizer(source))
 

@@ -239,13 +239,13 @@ class _Wording(Wording):
     """Errors in the terms of DeepSpeed's files."""
 
     forms: ClassVar = {"betas": ("[beta1, beta2]", "a number")}
-    alternatively, dotted_hints = " or ", False
+    alternatively, dotted_names = " or ", False
 
     def group(self, field: str, model: type[BaseModel]) -> str:
         return "a section"
 
     def expectation(self, kind: str, message: str) -> str:
-        kinds = {"bool": "true or false", "dict": "a section"}
+        kinds = {"bool": "true or false", "dict": "a section", "int": "an integer"}
         return kinds.get(kind.partition("_")[0]) or super().expectation(kind, message)
 
     def written(self, value: Any) -> str:

@@ -78,7 +78,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, Mapping):
         items = {key: map_tensors(item, function) for key, item in value.items()}
-        return type(value)(items) if isinstance(value, OrderedDict) else items
+        return OrderedDict(items) if isinstance(value, OrderedDict) else items
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, function) for item in value))
     if isinstance(value, list | tuple):

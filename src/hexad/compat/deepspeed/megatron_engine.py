@@ -59,14 +59,14 @@ class MegatronEngine(DeepSpeedEngine):
         settings = self._settings(resolved.config)
         if settings.model.tied_embeddings:
             check_tied(False, settings.parallel.zero)
-        self._shape = tuple(empty_hidden(settings, mesh).shape)
+        shape = self._shape = tuple(empty_hidden(settings, mesh).shape)
         return GPTEngine(
             {mesh.pipeline.rank: self._module},
             mesh,
             settings,
             plan=resolved.plan,
             optimizer=optimizer,
-            boundary=lambda *_: torch.empty(self._shape),
+            boundary=lambda *_: torch.empty(shape),
             initialise=False,
         )
 

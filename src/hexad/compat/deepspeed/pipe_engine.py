@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
@@ -98,9 +98,9 @@ class Form:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format of the message."""
+        """The format of the message, which holds every value of those that have gradients."""
         kinds = [part.dtype for part in self.parts if part.trained]
-        return max(kinds, key=lambda kind: kind.itemsize) if kinds else torch.float32
+        return reduce(torch.promote_types, kinds) if kinds else torch.float32
 
     def message(self, result: Any) -> Tensor:
         """The message of a result, with its graph."""

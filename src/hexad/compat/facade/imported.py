@@ -113,7 +113,7 @@ def write_import(
         parts = [Part(Rectangle.whole(tensor.name, tensor.shape), tensor.dtype) for tensor in tensors]
         values = (tensor.read() for tensor in tensors)
         index = write_shard(directory, TensorFile.of_host(0, {0: parts}), values)
-        origin = origin_of(f"imported from {source.resolve()}")
+        origin = origin_of(f"imported from {source.resolve()}", str(torch.__version__))
         write_manifest(directory, index, expected, config, progress, origin, others)
     return ImportResult(
         config,

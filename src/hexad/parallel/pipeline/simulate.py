@@ -38,7 +38,7 @@ class Costs:
         given = (self.forward, self.backward, self.weight, self.activation)
         if len({len(values) for values in given}) > 1:
             raise ScheduleError("costs need as many values of each kind as there are stages")
-        if min(self.transfer, *(value for values in given for value in values)) < 0:
+        if min((self.transfer, *(value for values in given for value in values))) < 0:
             raise ScheduleError("costs cannot be negative")
 
     @property
@@ -194,6 +194,7 @@ def _times(
                 waiting[other] = -1
                 stack.append(other)
     if any(len(done) < len(actions) for done, actions in zip(times, schedule.ranks)):
-        validate(schedule)
+        only = all(action.kind == "F" for actions in schedule.ranks for action in actions)
+        validate(schedule, forward_only=only)
         raise ScheduleError("the schedule cannot be carried out")
     return tuple(map(tuple, times))

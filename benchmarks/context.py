@@ -15,8 +15,6 @@ which a round has these steps:
 and the bytes of isolated short documents by the ring, beside those of an all-gather.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -13,8 +13,6 @@ sample and ``parallel.context_balance``, in one JSON document:
     python benchmarks/context_balance.py --json benchmarks/results/context_balance.json --pictures docs/images
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

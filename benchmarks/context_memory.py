@@ -6,8 +6,6 @@ A layer of small width, so that a CPU computes its attention in reasonable time.
 above what is held between steps: activations, and what is needed for a moment.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

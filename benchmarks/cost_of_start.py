@@ -10,8 +10,6 @@ after each part, beside connections, what goes through the store (counted at rea
 and files.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ Writes an index of many documents over a sparse ``.bin`` (zeros, which take no d
     python benchmarks/data_start.py --documents 1e8 --ranks 4 --output benchmarks/results/data_start.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -4,8 +4,6 @@ ZeRO 1 to 3 on two ranks of a CPU. Both run at once and alternate, a step each. 
     python benchmarks/deepspeed_interface.py --rounds 5 --output benchmarks/results/deepspeed_interface.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -20,8 +20,6 @@ interface raises ``HexadError``. ``refused``: docs/deepspeed.md says that it is 
 difference of the interface. Failures without an entry are reported as ``unexplained``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What a result needs beside its figures: the command, the machine, the versions."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -7,8 +7,6 @@ writes what failed, what was skipped and why, seconds, MFU, and memory beside it
 is that of the tests. Without a GPU nothing is run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -9,8 +9,6 @@ does (causal attention halved, nothing recomputed) over the GPU's dense bf16 pea
 functions are compiled, are not timed. Memory is the allocator's peak beside :mod:`hexad.planning.memory`'s.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -6,8 +6,6 @@
 one thread. The programs alternate; figures are the fastest of several repetitions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

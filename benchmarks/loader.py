@@ -12,8 +12,6 @@ Writes a synthetic dataset into a temporary directory (2 bytes per token), then 
     python benchmarks/loader.py --tokens 1e8 --documents 1e5 --sequence 4096 --json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

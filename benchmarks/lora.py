@@ -5,8 +5,6 @@ measured beside the prediction.
     python benchmarks/lora.py --json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -15,8 +15,6 @@ Exposed communication is overlapped (or waiting) - free; the share hidden is 1 -
 ledger's bytes over the bandwidth. All are medians over the rounds. Namespaces are removed in every case.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

@@ -1,7 +1,5 @@
 """The picture of ``overlap.py``: a step's seconds by stage, before and after."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

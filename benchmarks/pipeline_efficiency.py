@@ -11,8 +11,6 @@ measured and simulated, and of their ratio; and the most activations each rank h
 validated.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -1,7 +1,5 @@
 """The programs that ``step_time.py`` compares, mode by mode: Hexad, and its peers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -8,8 +8,6 @@ killed, and every restart resumes from the newest checkpoint that was complete a
     python benchmarks/recovery.py --kills 50 --ranks 2 --output benchmarks/results/recovery.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

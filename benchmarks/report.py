@@ -6,8 +6,6 @@ A table stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; NAME is 
 measured yet says so. With ``--check`` nothing is written, and a page that is out of date is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -20,8 +20,6 @@ marked * keep whole gradients between microbatches, which Hexad's stages 2 and 3
 where it is installed: ``pip install wheel && pip install --no-build-isolation deepspeed``.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 Patches :mod:`hexad.comm` in the process that measures; nothing in Hexad knows of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A rank runs ``python SCRIPT --worker ...`` with :func:`serve`; all but one program sleep at any time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

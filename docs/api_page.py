@@ -1,7 +1,5 @@
 """The page of the Python interface, from signatures and docstrings."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The table of DeepSpeed's keys, from the classes that read them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewrites the generated pages: ``python -m docs.generate`` (``make docs``)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from math import log

@@ -1,7 +1,5 @@
 """The table of Megatron-LM's flags in ``docs/megatron.md``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

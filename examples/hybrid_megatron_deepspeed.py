@@ -7,8 +7,6 @@
         --vocab-size 511 --tokenizer-type NullTokenizer --data-path data/train --split 100,0,0
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

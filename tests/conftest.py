@@ -1,7 +1,5 @@
 """Fixtures shared by all tests, and slices of them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Layers and models by themselves, without an engine."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

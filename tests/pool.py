@@ -4,8 +4,6 @@ Importing torch costs seconds of CPU per process: a server imports it once, and 
 After each job the garbage collector sets aside what imports have left: to visit it would take 0.1 s per job.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Small runs: their configurations, engines and random microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

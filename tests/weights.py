@@ -1,7 +1,5 @@
 """Whole global tensors as a source of weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce

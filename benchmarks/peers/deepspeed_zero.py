@@ -3,8 +3,6 @@
 Traps: it clips gradients to 1.0 by default, and writes its log to standard output.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

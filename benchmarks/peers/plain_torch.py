@@ -10,8 +10,6 @@ Only what PyTorch itself offers: ``nn.Linear``, ``nn.RMSNorm``, SDPA with groupe
         data2 tensor2 tensor2_sequence --steps 7
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ fp32 master weights and fp32 reduction. By hand, which prints every peer's losse
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m peers.sharded [--dtype bf16]
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import importlib.util

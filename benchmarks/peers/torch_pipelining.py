@@ -10,8 +10,6 @@ oracle too. By hand, in ``benchmarks/``, which prints medians and losses as JSON
         tensor2_pipeline2_1f1b tensor2_pipeline2_interleaved tensor2_pipeline2_zb_v
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -1,7 +1,5 @@
 """Small random models saved by transformers, the oracle of import, export and model.load."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The benchmark of starts at a size that takes a second: it simulates what the ranks really do."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hundreds of ways to damage a checkpoint: every one is found, by loading and by ``verify``."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

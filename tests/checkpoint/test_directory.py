@@ -1,7 +1,5 @@
 """Names, replacement and retention."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

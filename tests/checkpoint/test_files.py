@@ -1,7 +1,5 @@
 """Chunks, files and rectangles: property tests with blocks of a few bytes, so that tensors have many."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

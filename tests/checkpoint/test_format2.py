@@ -1,8 +1,6 @@
 """A run and a checkpoint as they were written before inventories declared the weights: format2/ holds the
 run.yaml, the resolved config.yaml and the checkpoint of step 2 of a run on two tensor ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Import and export: what transformers saves, and what it loads of ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

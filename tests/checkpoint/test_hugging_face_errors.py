@@ -1,7 +1,5 @@
 """Hugging Face directories that cannot be used: one line that names the file and the key or tensor."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``model.load``: training begins with given weights, in any layout, and goes on without their source."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

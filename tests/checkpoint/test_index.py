@@ -1,7 +1,5 @@
 """Where values lie, merged in a tree on saving and selected on loading: against flat lists of rectangles."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Any layout to any layout: every ordered pair of layouts, bit for bit, and the losses that follow."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Manifests that Hexad has not written: nothing outside the checkpoint is read, memory stays bounded."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 import zlib

@@ -1,7 +1,5 @@
 """Which checkpoint is resumed from is the first rank's choice; listings of other hosts may lag behind."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """``hexad config`` and bare commands: what is accepted, what is said first, and how help is printed."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

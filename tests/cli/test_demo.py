@@ -1,7 +1,5 @@
 """The demo's own part: its run file, its errors and its exit status; nothing is trained here."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands that need no tensors import no torch, so that they answer at once."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

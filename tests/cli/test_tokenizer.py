@@ -1,7 +1,5 @@
 """``hexad tokenizer``: a tokenizer that transformers loads, and what is in it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

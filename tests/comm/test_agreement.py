@@ -1,7 +1,5 @@
 """Agreements of all ranks go by a tree: every level of it, against their definitions; no rank knows all."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import Counter

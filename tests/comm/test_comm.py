@@ -1,7 +1,5 @@
 """Collectives against their definitions, the ledger against its formulas, and refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

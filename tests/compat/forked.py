@@ -1,7 +1,5 @@
 """Ranks of other systems, in forked processes that have imported everything once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

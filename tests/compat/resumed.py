@@ -1,7 +1,5 @@
 """Hexad's engine with an imported checkpoint."""
 
-from __future__ import annotations
-
 from hexad.checkpoint.checkpointer import Checkpointer
 from hexad.config import Config
 from hexad.engine.engine import Engine

@@ -1,7 +1,5 @@
 """``examples/hybrid_megatron_deepspeed.py``: its losses are those of ``hexad train``, in every layout."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

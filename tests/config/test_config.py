@@ -1,7 +1,5 @@
 """The tree of settings: strict, readable errors, and a dump that loads as the same."""
 
-from __future__ import annotations
-
 import pickle
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small tokenizers with chat templates, and conversations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Building: every kind of input, the same bytes for any number of workers, nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Conversations: the ids and masks of transformers, every mistake named with its line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Token files: the same bytes as megatron-core's, atomic, and every kind of damage named."""
 
-from __future__ import annotations
-
 import json
 import signal
 import struct

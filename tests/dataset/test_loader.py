@@ -1,7 +1,5 @@
 """The loader: the same samples in every layout, labels and document offsets, reading ahead."""
 
-from __future__ import annotations
-
 import os
 import resource
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``data.split``: the documents that megatron-core takes, and nothing of the others."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Samples, permutations and blends: every token once, exact proportions, the same order for ever."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

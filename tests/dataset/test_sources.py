@@ -1,7 +1,5 @@
 """Inputs: compressed files, patterns, and what is not text in directories."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

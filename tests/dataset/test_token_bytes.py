@@ -1,7 +1,5 @@
 """Bytes per token add up to the bytes of the text."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers: every kind gives text back, and agrees with the library that defines it."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

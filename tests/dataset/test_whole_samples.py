@@ -1,7 +1,5 @@
 """Samples of whole documents: none is cut or lost, padding has no loss, masks reach the labels."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from itertools import pairwise

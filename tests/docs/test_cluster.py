@@ -1,7 +1,5 @@
 """The scripts of docs/cluster.md, with stand-ins for SLURM's commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

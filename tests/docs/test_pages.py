@@ -1,7 +1,5 @@
 """The pages say what is: generated ones are current, and commands marked as tested run."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Generation and scoring over context ranks: what one process gives, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Generation: the cache changes nothing, nor do tensor ranks or, for a seed, chance."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -2,8 +2,6 @@
 
 Where the harness is not installed, the adapter is tested with the few names that it imports from it."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """One GPU gives the CPU's numbers; skipped without one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ With two GPUs every layout, over NCCL. With one GPU both ranks share it, over gl
 GPU tensors but not much else: layouts that need nothing else.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layouts whose measured peak is compared with the plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Groups = dict[str, dict[str, Any]]

@@ -1,7 +1,5 @@
 """Bytes of live tensors on this rank, and their peak: counted by storage, as operations make them."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training step's memory on real ranks, beside the plan of the same run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

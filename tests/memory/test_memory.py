@@ -1,7 +1,5 @@
 """The memory model against what ranks really hold."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Attention inside documents and sliding windows, by whatever kernel, against one softmax under a mask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

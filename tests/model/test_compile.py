@@ -1,7 +1,5 @@
 """Compiled functions and blocks: the same numbers, few kernels, one graph each."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Presets and counts against published figures and against transformers' own models."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

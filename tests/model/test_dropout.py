@@ -1,7 +1,5 @@
 """Dropout: what is dropped, that it depends on nothing but the element, and where GPT-2 drops."""
 
-from __future__ import annotations
-
 import hashlib
 from itertools import pairwise
 from typing import Any

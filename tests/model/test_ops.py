@@ -1,7 +1,5 @@
 """Hand-written element-wise operations against autograd's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Recomputation changes what is held, never a gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

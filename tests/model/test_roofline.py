@@ -1,7 +1,5 @@
 """What a layer launches on a GPU, counted on ``meta`` tensors by ``benchmarks/roofline.py``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

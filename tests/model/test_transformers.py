@@ -1,7 +1,5 @@
 """Logits, gradients and training steps equal to Hugging Face transformers on random weights, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning rates against closed formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers of ``torch.optim`` on buckets, against themselves on parameters."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

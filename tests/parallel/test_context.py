@@ -1,7 +1,5 @@
 """Which rank holds which tokens, what it computes with whose keys, and how blocks are put together."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Bytes that attention sends over the context axis equal closed formulas, byte for byte."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

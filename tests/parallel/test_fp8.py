@@ -3,8 +3,6 @@
 ``torch._scaled_mm`` runs on CPUs too, slowly: what follows needs no GPU, only the refusal is not asked for.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

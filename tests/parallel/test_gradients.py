@@ -1,7 +1,5 @@
 """How gradients are added up: on a GPU in one product, and reduced without waiting in ZeRO 1."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bytes a step sends per axis equal closed formulas, byte for byte."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The output head and the loss in slices against PyTorch's linear layer and cross-entropy."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Initial values: normal, the same in every layout and on every device, drawn only where they are kept."""
 
-from __future__ import annotations
-
 from math import sqrt
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Page-locked memory, streams and threads of GPU runs, by what the driver is asked for."""
 
-from __future__ import annotations
-
 import gc
 from datetime import timedelta
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A run of a flattened parameter as rectangles of global tensors."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from math import prod
 

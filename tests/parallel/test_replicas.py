@@ -1,7 +1,5 @@
 """Replicas: a weight that differs on one rank is named, and all ranks are clipped by one number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ZeRO's stages: bytes moved, bytes kept, and PyTorch's own DDP and FSDP2 as oracles."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

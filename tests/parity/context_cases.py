@@ -1,7 +1,5 @@
 """Context parallel in all layouts around it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import cycle, product
 

@@ -1,7 +1,5 @@
 """Ways to break context parallel."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

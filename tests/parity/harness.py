@@ -1,7 +1,5 @@
 """Any configuration on N gloo ranks against one process in float64: loss, gradients and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,6 @@ expert grid, a product of uneven sizes, an auxiliary loss. Every token passes th
 likeliest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

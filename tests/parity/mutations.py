@@ -1,7 +1,5 @@
 """Ways to break parallel code, each of which the parity grid must notice."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Ways to break what divides the state, recomputes and drops out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Writes ``docs/parity.md`` from a run of the grid: ``python -m tests.parity.table``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ..pool import Pool

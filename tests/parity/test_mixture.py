@@ -1,7 +1,5 @@
 """What the model offers to mixtures of experts, beside the rows of the parity grid that use it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The parity grid: every layout gives the numbers of one process."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

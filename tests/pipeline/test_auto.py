@@ -1,7 +1,5 @@
 """The search: never worse than what has a name, always valid, always within memory."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from random import Random

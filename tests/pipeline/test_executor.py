@@ -1,7 +1,5 @@
 """The executor against PyTorch's own pipelines, and what it holds in memory while it runs."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

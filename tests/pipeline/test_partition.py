@@ -1,7 +1,5 @@
 """Layers to stages: the optimum against every possible division, coverage, errors."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Generated schedules: valid for every size, with the order, memory and bubble that their papers state."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

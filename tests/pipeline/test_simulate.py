@@ -1,7 +1,5 @@
 """Timelines against a longest path by brute force, and by hand."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

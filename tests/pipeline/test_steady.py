@@ -1,7 +1,5 @@
 """A schedule with most of its steady state left out stands for the complete one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from random import Random
 

@@ -1,7 +1,5 @@
 """Broken schedules are refused, each with a reason that names what is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """One function turns every ``auto`` into a number, from the vocabulary that will be trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of the commands under ``show`` share: calling them, and reading their pictures."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

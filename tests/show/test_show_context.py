@@ -1,7 +1,5 @@
 """``hexad show context``: numbers against pairs of query and key that are counted one by one."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

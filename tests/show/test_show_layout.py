@@ -1,7 +1,5 @@
 """``hexad show layout``: its JSON, its pictures and its errors; and how fast all of ``show`` starts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

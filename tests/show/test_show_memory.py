@@ -1,7 +1,5 @@
 """``hexad show memory``: the plan of a run, as a table, as JSON and as a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

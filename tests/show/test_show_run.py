@@ -1,7 +1,5 @@
 """``hexad show run``: the summary of made-up runs, damaged files, and the picture."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``hexad show schedule``: its JSON, its files, its pictures, its rows in the terminal, its errors."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

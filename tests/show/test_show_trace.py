@@ -1,7 +1,5 @@
 """Profiles: what every rank did in the steps that ``log.profile`` names."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layouts against fixed facts, a NumPy oracle that shares no code with them, and their own laws."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tracemalloc

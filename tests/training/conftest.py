@@ -1,7 +1,5 @@
 """A tiny data set, run files, and a reference run in two layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 ``python -m tests.training.crash DIRECTORY``: DIRECTORY has one run.yaml per crash point, in POINT/run.yaml.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

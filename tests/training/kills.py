@@ -1,7 +1,5 @@
 """kill -9 at random moments of random ranks, and what became of the run."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

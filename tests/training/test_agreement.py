@@ -1,7 +1,5 @@
 """What every rank must have in common is compared before the first step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

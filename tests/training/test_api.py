@@ -1,7 +1,5 @@
 """The functions of ``import hexad``: callbacks, generation and evaluation from Python."""
 
-from __future__ import annotations
-
 import pydoc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Context parallel in the engine: parts and whole microbatches, mistakes, 16-bit formats."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """``run.deterministic``: no operator that adds in any order, and the same numbers as without it on a CPU."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

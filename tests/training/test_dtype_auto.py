@@ -1,7 +1,5 @@
 """``precision.dtype: auto``: what devices compute in hardware, the same on all ranks."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An engine as a user of the library holds it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """Every mistake a user can make ends in one line that names the setting, before anything has started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 """``hexad evaluate`` and several validation sets: the trainer's numbers in every layout, transformers' for a
 published model, every sample once."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Killed ranks, killed commands, signals: nothing hangs, nothing is lost but what the last save missed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

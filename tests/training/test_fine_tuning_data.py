@@ -1,7 +1,5 @@
 """Fine-tuning on conversations: the loss of transformers on the same ones, resumed and in layouts alike."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

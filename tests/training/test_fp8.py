@@ -1,7 +1,5 @@
 """Commands with ``precision.dtype: fp8``: refused where the device cannot, else like bf16."""
 
-from __future__ import annotations
-
 import pytest
 
 from hexad.launching import launch

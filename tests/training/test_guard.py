@@ -1,7 +1,5 @@
 """Steps that must not count: NaN and spikes, skipped or rolled back, the same in every layout."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Resident memory does not grow with what a step has freed."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import re

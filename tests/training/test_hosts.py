@@ -1,7 +1,5 @@
 """Several hosts for real: network namespaces, one torchrun in each, one host cut off in the middle."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

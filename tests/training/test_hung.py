@@ -1,7 +1,5 @@
 """Ranks that hang: found by run.timeout, told in words, ended soon."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

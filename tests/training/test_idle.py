@@ -1,7 +1,5 @@
 """Worlds that do not fit the layout: refused, or some ranks stand by."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

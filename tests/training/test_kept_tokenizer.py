@@ -1,8 +1,6 @@
 """A run keeps its tokenizer and names its files absolutely: it works from any directory, and without the
 original."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Joining worlds that torchrun or SLURM have started."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Callable

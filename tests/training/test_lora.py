@@ -1,8 +1,6 @@
 """Low-rank adapters and frozen weights: peft's numbers, checkpoints without the base, exports; what is frozen
 stays as it is."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The engine with modules that are not ours, and a loop that is not ours."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

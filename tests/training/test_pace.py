@@ -1,7 +1,5 @@
 """The slowest rank is named, and garbage is collected between steps only."""
 
-from __future__ import annotations
-
 import gc
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs in stages: evaluation, own schedules, timelines; every one with the losses of one rank."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

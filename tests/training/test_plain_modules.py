@@ -1,7 +1,5 @@
 """Plain modules: names, values, stages that have nothing to train, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

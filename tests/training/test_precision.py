@@ -1,7 +1,5 @@
 """fp16, bf16 and fp32: loss scaling, skipped steps, and how near the layouts stay to one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

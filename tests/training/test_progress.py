@@ -1,7 +1,5 @@
 """The progress bar on a terminal: drawn once, below the log."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """What a run writes: metrics, validation, TensorBoard, configuration; and what is told before it starts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

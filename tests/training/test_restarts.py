@@ -1,7 +1,5 @@
 """Ranks that are killed, and runs that go on by themselves."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

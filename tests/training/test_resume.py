@@ -1,7 +1,5 @@
 """Resuming: from where, in another layout, after a crash anywhere in a save, and from damaged files."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

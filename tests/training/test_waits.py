@@ -1,7 +1,5 @@
 """How often the host waits for the device in a step, and how many kernels an update is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest import mock

@@ -1,8 +1,6 @@
 """What the watch says of collectives that a device carries out after they were waited for, and the launcher
 of a rank that torch's watchdog has aborted."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

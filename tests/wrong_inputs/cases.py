@@ -1,7 +1,5 @@
 """Wrong inputs as a new user makes them: command line -> what the one line of the error must contain."""
 
-from __future__ import annotations
-
 import shlex
 from typing import NamedTuple
 

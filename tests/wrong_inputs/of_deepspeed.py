@@ -1,7 +1,5 @@
 """Wrong files and checkpoints of DeepSpeed and Megatron-Core, see :mod:`.cases`."""
 
-from __future__ import annotations
-
 DEEPSPEED = (
     ("config from-deepspeed", "Missing argument 'ds_config.json'"),
     ("config from-deepspeed no.json", "no.json: no such DeepSpeed configuration"),

@@ -1,7 +1,5 @@
 """Wrong launch lines of Megatron-LM: what follows ``hexad megatron``."""
 
-from __future__ import annotations
-
 _SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
     "--micro-batch-size 1 --train-iters 4 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 256 "

@@ -1,7 +1,5 @@
 """Wrong inputs of the other commands: see :mod:`.cases`."""
 
-from __future__ import annotations
-
 DATA = (
     ("data biuld", "No such command 'biuld'"),
     ("data build --output out --tokenizer byte", "--input"),

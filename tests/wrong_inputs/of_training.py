@@ -1,7 +1,5 @@
 """Wrong inputs of ``hexad train`` and ``hexad config``: see :mod:`.cases`."""
 
-from __future__ import annotations
-
 TRAIN = (
     # commands, options, files
     ("trian run.yaml", "no such command 'trian' (did you mean 'train'?)"),

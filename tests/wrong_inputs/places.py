@@ -1,8 +1,6 @@
 """The files that wrong inputs name: a data set, runs and published models that are as they should be, and
 damaged copies of them. All names are relative to one directory, in which the commands run."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

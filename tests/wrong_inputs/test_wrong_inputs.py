@@ -1,7 +1,5 @@
 """Every wrong input is refused at once, in one line that names what is wrong."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 directory with such a name is complete. ``checkpoints/latest`` names the newest.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

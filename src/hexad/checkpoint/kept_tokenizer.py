@@ -5,8 +5,6 @@ manifest covers. Its chat template is that of the training data. What a run save
 the run's copy, and every other path absolutely.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

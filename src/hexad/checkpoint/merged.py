@@ -1,8 +1,6 @@
 """A checkpoint's weights as one complete model: adapters are added, slice by slice, to the weights that they
 belong to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

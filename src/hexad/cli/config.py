@@ -1,7 +1,5 @@
 """``hexad config``: a first configuration, presets, the complete one, and whether it would be accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import quote

@@ -1,7 +1,5 @@
 """``hexad evaluate``: loss, perplexity and bits per byte of a run, a checkpoint or a published model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ``hexad`` command. Subcommands are imported when they are called, so that help starts fast."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib import import_module

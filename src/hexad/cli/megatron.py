@@ -1,7 +1,5 @@
 """``hexad megatron``: run, or print as a configuration, a launch line of Megatron-LM."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

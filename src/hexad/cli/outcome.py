@@ -1,7 +1,5 @@
 """How a rank's work ends: exit status and message, and who prints it."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -3,8 +3,6 @@
 Nothing here imports torch, and matplotlib is imported for ``--output`` only: ``--json`` starts fast.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress

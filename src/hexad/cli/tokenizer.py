@@ -1,7 +1,5 @@
 """``hexad tokenizer``: train a tokenizer, and show what one does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """One rank of a command, as :mod:`hexad.launching.local` starts it: ``python -m hexad.cli.worker PARENT
 COMMAND REQUEST``: PARENT is the command's process id, and REQUEST what it asks for, in JSON."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

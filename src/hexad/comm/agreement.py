@@ -3,8 +3,6 @@
 For set-up, errors and signals. All ranks of an axis call these functions together, in the same order.
 """
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable

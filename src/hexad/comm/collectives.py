@@ -7,8 +7,6 @@ A group of size 1 is the identity and costs nothing. Tensors must be contiguous:
 as contiguous memory and corrupts it in silence.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What a rank's collectives are doing, for a thread that watches them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

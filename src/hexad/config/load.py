@@ -1,7 +1,5 @@
 """From YAML and ``a.b=value`` overrides to a checked :class:`Config`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The settings of the model, and the kinds of values, with their bounds, that all settings have."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator

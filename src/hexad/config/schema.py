@@ -2,8 +2,6 @@
 :mod:`hexad.config.model`. ``docs/configuration.md`` is generated from these files.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator

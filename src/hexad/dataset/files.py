@@ -1,7 +1,5 @@
 """Files that are written atomically, by one of many processes, and identified by a hash; errors of files."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -5,8 +5,6 @@ is used only while its fingerprint matches the data, so that it is never applied
 (The name is not ``PREFIX.json``, which may be the user's own input.)
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Keys and values of sequences of different lengths, kept from one token to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ Context ranks divide the tokens of the prompts. Each then has the keys and value
 the same new tokens as the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain

@@ -1,7 +1,5 @@
 """How likely a model finds given texts: what multiple-choice tasks compare."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple

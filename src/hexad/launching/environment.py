@@ -1,7 +1,5 @@
 """This process's rank among those started together, from the launcher's variables. No torch."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

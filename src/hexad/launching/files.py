@@ -1,8 +1,6 @@
 """Files between the processes of a run: the lock of its directory, and a rank's last message to its launcher.
 No torch: a second command is refused at once."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Starting local ranks through torchrun's elastic agent, restarting them, and reporting how they ended."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

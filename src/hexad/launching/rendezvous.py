@@ -1,8 +1,6 @@
 """Rendezvous: the store through which process groups are connected, and idle ranks, for which the layout has
 no work, wait for the end of the run."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Self-attention with grouped key/value heads, over this rank's heads."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

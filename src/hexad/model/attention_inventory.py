@@ -1,7 +1,5 @@
 """What self-attention holds, multiplies, keeps, needs and sends. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

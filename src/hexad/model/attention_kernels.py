@@ -10,8 +10,6 @@ FlashAttention 3 or 4 takes the place of PyTorch's own flash kernels where its p
 computes what the model needs.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable

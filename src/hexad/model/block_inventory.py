@@ -1,7 +1,5 @@
 """What one layer holds, multiplies, keeps, needs and sends. No torch."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ Hashes are 32-bit finalizers of MurmurHash3 in wrapping int32 arithmetic, the sa
 has 64 bits of key, so that rows share a pattern with probability 2^-64 rather than 2^-32.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable

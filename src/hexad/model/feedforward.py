@@ -1,7 +1,5 @@
 """The feed-forward layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What the feed-forward layer holds, multiplies, keeps, needs and sends. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

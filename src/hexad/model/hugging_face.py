@@ -4,8 +4,6 @@ Whatever in a ``config.json`` would change the numbers and is not supported is r
 mean what they mean to ``transformers``; the tests compare them with its classes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

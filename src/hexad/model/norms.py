@@ -1,7 +1,5 @@
 """Normalisation layers. Every tensor rank holds their weights."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from hexad.parallel.sharding import Shard, ShardedModule

@@ -1,7 +1,5 @@
 """What normalisation layers hold, keep and need. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

@@ -6,8 +6,6 @@ where eager PyTorch makes a pass over memory per arithmetic operation, they are 
 a GPU without compilation, PyTorch's own functions serve.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Where each token stands: batch geometry, document boundaries, rotary angles."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

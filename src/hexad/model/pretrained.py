@@ -1,7 +1,5 @@
 """``model.load``: the model settings of whoever trained the weights. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The transformer, for every family, written as for one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, cast
 

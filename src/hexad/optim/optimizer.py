@@ -1,8 +1,6 @@
 """The update of all buckets: the global gradient norm, clipping, and the rule by which values change, AdamW's
 (Loshchilov and Hutter, arXiv 1711.05101) or another."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Learning rate and loss scale as functions of the steps so far (Micikevicius et al., arXiv 1710.03740), and
 what AdamW keeps of every value. No torch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -10,8 +10,6 @@ the last bit on every processor. A library's logarithms, sines and fused product
 units of CPUs, and between CPUs and GPUs; so do square roots of float32 (MKL rounds one in six wrongly).
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ them stays ordinary code: autograd functions that save what they say they save, 
 buckets and call collectives. So compiled functions work in every layout, and keep the same bytes as others.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

@@ -5,8 +5,6 @@ Initialisation, buckets, gradient norms, checkpoints and tests read the declarat
 from a tensor's shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain

@@ -1,7 +1,5 @@
 """Everything that must fit together before a run may start. No torch: runs before any process is launched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import lcm

@@ -1,8 +1,6 @@
 """What a run needs of the machine it starts on: packages, tokenizer and data. No torch: checked before any
 process is started."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import yaml

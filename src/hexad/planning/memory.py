@@ -1,7 +1,5 @@
 """Bytes a rank will need, by component, before anything is started."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Where what depends on world and tokenizer is resolved: ``auto`` becomes a number."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

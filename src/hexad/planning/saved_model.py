@@ -1,8 +1,6 @@
 """The configuration of a model that exists, for generation and evaluation: a checkpoint's, or a published
 model's. No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """A run's stages and schedule, from its configuration alone: no torch, so that it can be checked at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

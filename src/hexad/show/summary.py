@@ -1,7 +1,5 @@
 """A configuration in brief: size, tokens, steps, ranks, memory; time where it is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import takewhile

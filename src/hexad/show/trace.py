@@ -5,8 +5,6 @@ the axis that they were started for. On a CPU, time inside operators is compute,
 exposed communication. What remains of a step is idle.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Hardware facts that need torch: what this rank's device can do, and which host this is."""
 
-from __future__ import annotations
-
 import socket
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hardware facts that need no torch: published figures of GPUs, and what this host's CPU has in hardware."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

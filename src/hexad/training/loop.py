@@ -1,7 +1,5 @@
 """A training run: data, steps, metrics, evaluation, checkpoints, resuming, graceful stops."""
 
-from __future__ import annotations
-
 import logging
 import resource
 import time

@@ -1,8 +1,6 @@
 """Measurements of single steps: traces by torch's profiler, one file per rank in ``run.dir/profile``, and the
 measured and planned times of pipeline actions, ``run.dir/timeline.json``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """The run directory: created, verified to be shared by all ranks, locked, with log files."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os

@@ -1,7 +1,5 @@
 """Lists of layers for pipelines: a tied embedding, tuples with masks between layers, functions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 computed. The package keeps global state, so that it runs in separate processes.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Keys and values of published DeepSpeed configurations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _AUTO_ADAMW = {

@@ -3,8 +3,6 @@
 DeepSpeed leaves state in a process, so two separate ranks write all of them, once per test session.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

@@ -1,7 +1,5 @@
 """DeepSpeed's configurations: batch arithmetic, defaults, aliases, refusals, and published ones, trained."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

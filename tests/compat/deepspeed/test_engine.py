@@ -1,7 +1,5 @@
 """The engine: checkpoints in any layout, complete values of sharded parameters, mistakes."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

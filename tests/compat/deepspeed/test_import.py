@@ -3,8 +3,6 @@
 What is not imported is refused in one line that names the file, and nothing is written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Mistakes of scripts and files, and ranks that disagree: one line, on all ranks alike."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One script with the ``deepspeed`` package and with ours: losses, norms, rates and scales."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import cache

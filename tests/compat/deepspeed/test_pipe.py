@@ -1,7 +1,5 @@
 """Users' lists of layers through the executor: schedules, divisions, ZeRO, ties, tuples."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``transformers.Trainer(args=TrainingArguments(deepspeed=...))``, unchanged, over Hexad."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

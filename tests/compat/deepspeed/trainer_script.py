@@ -1,7 +1,5 @@
 """A script of transformers' Trainer with a DeepSpeed configuration: ``package|compat CONFIG OUTPUT``."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

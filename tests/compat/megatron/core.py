@@ -1,7 +1,5 @@
 """Configurations of megatron-core's ``GPTModel`` that run on CPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.nn import functional as F

@@ -2,8 +2,6 @@
 leave to the user. Under each is its source; those without a path are composed of the flags that its pages
 recommend."""
 
-from __future__ import annotations
-
 
 def words(text: str) -> list[str]:
     """The words of a line; ``#`` begins a comment."""

@@ -4,8 +4,6 @@ It needs a GPU in a few places, which are replaced, and leaves state in a proces
 all, once per test session.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The file of ``--deepspeed_config``: it determines what no flag does, contradicts none, and is reported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

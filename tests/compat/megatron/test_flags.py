@@ -1,7 +1,5 @@
 """Flags of a launch line that depend on each other: no effect is reported, contradictions are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from hexad.compat.megatron.translate import translate

@@ -1,7 +1,5 @@
 """``GPTModel`` against megatron-core's with the same weights, and its training in pipelines."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Megatron-Core's ``torch_dist`` checkpoints, imported: training continues as there; damage is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

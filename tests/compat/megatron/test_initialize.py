@@ -1,7 +1,5 @@
 """``initialize_megatron``: arguments, world, groups, seeds and tokenizer of a script."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

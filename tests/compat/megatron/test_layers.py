@@ -1,7 +1,5 @@
 """Layers, mappings, cross-entropy and groups against megatron-core on the same ranks."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

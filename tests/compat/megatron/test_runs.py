@@ -1,7 +1,5 @@
 """Published launch lines at a small size: ``hexad megatron`` runs them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launch lines of Megatron-LM: published ones mean what they say, the rest is refused by name."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Wrong calls of Megatron-LM's functions and layers: one line each, with what to pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

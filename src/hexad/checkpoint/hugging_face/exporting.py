@@ -1,8 +1,6 @@
 """Export of a checkpoint as a Hugging Face model (safetensors shards, configuration, tokenizer), and of
 adapters as PEFT reads them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce

@@ -1,7 +1,5 @@
 """The files beside the weights of a Hugging Face model; directories that are written atomically."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

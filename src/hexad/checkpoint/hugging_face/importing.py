@@ -1,7 +1,5 @@
 """A Hugging Face model as a checkpoint: weights only, in the format its files have, before the first step."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where our global tensors stand in published (Hugging Face) checkpoints, after the family's names."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

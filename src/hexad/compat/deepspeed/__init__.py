@@ -3,8 +3,6 @@
 :func:`install` makes ``import deepspeed`` return it, for scripts that cannot be changed.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,5 @@
 """``deepspeed.accelerator``: where this rank computes."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """``deepspeed.checkpointing``: activations that are recomputed, over ``torch.utils.checkpoint``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``deepspeed.comm``: the names of ``torch.distributed``, over the process group that was joined."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

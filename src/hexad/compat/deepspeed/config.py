@@ -1,7 +1,5 @@
 """DeepSpeed's JSON, read and checked: nothing is ignored without notice. No torch."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """``deepspeed.initialize``, and what scripts call and construct before it."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Conversion of DeepSpeed's checkpoints: weights, Adam's moments and progress."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path

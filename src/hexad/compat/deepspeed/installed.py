@@ -1,8 +1,6 @@
 """``import deepspeed`` in scripts and libraries that cannot be changed: the modules that they import, and the
 package that they look for, by Python's import and metadata protocols."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from importlib import import_module

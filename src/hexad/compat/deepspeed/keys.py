@@ -4,8 +4,6 @@ Names, defaults and meanings are those of https://www.deepspeed.ai/docs/config-j
 ``docs/deepspeed-keys.md`` is generated from these classes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 

@@ -4,8 +4,6 @@ A schedule is at iteration -1 before its first step, so that the first update ha
 the schedule is created, and the second one that of iteration 0.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

@@ -1,7 +1,5 @@
 """The engine around Megatron-LM's ``GPTModel``: tensor, sequence and pipeline ranks, stepped by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """``deepspeed.ops.adam``: DeepSpeed's Adam optimizers, implemented by PyTorch's."""
 
-from __future__ import annotations
-
 import sys
 
 from .optimizers import cpu_adam as DeepSpeedCPUAdam

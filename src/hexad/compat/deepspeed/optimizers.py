@@ -1,8 +1,6 @@
 """The optimizer and the learning-rate schedule that a DeepSpeed configuration names, or that a script passes
 in their place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import signature

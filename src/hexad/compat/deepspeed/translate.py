@@ -1,7 +1,5 @@
 """DeepSpeed's keys as Hexad's settings: of an engine around modules, or of a ``run.yaml``. No torch."""
 
-from __future__ import annotations
-
 from inspect import signature
 from operator import attrgetter
 from typing import Annotated, Any, Literal

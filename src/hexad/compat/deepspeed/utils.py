@@ -1,7 +1,5 @@
 """``deepspeed.utils``: what scripts import from there."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

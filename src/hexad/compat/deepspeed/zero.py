@@ -1,7 +1,5 @@
 """``deepspeed.zero``: creating and reading modules whose parameters are sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -6,8 +6,6 @@ is split over the ranks, and a rank's parts of a group are one vector. ``param_s
 in the order of the values; padding follows each parameter (where it is aligned) and the vector.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Container, Mapping, Sequence

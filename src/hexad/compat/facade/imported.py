@@ -1,8 +1,6 @@
 """Import of other systems' checkpoints: their tensors, read one at a time, in one file of ours, and the
 published model that ``checkpoint import --model`` names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Scripts written for other systems join the world themselves (``torch.distributed
 call a function that does so. Process groups are created once per layout.
 """
 
-from __future__ import annotations
-
 import atexit
 from datetime import timedelta
 from typing import Any

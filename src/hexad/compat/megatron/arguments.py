@@ -1,8 +1,6 @@
 """The flags of a Megatron-LM launch line as the namespace that ``get_args()`` returns, with what Megatron-LM
 computes from them before anything else reads them. No torch."""
 
-from __future__ import annotations
-
 import argparse
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence

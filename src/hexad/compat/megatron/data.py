@@ -1,7 +1,5 @@
 """Data and tokenizer of a launch line, and the files they imply: mock data, GPT-2's tokenizer. No torch."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial

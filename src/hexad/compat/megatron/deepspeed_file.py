@@ -1,7 +1,5 @@
 """The file of ``--deepspeed_config``, which Megatron-DeepSpeed's launch lines name. No torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

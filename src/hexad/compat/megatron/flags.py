@@ -1,8 +1,6 @@
 """Every flag of Megatron-LM that ``hexad megatron`` knows: the source of the parser, of the translation's
 refusals and of the table in ``docs/megatron.md``. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Megatron-LM's ``GPTModel`` over Hexad's transformer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

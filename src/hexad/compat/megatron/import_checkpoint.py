@@ -1,8 +1,6 @@
 """Reading ``torch_dist`` checkpoints, files of PyTorch's distributed checkpoint format, and conversion of
 those of Megatron-Core's GPT model: weights, moments, progress."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

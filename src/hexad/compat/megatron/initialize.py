@@ -1,7 +1,5 @@
 """Megatron-LM's start of a script: arguments, process groups, random seeds, tokenizer."""
 
-from __future__ import annotations
-
 import random
 import sys
 from argparse import Namespace

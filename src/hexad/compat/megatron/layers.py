@@ -5,8 +5,6 @@ them; a weight is named by where its module is in the model. An engine draws ini
 standard deviation ``--init-method-std``; without an engine ``init_method`` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

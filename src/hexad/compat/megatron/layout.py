@@ -1,7 +1,5 @@
 """The layout of a launch line: degrees, stages, ZeRO, recomputation. No torch."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from typing import Any

@@ -4,8 +4,6 @@ each with its counterpart in the backward pass; and ``vocab_parallel_cross_entro
 ``group`` is a group of :mod:`~hexad.compat.megatron.parallel_state`; None for that of the tensor ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ The mesh is the only state: :func:`initialize_model_parallel` creates one, :func
 one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

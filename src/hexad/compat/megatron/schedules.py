@@ -1,7 +1,5 @@
 """Megatron-LM's ``get_forward_backward_func`` over Hexad's executor: any schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

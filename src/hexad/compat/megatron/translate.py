@@ -1,8 +1,6 @@
 """Translation of a launch line of Megatron-LM into Hexad's settings: architecture, schedule, checkpoints and
 the rest. No torch."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From raw data to an indexed dataset in many processes, with the same bytes for any number; its summary."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter, deque

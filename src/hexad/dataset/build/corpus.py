@@ -1,7 +1,5 @@
 """Real text that exists on every machine: the source of Python's standard library."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """From a record of a file to a document: its text, and which part of the text is trained."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Raw data on disk, compressed or not, divided into pieces that any process can read independently."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

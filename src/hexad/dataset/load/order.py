@@ -10,8 +10,6 @@ It is a generalised Feistel network on mixed radix, with cycle walking (J. Black
 arbitrary finite domains", CT-RSA 2002); the round function is the finaliser of SplitMix64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache

@@ -9,8 +9,6 @@ The number of samples follows from the lengths alone. It is the same in every ep
 equal length take which place is drawn anew in each.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator

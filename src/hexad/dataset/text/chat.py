@@ -1,7 +1,5 @@
 """Chat templates as ``transformers`` renders them (Jinja2, sandboxed), and what the assistant writes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """``{% generation %} ... {% endgeneration %}`` in chat templates: what the assistant writes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from jinja2 import Environment, nodes

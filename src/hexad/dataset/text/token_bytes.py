@@ -1,7 +1,5 @@
 """How many bytes of text each token stands for: for bits per byte, which compare models of any vocabulary."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Text to token ids and back: bytes, Hugging Face, SentencePiece, tiktoken. Nothing here imports torch."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -1,7 +1,5 @@
 """Training a tokenizer on the same inputs as ``hexad data build`` reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path

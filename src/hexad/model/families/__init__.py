@@ -1,7 +1,5 @@
 """Families of models: one file each, found by the name that ``model.family`` gives. No torch."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,8 +1,6 @@
 """What a family of models is: the modules and options it picks, its published names, and how its
 ``config.json`` is read, with errors that name the key. No torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """GPT-2: LayerNorm, GELU, biases everywhere, learned positions, published weights stored transposed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hexad.config.model import ModelSettings

@@ -1,7 +1,5 @@
 """Granite 3: llama with four multipliers, of embeddings, attention scores, residual branches and logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .family import Shape

@@ -1,7 +1,5 @@
 """Llama, and what is common to the families that followed it."""
 
-from __future__ import annotations
-
 from .family import Family, Shape
 
 Sizes = tuple[int, int, int, int, int]  # layers, hidden, heads, kv_heads, ffn_hidden

@@ -1,7 +1,5 @@
 """Mistral: llama with sliding windows, which its versions from 0.2 on do not use."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .llama import FAMILY as LLAMA

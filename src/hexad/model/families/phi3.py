@@ -1,8 +1,6 @@
 """Phi-3 and Phi-4-mini: llama with fused published weights and, where the configuration says so, partial
 rotary positions. LongRoPE is not supported."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .family import one_dropout

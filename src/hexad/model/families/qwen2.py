@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5: llama with biases on queries, keys and values."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Qwen3: llama with norms of every query and key head."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from .family import Shape

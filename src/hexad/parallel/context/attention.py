@@ -5,8 +5,6 @@ The function keeps its own rank's queries, keys and values, the output and the l
 keys and values again, and sends this rank's part of their gradients to the ranks that hold them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

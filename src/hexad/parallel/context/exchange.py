@@ -4,8 +4,6 @@ token.
 Heads for tokens (Ulysses: Jacobs et al., arXiv 2309.14509): outside attention a rank has all
 heads of its tokens, inside it has some heads of all tokens of its group."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

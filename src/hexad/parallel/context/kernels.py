@@ -5,8 +5,6 @@ Backward is that of FlashAttention (Dao et al., arXiv 2205.14135): given the out
 *all* keys, the gradients of one block of keys need nothing of the others.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a rank of a ring computes with the keys of each rank, and what they send each other. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

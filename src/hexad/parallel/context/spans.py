@@ -1,7 +1,5 @@
 """Sequences and documents among the tokens of a microbatch, and this rank's tokens of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ updated, and the next forward pass waits for it where it first needs it. In ZeRO
 while their layer computes; the next layer's are gathered meanwhile (FSDP: Zhao et al., arXiv 2304.11277).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass

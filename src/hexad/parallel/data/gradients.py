@@ -5,8 +5,6 @@ A bucket's reduction starts as soon as its last gradient is complete, as in PyTo
 already divided by the global number of target tokens.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

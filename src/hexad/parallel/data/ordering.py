@@ -2,8 +2,6 @@
 when weights that are not resident (ZeRO 3) are gathered and released. No torch: trainer and memory model
 follow the same counts."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise

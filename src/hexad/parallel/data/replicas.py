@@ -1,7 +1,5 @@
 """Whether ranks that should hold the same values do: a hash of the bits of every weight is compared."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 One stage on one rank is a schedule too, so that there is no separate path without a pipeline.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Which layers each stage holds: contiguous, every layer exactly once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise

@@ -6,8 +6,6 @@ the messages. Then there is no deadlock, even if a communicator executes strictl
 ends of the earliest unfinished message have nothing left to do before it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Generic, NamedTuple, Protocol, TypeVar
 

@@ -1,7 +1,5 @@
 """Whether a schedule can be run, and what it needs: memory, and buffers for messages in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

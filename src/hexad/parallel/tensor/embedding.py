@@ -1,7 +1,5 @@
 """Vocabulary-parallel embedding and output head (Shoeybi et al., arXiv 1909.08053)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the vocabulary-parallel embedding and output head hold, multiply, keep, need and send. No torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from ..inventory import Collective, Execution, Parameter, Product, Weight

@@ -11,8 +11,6 @@ Scales are powers of two: multiplying by them is exact even in bf16, results sca
 last bit, and a tensor's maximum matters only to the rounding of numbers too small for the format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Activations are ``[tokens, features]``: batch and sequence flattened, so that se
 scatters act on dim 0 and move contiguous memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """What column- and row-parallel linear layers and their low-rank adapters (LoRA: Hu et al., arXiv 2106.09685)
 hold, multiply, keep and send. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

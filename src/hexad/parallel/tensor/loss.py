@@ -11,8 +11,6 @@ slice and the head is multiplied no more often than otherwise. The idea is that 
 cross-entropy (arXiv 2410.10989); the gradient at which backward will begin must be known beforehand.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Generators of pipeline schedules, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from hexad.config import did_you_mean

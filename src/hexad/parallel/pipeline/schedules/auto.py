@@ -5,8 +5,6 @@ several heuristics; each is simulated. The search is deterministic and does not 
 ranks find the same schedule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 

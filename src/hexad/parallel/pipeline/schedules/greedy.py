@@ -1,7 +1,5 @@
 """Orders found by simulating a step in which every rank takes the best available action when it is free."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate

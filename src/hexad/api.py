@@ -2,6 +2,8 @@
 names do, in this process. It joins the world that torchrun or SLURM has started it in, or is a world of one;
 in a world of several ranks all of them call the same function with the same arguments."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

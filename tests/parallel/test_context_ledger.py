@@ -1,24 +1,22 @@
 """Bytes that attention sends over the context axis equal closed formulas, byte for byte."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from hexad.comm import sent_bytes
 from hexad.config import Config
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.parallel.context.balance import received
 from hexad.parallel.context.rounds import rounds
 from hexad.parallel.context.slice import Slicing
-from hexad.parallel.inventory import Execution
 from hexad.planning import resolve
 from hexad.planning.memory import execution, rank_stages
 from hexad.topology.layout import Layout
 
 from ..pool import Pool
 from ..small import Tree, config_of, engine_of
+from .sent import bytes_sent, of_stage
 
 _SEQUENCE, _MICRO, _STEPS, _LAYERS, _WIDTH = 48, 2, 2, 2, 8
 _PACKED = (0, 5, 6, 31, 48, 70, 96)
@@ -124,7 +122,7 @@ def test_ulysses_exchanges_heads(context: int, kv_heads: int, copies: int, pool:
     ids=str,
 )
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_inventory_states_what_attention_sends(
+def test_what_attention_sends(
     parallel: dict[str, Any], documents: tuple[int, ...] | None, recompute: Any, pool: Pool
 ) -> None:
     config = _config(recompute=recompute, **parallel)
@@ -139,20 +137,9 @@ def test_the_inventory_states_what_attention_sends(
     for rank, sent in enumerate(_sent(config, world, documents, pool)):
         place = layout.coordinates(rank)["context"] // settings.ulysses
         all_rounds = rounds(ring, place)
-        mine = replace(
-            run, keys_sent=sum(r.sent for r in all_rounds), keys_received=sum(r.received for r in all_rounds)
-        )
-        assert sent == _over_context(stage, mine, recompute) / _LAYERS
-        assert _over_context(stage, run, recompute) / _LAYERS >= sent, "the default is the most"
-
-
-def _over_context(stage: Any, run: Execution, recompute: Any) -> int:
-    sizes = {"ring": run.ring, "ulysses": run.ulysses}
-    return sum(
-        collective.times * sent_bytes(collective.operation, sizes[collective.axis], collective.nbytes)
-        for collective in stage.sent(run, recompute, _LAYERS, False)
-        if collective.axis in sizes
-    )
+        keys = sum(r.sent for r in all_rounds), sum(r.received for r in all_rounds)
+        collectives = of_stage(stage, run, recompute, _LAYERS, False, keys)
+        assert sent == bytes_sent(collectives, {"ring": run.ring, "ulysses": run.ulysses}) / _LAYERS
 
 
 def test_gradients_count_as_of_the_data_axis(pool: Pool) -> None:

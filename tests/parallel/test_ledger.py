@@ -17,6 +17,7 @@ from hexad.topology.layout import Layout
 
 from ..pool import Pool
 from ..small import Tree, config_of, engine_of
+from .sent import bytes_sent, of_stage
 
 _SEQUENCE, _MICRO, _GLOBAL = 16, 2, 8
 _ALIGNMENT = 32  # elements that every parameter's share is rounded up to in a flat buffer
@@ -98,7 +99,7 @@ def _tensor_bytes(config: Config, tensor: int, microbatches: int, partial: int) 
         ("qwen3", 2, False, "1f1b", "none", 1),
     ],
 )
-def test_the_inventory_states_what_layers_send(
+def test_what_layers_send(
     pool: Pool, family: str, tensor: int, sequence: bool, schedule: str, recompute: str, kv_heads: int
 ) -> None:
     """For 2 of 4 layers that recompute; with weight gradients in actions of their own, or not. Gradients of
@@ -109,11 +110,8 @@ def test_the_inventory_states_what_layers_send(
     layout = Layout.from_settings(config.parallel, tensor)
     stages = rank_stages(resolve(config, layout), 0)
     kind: Any = recompute
-    collectives = stages[0].sent(execution(config, layout), kind, 2, schedule == "zb_h1")
-    per_microbatch = sum(
-        collective.times * sent_bytes(collective.operation, tensor, collective.nbytes)
-        for collective in collectives
-    )
+    collectives = of_stage(stages[0], execution(config, layout), kind, 2, schedule == "zb_h1")
+    per_microbatch = bytes_sent(collectives, {"tensor": tensor})
     buckets = rank_buckets(config, layout, rank_parameters(stages, layout))
     ranks = {"tensor": tensor, "kv_copies": max(1, tensor // kv_heads)}
     partial = [(ranks[axis], 4 * bucket.size) for bucket in buckets for axis in bucket.traits.partial]

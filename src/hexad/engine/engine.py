@@ -1,5 +1,7 @@
 """A model with its gradients and optimizer on one rank; the parts of a step: accumulate, reduce, update."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,5 +1,7 @@
 """Evaluation on data sets: the trainer's, and that of a checkpoint or a published model by itself."""
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Mapping

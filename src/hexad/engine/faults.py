@@ -1,5 +1,7 @@
 """Detection of faulty steps: gradients that are not finite, loss spikes. No torch."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field

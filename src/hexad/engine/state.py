@@ -1,6 +1,8 @@
 """What a rank holds of the modules it trains: buckets, gradients and optimizer state, its weights, and the
 host's free memory, returned to the system when it has grown."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 from collections.abc import Iterable, Mapping

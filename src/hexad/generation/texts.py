@@ -1,6 +1,8 @@
 """From prompts or conversations to texts: many at once, several samples of each, ended by a text or the end
 of a document, in the world this process belongs to."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from hexad.parallel.context.rounds import SCORES
 from hexad.parallel.context.slice import heads_of
-from hexad.parallel.inventory import Collective, Execution, Moment, Parameter, Product
+from hexad.parallel.inventory import Execution, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import LinearSpec
 
 from .block_inventory import BranchSpec, LayerTraits
@@ -101,36 +101,15 @@ class AttentionSpec(BranchSpec):
         again = Product("B", length, length, width, count, again=True)
         return [*self.qkv.products(run), forward, backward, again, *self.out.products(run)]
 
-    def sent(self, run: Execution, split: bool) -> list[Collective]:
-        """What moves over the tensor axis, and over the context axis."""
-        return [*self.qkv.sent(run, split), *self.over_context(run), *self.out.sent(run, split)]
-
     def pair_bytes(self, run: Execution) -> int:
         """Bytes of a token's keys and values, as a ring sends them."""
         return 2 * self._sizes(run)[1] * self._repeated(run) // (run.tokens * run.ulysses)
 
-    def over_context(self, run: Execution) -> list[Collective]:
-        """Heads for tokens and back, of the rank's own tokens; keys and values, and in the backward pass once
-        more, with their gradients."""
-        collectives = []
+    def exchanged_bytes(self, run: Execution) -> tuple[int, int]:
+        """Bytes of a rank's queries, keys and values, and of its output, where heads are exchanged for
+        tokens."""
         q, k, _ = self._sizes(run)
-        k *= self._repeated(run)
-        pair = self.pair_bytes(run)
-        if run.ulysses > 1:
-            both = [("all_to_all", q + 2 * k), ("all_to_all", q)]
-            collectives += [Collective(action, "ulysses", *transfer) for action in "FB" for transfer in both]
-        if run.ring > 1 and run.gathers:
-            whole = pair * run.tokens * run.context
-            collectives += [Collective(action, "ring", "all_gather", whole) for action in "FB"]
-            collectives.append(Collective("B", "ring", "reduce_scatter", whole))
-        elif run.ring > 1:
-            sent, received = (
-                pair * (run.most_keys if keys is None else keys)
-                for keys in (run.keys_sent, run.keys_received)
-            )
-            collectives += [Collective(action, "ring", "exchange", sent) for action in "FB"]
-            collectives.append(Collective("B", "ring", "exchange", received))
-        return collectives
+        return q + 2 * k * self._repeated(run), q
 
     def _repeated(self, run: Execution) -> int:
         """Ranks that get the same keys and values where heads are exchanged for tokens."""

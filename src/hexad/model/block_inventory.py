@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from hexad.parallel.inventory import Collective, Execution, Kept, Moment, Parameter, Product
+from hexad.parallel.inventory import Execution, Kept, Moment, Parameter, Product
 from hexad.parallel.tensor.linear_inventory import LinearSpec, LoraSpec
 
 from .norms_inventory import NormSpec
@@ -100,10 +100,6 @@ class BranchSpec(ABC):
         """All matrix products of a microbatch."""
         return [product for linear in self.linears for product in linear.products(run)]
 
-    def sent(self, run: Execution, split: bool) -> list[Collective]:
-        """What moves over the axes; with ``split`` weight gradients are actions of their own."""
-        return [collective for linear in self.linears for collective in linear.sent(run, split)]
-
     @abstractmethod
     def kept(self, run: Execution, selective: bool) -> int:
         """Bytes from forward to backward, its input left out."""
@@ -170,14 +166,6 @@ class BlockSpec:
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""
         return [product for branch in self.parts for product in branch.products(run)]
-
-    def sent(self, run: Execution, recompute: Recomputed, split: bool) -> list[Collective]:
-        """What moves over the axes. Full recompute repeats the forward pass but for the last sum."""
-        collectives = [collective for branch in self.parts for collective in branch.sent(run, split)]
-        if recompute == "full":
-            forward = [collective for collective in collectives if collective.action == "F"]
-            collectives += [collective._replace(action="B") for collective in forward[:-1]]
-        return collectives
 
     def kept(self, run: Execution, recompute: Recomputed) -> Kept:
         """Bytes from forward to backward, the layer's input left out and its output counted."""

@@ -1,5 +1,7 @@
 """A configuration whose model is complete: preset, family and the weights to load filled in. No torch."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hexad.config.model import ModelSettings
-from hexad.parallel.inventory import Collective, Execution, Kept, Parameter, Product, Weight
+from hexad.parallel.inventory import Execution, Kept, Parameter, Product, Weight
 from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec, HeadSpec
 
 from .attention_inventory import AttentionSpec
@@ -185,18 +185,6 @@ class StageSpec:
             for name, size in block.operands(run).items():
                 total[name] += number * size
         return total
-
-    def sent(self, run: Execution, recompute: Recomputed, count: int, split: bool) -> list[Collective]:
-        """What moves over the tensor axis for one microbatch; the first ``count`` layers recompute."""
-        layers = enumerate(self.recomputing(recompute, count))
-        collectives = [
-            collective
-            for number, (block, kind) in layers
-            for collective in block.sent(run, kind, split)
-            if collective.action == "F" or number >= self.unreached
-        ]
-        collectives += [] if self.embedding is None else self.embedding.sent(run)
-        return collectives + ([] if self.head is None else self.head.sent(run))
 
     def products(self, run: Execution) -> list[Product]:
         """All matrix products of a microbatch."""

@@ -255,24 +255,6 @@ class Moment(NamedTuple):
         return Moment(self.needed + held, self.complete + held, self.weights)
 
 
-class Collective(NamedTuple):
-    """Collectives of one kind, as :func:`hexad.comm.collectives.sent_bytes` counts them.
-
-    Attributes:
-        action: ``F``, ``B`` or ``W``: in which they run.
-        axis: over which they run.
-        operation: ``all_reduce``, ``all_gather``, ...
-        nbytes: of the whole tensor.
-        times: how many.
-    """
-
-    action: str
-    axis: str
-    operation: str
-    nbytes: int
-    times: int = 1
-
-
 @dataclass(frozen=True)
 class Execution:
     """How a rank computes a microbatch: what bytes and products depend on besides the model.
@@ -294,8 +276,6 @@ class Execution:
         expert, expert_tensor: degrees of the expert grid.
         ulysses: context ranks that exchange heads for tokens.
         gathers: keys and values are gathered over the other context ranks, else sent in rounds.
-        keys_sent, keys_received: tokens whose keys and values this rank sends in those rounds, and receives;
-            by default all of them, to and from every rank.
     """
 
     sequences: int
@@ -316,8 +296,6 @@ class Execution:
     expert_tensor: int = 1
     ulysses: int = 1
     gathers: bool = False
-    keys_sent: int | None = None
-    keys_received: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -328,11 +306,6 @@ class Execution:
     def ring(self) -> int:
         """Context ranks that exchange keys and values."""
         return self.context // self.ulysses
-
-    @property
-    def most_keys(self) -> int:
-        """Tokens of the other ranks of the ring."""
-        return (self.ring - 1) * self.ulysses * self.tokens
 
     @property
     def rows(self) -> int:

@@ -64,7 +64,7 @@ class Division:
     slicing: Slicing
     slice: Slice
     pair: int
-    exchanged: tuple[int, ...]
+    exchanged: tuple[int, int]
     source: str = ""
 
     @classmethod
@@ -76,9 +76,7 @@ class Division:
         slice_ = slicing.divided(config.batch.micro, config.data.sequence, documents)
         whole = ModelInventory(config.model, parallel.sequence_parallel, parallel.tensor)
         attention, run = whole.attention, execution(config, resolved.layout)
-        messages = attention.over_context(run)
-        exchanged = tuple(sent.nbytes for sent in messages if (sent.action, sent.axis) == ("F", "ulysses"))
-        pair = attention.pair_bytes(run)
+        pair, exchanged = attention.pair_bytes(run), attention.exchanged_bytes(run)
         return cls(memory_title(resolved), parallel.context_method, slicing, slice_, pair, exchanged, source)
 
     @property

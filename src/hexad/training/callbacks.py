@@ -1,5 +1,7 @@
 """A user's code, called during a run."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

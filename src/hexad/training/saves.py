@@ -1,5 +1,7 @@
 """What a run's engine begins with, and what is saved of it: checkpoints, settings, tokenizer."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Text to token ids and back: bytes, Hugging Face, SentencePiece, tiktoken. Nothing here imports torch."""
 
+from __future__ import annotations
+
 import base64
 import binascii
 import json

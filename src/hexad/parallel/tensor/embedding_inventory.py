@@ -1,8 +1,8 @@
-"""What the vocabulary-parallel embedding and output head hold, multiply, keep, need and send. No torch."""
+"""What the vocabulary-parallel embedding and output head hold, multiply, keep and need. No torch."""
 
 from dataclasses import dataclass, replace
 
-from ..inventory import Collective, Execution, Parameter, Product, Weight
+from ..inventory import Execution, Parameter, Product, Weight
 
 _ROWS_MULTIPLE = 64  # matrix units want a rank's rows of the vocabulary in multiples of this
 _FEWEST_ROWS = {2: 1024, 4: 256, 8: 256}  # of a slice of the loss: fewer make its products inefficient
@@ -59,16 +59,6 @@ class EmbeddingSpec:
         """Bytes kept: row numbers, and whether a token's row is on this rank; with one rank nothing new."""
         return 9 * run.tokens if run.tensor > 1 else 0
 
-    def sent(self, run: Execution) -> list[Collective]:
-        """What moves over the tensor axis."""
-        whole = run.whole(self.hidden)
-        if not run.sequence:
-            return [Collective("F", "tensor", "all_reduce", whole)]
-        return [
-            Collective("F", "tensor", "reduce_scatter", whole),
-            Collective("B", "tensor", "all_gather", whole),
-        ]
-
 
 @dataclass(frozen=True)
 class HeadSpec:
@@ -110,21 +100,6 @@ class HeadSpec:
         """Logits of a token on one rank, padding included."""
         size = -(-self.vocab // run.tensor)
         return -(-size // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
-
-    def sent(self, run: Execution, training: bool = True) -> list[Collective]:
-        """What moves over the tensor axis: maxima, then sums and targets, per token; hidden states and their
-        gradient."""
-        tokens, whole = run.tokens, run.whole(self.hidden)
-        collectives = [
-            Collective("F", "tensor", "all_reduce", tokens * run.wide),
-            Collective("F", "tensor", "all_reduce", 2 * tokens * run.wide),
-        ]
-        if run.sequence:
-            collectives.append(Collective("F", "tensor", "all_gather", whole))
-        if training:
-            operation = "reduce_scatter" if run.sequence else "all_reduce"
-            collectives.append(Collective("F", "tensor", operation, whole))
-        return collectives
 
     def loss(self, run: Execution) -> tuple[int, int]:
         """Bytes needed while the loss is computed, above what is kept: at the most, and when the weight's

@@ -4,7 +4,7 @@ hold, multiply, keep and send. No torch."""
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..inventory import KV_AXES, Collective, Execution, Moment, Parameter, Product, Weight
+from ..inventory import KV_AXES, Execution, Moment, Parameter, Product, Weight
 
 
 @dataclass(frozen=True)
@@ -234,18 +234,6 @@ class LinearSpec:
             return self.features
         return self.outputs[name] * (self.copies if name in self.copied else 1) // run.tensor
 
-    def sent(self, run: Execution, split: bool = False) -> list[Collective]:
-        """What moves over the tensor axis; with ``split`` weight gradients are actions of their own."""
-        whole = run.whole(self.features if self.row else self.inputs)
-        if self.row and run.sequence:
-            return [Collective("F", "tensor", "reduce_scatter", whole), _gather("B", whole)]
-        if self.row:
-            return [Collective("F", "tensor", "all_reduce", whole)]
-        if not run.sequence:
-            return [Collective("B", "tensor", "all_reduce", whole)]
-        again = [_gather("W" if split else "B", whole)] if self.trained else []
-        return [_gather("F", whole), Collective("B", "tensor", "reduce_scatter", whole), *again]
-
     def operands(self, run: Execution) -> int:
         """Bytes held from ``B`` to ``W``: the input as it was kept, and the output's gradient."""
         if not self.trained:
@@ -305,7 +293,3 @@ class LinearSpec:
         dropping = self.dropping(run) + (whole if self.dropping(run) else 0)  # of the gradient
         needed = before + max(self.eight_bits(run), whole + gathered + max(product, dropping))
         return Moment(needed, before + whole + gathered, self.matrices)
-
-
-def _gather(action: str, nbytes: int) -> Collective:
-    return Collective(action, "tensor", "all_gather", nbytes)

@@ -112,7 +112,7 @@ class HexadLM(LM):
         return ids[-max(1, self._length - new) :]
 
     def _fitting(self, ids: list[int], first: int) -> tuple[list[int], int]:
-        """At most as many tokens as the model was made for, and the last one, which it only predicts."""
+        """Cut a sequence on the left to the model's length, plus the last token, which is only predicted."""
         lost = max(0, min(len(ids) - self._length - 1, first - 1))
         return ids[lost:], first - lost
 
@@ -132,7 +132,7 @@ class HexadLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """A name of the tokenizer, by which the harness caches requests."""
         return self._tokenizer.name.replace("/", "__")
 
     def close(self) -> None:

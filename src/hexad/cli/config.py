@@ -77,7 +77,7 @@ def first_run(
     ranks: int | None,
     overrides: tuple[str, ...],
 ) -> tuple[str, Config]:
-    """(text of a commented run.yaml, its configuration), of the options of ``hexad config init``.
+    """The text of a commented run.yaml, and its configuration, for the options of ``hexad config init``.
 
     Raises:
         HexadError: settings that do not fit each other or the ranks.

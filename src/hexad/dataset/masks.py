@@ -139,7 +139,8 @@ class MaskWriter:
         self._rest = bits[whole:]
 
     def complete(self, index: Path, tokens: Path) -> None:
-        """Complete the file on disk under its temporary name, if there is to be one; the dataset's files are.
+        """Write the rest and the header of the mask, if there is one, under its temporary name; the dataset's
+        files are complete.
 
         Raises:
             OSError: it cannot be written.

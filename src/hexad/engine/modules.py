@@ -33,8 +33,8 @@ from hexad.topology.mesh import Axis, Mesh
 
 
 def with_common_dtype(config: Config, mesh: Mesh) -> Config:
-    """With ``precision.dtype: auto`` replaced by bf16 if every rank's device computes it in hardware, else by
-    fp32. All ranks call this together."""
+    """The configuration with bf16 for ``precision.dtype: auto`` if every rank's device computes it in
+    hardware, else fp32. All ranks call this together."""
     if config.precision.dtype != "auto":
         return config
     return with_dtype(config, merged(has_bf16(mesh.device), mesh.world, lambda one, other: one and other))
@@ -276,7 +276,7 @@ def _check(
 
 
 def _tied(declared: Declared, ties: Ties) -> Declared:
-    """With a bucket of what the same stages have in common, if other stages have the parameter too."""
+    """Give a parameter that other stages have too the unit, and so the bucket, that these stages share."""
     if declared.parameter not in ties:
         return declared
     name, copy = ties[declared.parameter]
@@ -287,7 +287,7 @@ def _tied(declared: Declared, ties: Ties) -> Declared:
 def _grouped(
     held: Sequence[tuple[int, Declared]], groups: Sequence[Mapping[str, Any]]
 ) -> list[tuple[int, Declared]]:
-    """With the number of the optimizer's group that has each trained parameter."""
+    """Number the trained parameters by the optimizer's group that has them."""
     numbers = {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
     grouped = []
     for stage, declared in held:

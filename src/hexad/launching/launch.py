@@ -40,7 +40,7 @@ _NO_IMPLEMENTATION = re.compile(r"(\S+) does not have a deterministic implementa
 
 @contextmanager
 def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
-    """Where ``run.deterministic`` is wanted, let torch choose deterministic algorithms, and raise where an
+    """Let torch choose deterministic algorithms where ``run.deterministic`` is wanted, and raise where an
     operator has none. On a CPU all operators in use are deterministic anyway.
 
     Raises:
@@ -314,7 +314,7 @@ def _join(here: Environment, members: int, device: torch.device, timeout: float)
 
 @contextmanager
 def _meeting() -> Iterator[None]:
-    """Ranks that die or hang while groups are made are no mistake of the user's: a restart may help."""
+    """Turn torch's errors while groups are created into CommError: a restart may help."""
     try:
         yield
     except RuntimeError as error:  # torch's errors of stores and connections are among them

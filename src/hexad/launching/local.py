@@ -126,8 +126,8 @@ class _Agent(LocalElasticAgent):
                 os.killpg(process, signal.SIGKILL)
 
     def failure(self, result: RunResult) -> LocalOutcome:
-        """In order of precedence: a user's error, a killed rank, a crash, a rank whose peer did not answer in
-        time, one that lost its peer."""
+        """The failure to report, in order of precedence: a user's error, a killed rank, a crash, a rank whose
+        peer did not answer in time, one that lost its peer."""
         failures: dict[int, ProcessFailure] = result.failures
         texts = {rank: _message(failure) for rank, failure in failures.items()}
         for rank, failure in failures.items():

@@ -34,7 +34,7 @@ class Residual:
 
     def add(self, x: Tensor, branch: Tensor, rows: Tensor | None) -> Tensor:
         """``x`` plus the branch, both ``[tokens, hidden]``; ``rows``: dropout's keys, None for none."""
-        if rows is not None and self._in_one(x):
+        if rows is not None and self._in_one:
             return _Add.apply(x, branch, rows, self)
         branch = branch if rows is None else self.dropper(branch, rows)
         return torch.add(x, branch, alpha=self.multiplier)
@@ -43,13 +43,14 @@ class Residual:
         self, x: Tensor, branch: Tensor, rows: Tensor | None, norm: Norm
     ) -> tuple[Tensor, Tensor]:
         """The sum that :meth:`add` returns, and its norm, both ``[tokens, hidden]``."""
-        if not self._in_one(x):
+        if not self._in_one:
             x = self.add(x, branch, rows)
             return x, norm(x)
         total, normed = _AddNorm.apply(x, branch, rows, self, norm.eps, *norm.vectors)
         return total, recomputable_from(normed, norm.forward, total)
 
-    def _in_one(self, x: Tensor) -> bool:
+    @property
+    def _in_one(self) -> bool:
         return self.compiled and not torch.compiler.is_compiling()
 
     @property

@@ -48,7 +48,7 @@ class Trained:
 
     @classmethod
     def of(cls, model: ModelSettings) -> Trained:
-        """With adapters ``model.train: all`` trains nothing else."""
+        """What the settings train; with adapters ``model.train: all`` is nothing else."""
         settings = model.lora
         patterns = None if model.train == "all" else model.train
         if settings is None:

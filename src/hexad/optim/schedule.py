@@ -97,7 +97,7 @@ class LossScaler:
             self.scale *= 2
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; empty where nothing is scaled."""
+        """The state for a checkpoint; empty where nothing is scaled."""
         if not self.active:
             return {}
         return {"scale": self.scale, "clean": self._clean, "patience": self._patience}

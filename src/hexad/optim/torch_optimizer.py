@@ -180,6 +180,7 @@ Held = list[tuple[int | None, Tensor]]
 
 
 def _given(bucket: Bucket, flat: bool) -> Held:
+    """The tensors of a bucket for the optimizer: one flat shard, or a view of each member."""
     if flat:
         return [(None, bucket.master)]
     views = [bucket.view(bucket.master, member) for member in range(len(bucket.members))]

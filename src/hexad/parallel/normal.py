@@ -155,7 +155,7 @@ def _radius(k: Tensor, c: Tensor, d: Tensor, out: Tensor, wide: Tensor) -> Tenso
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float], out: Tensor) -> Tensor:
-    """By Horner's rule, without fused products."""
+    """A polynomial by Horner's rule, without fused products."""
     torch.mul(x, coefficients[-1], out=out)
     for coefficient in coefficients[-2:0:-1]:
         out.add_(coefficient).mul_(x)

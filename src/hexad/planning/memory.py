@@ -71,7 +71,8 @@ def predict(resolved: Resolved, rank: int) -> MemoryPlan:
 
 
 def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[Transfer]]) -> MemoryPlan:
-    """The same, given the schedule with a short steady state, and its transfers of all pipeline ranks."""
+    """As :func:`predict`, given the schedule with a short steady state, and its transfers of all pipeline
+    ranks."""
     config, layout = resolved.config, resolved.layout
     pipeline = layout.coordinates(rank)["pipeline"]
     run = execution(config, layout)

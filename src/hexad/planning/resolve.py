@@ -69,8 +69,8 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None, bf16: bool
 
 
 def resolved_data(config: Config) -> DataSettings:
-    """With ``documents: isolate`` where samples are of whole documents, as of data with a loss mask; and the
-    run's copy of a tokenizer that is gone."""
+    """The ``data`` settings with ``documents: isolate`` where samples are of whole documents, as of data with
+    a loss mask; and with the run's copy of a tokenizer that is gone."""
     settings = config.data
     resolved: dict[str, Any] = {}
     if settings.tokenizer != "byte":
@@ -105,8 +105,8 @@ def planned_bf16(config: Config) -> bool:
 
 
 def with_dtype(config: Config, bf16: bool) -> Config:
-    """With ``precision.dtype: auto`` replaced; ``bf16``: whether the devices of all ranks compute it in
-    hardware."""
+    """The configuration without ``precision.dtype: auto``; ``bf16``: whether the devices of all ranks compute
+    it in hardware."""
     if config.precision.dtype != "auto":
         return config
     precision = config.precision.model_copy(update={"dtype": "bf16" if bf16 else "fp32"})
@@ -114,7 +114,8 @@ def with_dtype(config: Config, bf16: bool) -> Config:
 
 
 def resolved_parallel(config: Config, layout: Layout) -> ParallelSettings:
-    """With degrees and limits; those of schedules other than the one chosen stay as they are."""
+    """The ``parallel`` settings with degrees and limits; those of schedules other than the one chosen stay as
+    they are."""
     settings = config.parallel
     resolved: dict[str, Any] = {"data": layout.data, **resolved_context(config)}
     if settings.schedule == "interleaved" and settings.schedule_group == "auto":
@@ -132,7 +133,7 @@ def _tokenizer_vocab(config: Config) -> int:
 
 
 def _check_plan(config: Config, plan: PipelinePlan) -> None:
-    """What can be said only once the stages and the schedule are known."""
+    """Refuse what does not fit the stages and the schedule."""
     layers, largest = config.memory.recompute_layers, max(map(len, plan.layers))
     if layers != "all" and layers > largest:
         raise ConfigError(

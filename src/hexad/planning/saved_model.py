@@ -1,4 +1,4 @@
-"""The configuration of a model that exists, for generation and evaluation: a checkpoint's, or a published
+"""The configuration of a saved model, for generation and evaluation: a checkpoint's, or a published
 model's. No torch."""
 
 import json
@@ -195,7 +195,8 @@ def evaluated_model(
 
 
 def _divisible(config: Config, ranks: int) -> Config:
-    """With as many sequences per batch as the data ranks can divide: their number changes no result."""
+    """The configuration with as many sequences per batch as the data ranks can divide: their number changes
+    no result."""
     data = int(planned_layout(config, ranks).data)
     step = config.batch.micro * data
     if config.batch.global_ % step == 0:

@@ -103,13 +103,13 @@ class StateBuffers:
     # As Gathering decides
 
     def fetch(self, bucket: int) -> None:
-        """Values are gathered, if they are not here."""
+        """Count the buffer of a bucket that is gathered, unless it is held."""
         if bucket not in self._here:
             self._here.add(bucket)
             self._take(self._parameter, self._buckets[bucket])
 
     def release(self, bucket: int) -> None:
-        """Values are given up, if they are here."""
+        """Release the buffer of a bucket, if it is held."""
         if bucket in self._here:
             self._here.discard(bucket)
             self._used[self._parameter, *self._buckets[bucket].layout] -= 1
@@ -234,6 +234,9 @@ class Step:
         stages: of the rank, by number, ascending.
         held: the rank's parameters, by number.
         buffers: counts what reductions and gathers need; its buffers are not part of ``peak``.
+
+    Attributes:
+        peak: the largest number of bytes, and when it is reached.
     """
 
     def __init__(
@@ -287,7 +290,7 @@ class Step:
         return order, {unit: number for number, unit in enumerate(stage.units)}
 
     def _before(self, action: Action) -> None:
-        """What the action needs belongs to it from now on."""
+        """Take over the action's input: receive it, or end its wait on this rank."""
         message = self._schedule.received(action)
         if message is not None:
             self._exchange.receive(message)
@@ -297,7 +300,7 @@ class Step:
             self._handed.discard(Message("B", action.stage + 1, action.microbatch))
 
     def _after(self, action: Action) -> None:
-        """What the action made leaves for its next stage."""
+        """Send the action's result, or keep it for the next stage where that is on this rank."""
         message = self._schedule.sent(action)
         if message is not None:
             self._exchange.send(message, None)
@@ -330,7 +333,8 @@ class Step:
         self._bytes += size
 
     def _level(self, position: int, transient: int) -> None:
-        """So many bytes are needed beside what is held; boundary tensors are those of the first stage."""
+        """Raise the peak if more is held and needed now than before; boundary tensors have the first stage's
+        size."""
         stream = next(iter(self._stages.values())).stream
         transient += (self._exchange.held + len(self._handed)) * stream
         if self._bytes + transient > self.peak.total:

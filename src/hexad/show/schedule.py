@@ -124,7 +124,7 @@ def read_timeline(path: str | Path) -> tuple[int, list[Chart]]:
 
 
 def _from_tree(tree: Mapping[str, Any], label: str) -> Chart:
-    """From :meth:`Timeline.as_tree`; only actions and times are read."""
+    """The chart of a tree from :meth:`Timeline.as_tree`; only actions and times are read."""
     ranks = tuple(
         tuple(Action(entry["kind"], entry["stage"], entry["microbatch"]) for entry in entries)
         for entries in tree["ranks"]

@@ -50,16 +50,17 @@ class Callback:
     """
 
     def on_start(self, trainer: TrainerState) -> None:
-        """Before the first step of this process, with the state loaded."""
+        """Called before the first step of this process, with the state loaded."""
 
     def on_step(self, trainer: TrainerState, metrics: Metrics) -> None:
-        """After each step: what ``metrics.jsonl`` holds of it, also of steps that are not logged."""
+        """Called after each step: what ``metrics.jsonl`` holds of it, also of steps that are not logged."""
 
     def on_evaluation(self, trainer: TrainerState, scores: Mapping[str, Score]) -> None:
-        """After each evaluation (``validate.every``): the score of each validation set, by name."""
+        """Called after each evaluation (``validate.every``): the score of each validation set, by name."""
 
     def on_checkpoint(self, trainer: TrainerState, step: int) -> None:
-        """After the state has been copied for the checkpoint of ``step``, which may still be written."""
+        """Called after the state has been copied for the checkpoint of ``step``, which may still be
+        written."""
 
     def on_end(self, trainer: TrainerState, outcome: Outcome) -> None:
-        """After the last step, or an early stop, when all is saved; not after an error."""
+        """Called after the last step, or an early stop, when all is saved; not after an error."""

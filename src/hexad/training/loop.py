@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -105,13 +104,13 @@ class Trainer:
         return _open_data(self.config, self.mesh)
 
     def _prepare_data(self) -> None:
-        """Have the indexes of large data before the first step."""
+        """Build or load the indexes of large data before the first step."""
         self.loader.prepare(self.engine.samples)
         if self.validation is not None:
             self.validation.prepare()
 
     def _write_timeline(self, text: str) -> None:
-        """Into ``run.dir``, on the first rank only."""
+        """Write the timeline to ``run.dir``, on the first rank only."""
         if not self.first:
             return
         path = Path(self.config.run.dir) / TIMELINE
@@ -120,9 +119,7 @@ class Trainer:
         except OSError as error:
             raise ConfigError("run.dir", f"cannot write {path}: {error.strerror}") from None
 
-    def leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def leave(self, _: object, error: BaseException | None, __: object) -> None:
         """Stop reading ahead and finish the save in progress, unless peers it needs are lost."""
         self.loader.close()
         if self.validation is not None:
@@ -178,8 +175,8 @@ class Trainer:
                     self.saves.checkpointer.wait()
                     signal = None  # one that arrived meanwhile is handled after the next step
                 last = bool(signal) or engine.step == steps
-                saved = config.checkpoint.every
-                if action != "roll_back" and (last or (saved and engine.step % saved == 0)):
+                interval = config.checkpoint.every
+                if action != "roll_back" and (last or (interval and engine.step % interval == 0)):
                     self.saves.save("signal" if signal else "schedule", last)
                     self._notify("on_checkpoint", engine.step)
                 if signal:

@@ -47,16 +47,16 @@ class Pace:
         self._comparison: Future[_Times] | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self._began = self._mark()
 
     def computed(self) -> None:
-        """The step's forward and backward passes are over (on a GPU: started)."""
+        """Record the end of the step's forward and backward passes (on a GPU: of starting them)."""
         if self._gpu:
             self._computed = self._mark()
 
     def end(self) -> None:
-        """The step is over; the comparison with the other ranks is started."""
+        """Record the end of a step, and start the comparison with the other ranks."""
         seconds = self._seconds()
         self._comparison = merging(_Times(seconds, self._mesh.rank, seconds), self._axis, _Times.merged)
 
@@ -87,8 +87,9 @@ class Pace:
 
 @contextmanager
 def collected_by_step() -> Iterator[Callable[[int], object]]:
-    """Without automatic garbage collection; yields what collects instead, given the number of a step, at the
-    same point on all ranks: a rank that collects in the middle of a step makes all others wait for it."""
+    """Switch off automatic garbage collection; yields a function of the step's number that collects, to be
+    called at the same point on all ranks: one that collects in the middle of a step makes all others wait for
+    it."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()  # what is there now stays: later collections need not visit it

@@ -104,7 +104,7 @@ class WeightsAndBiases:
         self._run.log(flat(metrics), step=metrics["step"])
 
     def rewind(self, last_step: int) -> None:
-        """Its steps only increase: it keeps the first values."""
+        """No-op: steps of Weights & Biases only increase, so that the first values stay."""
 
     def close(self) -> None:
         self._run.finish()

@@ -105,7 +105,7 @@ class Saves:
         self.checkpointer.close()
 
     def _keep_settings(self) -> None:
-        """Have in ``run.dir`` what the run needs to be resumed, exported or generated from anywhere: its
+        """Write to ``run.dir`` what the run needs to be resumed, exported or generated from anywhere: its
         settings and its tokenizer."""
         if self.run.mesh.rank:  # the first rank writes
             return

@@ -39,7 +39,7 @@ class Spans:
 
     @cached_property
     def undivided(self) -> Slice:
-        """That of one rank, which has all tokens."""
+        """The slice of one rank, which has all tokens."""
         length = self.tokens // self.sequences
         bounds = tuple(self.bounds or range(0, self.tokens + 1, length))
         return Slice(self.sequences, length, bounds, (((0, self.tokens),),))

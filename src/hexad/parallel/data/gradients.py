@@ -132,7 +132,7 @@ class Gradients:
                 bucket.gradients = None
 
     def extend(self) -> None:
-        """Have another microbatch than :meth:`begin` was called with, whose gradients are reduced apart
+        """Accept one microbatch more than :meth:`begin` announced, whose gradients are reduced by themselves
         and added."""
         self._rounds.extend()
         self._wait()
@@ -210,7 +210,7 @@ class Gradients:
             self._summing.append((all_reduce_async(sent, replicas), bucket.gradient))
 
     def _narrowed(self, gradients: Tensor, axis: Axis) -> Tensor:
-        """In the format in which they are sent; as they are where nothing is."""
+        """Gradients in the format in which they are sent; unchanged where nothing is sent."""
         return gradients if axis.size == 1 else gradients.to(self._format)
 
 

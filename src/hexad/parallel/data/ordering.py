@@ -113,8 +113,8 @@ class Rounds:
                 self._complete(bucket)
 
     def extend(self) -> None:
-        """Have another microbatch than :meth:`begin` was called with, after what there is has been reduced;
-        on all data ranks together."""
+        """Accept one microbatch more than :meth:`begin` announced, after the reductions so far; on all data
+        ranks together."""
         self.finish()
         self._turn = len(self._buckets) - 1
         for bucket, plan in enumerate(self._buckets):

@@ -50,7 +50,7 @@ def dropped_attention(
 ) -> torch.Tensor:
     """Attention with dropped probabilities on one rank."""
     slice_ = spans.undivided
-    exchange = KeyExchange(rounds(slice_, 0, window, apart=True), Axis("context"))
+    exchange = KeyExchange(rounds(slice_, 0, window, contiguous=True), Axis("context"))
     drop = dropped_tiles(dropper, queries, k.shape[1], slice_.length)
     return attention_over_ranks(q, k, v, exchange, Plain(scale, drop))
 

@@ -45,7 +45,9 @@ class PositionsSpec:
         """The table of positions as a parameter."""
         name, shape = "positions.weight", (self.rows, self.hidden)
         partial = frozenset({"tensor"} if self.sequence else ())
-        weight = Weight(name, shape, partial=partial, decay=True, std=self.std, unit="positions", apart=True)
+        weight = Weight(
+            name, shape, partial=partial, decay=True, std=self.std, unit="positions", outside_layers=True
+        )
         return (Parameter(name, (replace(weight, frozen=self.frozen),)),)
 
     def kept(self, run: Execution) -> int:

@@ -64,8 +64,8 @@ class Weight:
         fill: initial value where ``std`` is 0.
         multiple: every shard of a divided dim 0 is padded to a multiple of this; 0 requires it to divide.
         unit: path of the module it is gathered with (ZeRO 3): weights of one unit are needed together.
-        apart: its gradient is complete at another time than those of layers (embedding, output head), and
-            backward does not need its values.
+        outside_layers: its gradient is complete at another time than those of layers (embedding, output
+            head), and backward does not need its values.
         frozen: it is not trained: no gradient, no optimizer state, no values in a wider format.
         adapter: it is part of a low-rank adapter, small enough to stay on every rank in ZeRO 3.
         group: of the optimizer's settings, where the optimizer has several.
@@ -81,7 +81,7 @@ class Weight:
     fill: float = 0.0
     multiple: int = 0
     unit: str = ""
-    apart: bool = False
+    outside_layers: bool = False
     frozen: bool = False
     adapter: bool = False
     group: int = 0
@@ -144,7 +144,7 @@ class Traits:
     group: int = 0
 
 
-_COMMON = ("divided", "partial", "grid", "decay", "unit", "apart", "frozen", "adapter", "group")
+_COMMON = ("divided", "partial", "grid", "decay", "unit", "outside_layers", "frozen", "adapter", "group")
 """What the weights of one :class:`Parameter` have in common."""
 
 
@@ -154,8 +154,8 @@ class Parameter:
 
     Attributes:
         name: of the attribute, from the stage's root: ``layers.3.attention.qkv.weight``.
-        weights: with the same ``divided``, ``partial``, ``grid``, ``decay``, ``unit``, ``apart``, ``frozen``,
-            ``adapter``, ``group``.
+        weights: with the same ``divided``, ``partial``, ``grid``, ``decay``, ``unit``, ``outside_layers``,
+            ``frozen``, ``adapter``, ``group``.
         tied, copy: see :class:`Traits`.
 
     Raises:

@@ -84,7 +84,7 @@ def _predict(resolved: Resolved, rank: int, short: Shortened, orders: list[list[
     layers = config.model.layers if count == "all" else count
     memory = {number: StageMemory(stage, run, recompute, layers, numbers) for number, stage in stages.items()}
     buffers = StateBuffers(buckets, run, layout.state_ranks)
-    peak = Step(short.schedule, pipeline, orders[pipeline], memory, held, buckets, buffers).peak
+    peak = Step(short.schedule, pipeline, orders[pipeline], memory, buckets, buffers).peak
     peak = max(peak, _update(buckets, run), key=lambda peak: peak.total)
     if peak.position is None:
         action = "update"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hexad.model.block_inventory import Recomputed
 from hexad.model.inventory import StageSpec
-from hexad.parallel.data.bucket_plan import BucketPlan, Held
+from hexad.parallel.data.bucket_plan import BucketPlan
 from hexad.parallel.data.ordering import Gathering, Rounds
 from hexad.parallel.inventory import Execution, Grid, Kept
 from hexad.parallel.pipeline.schedule import Action, Message, Schedule
@@ -108,7 +108,7 @@ class StateBuffers:
             self._here.add(bucket)
             self._take(self._parameter, self._buckets[bucket])
 
-    def release(self, bucket: int) -> None:
+    def free(self, bucket: int) -> None:
         """Release the buffer of a bucket, if it is held."""
         if bucket in self._here:
             self._here.discard(bucket)
@@ -232,7 +232,6 @@ class Step:
     Args:
         order: of the rank's transfers, see :func:`~hexad.parallel.pipeline.transfers.transfers`.
         stages: of the rank, by number, ascending.
-        held: the rank's parameters, by number.
         buffers: counts what reductions and gathers need; its buffers are not part of ``peak``.
 
     Attributes:
@@ -245,19 +244,18 @@ class Step:
         pipeline: int,
         order: list[Transfer],
         stages: Mapping[int, StageMemory],
-        held: Sequence[Held],
         buckets: Sequence[BucketPlan],
         buffers: StateBuffers,
     ) -> None:
         self.peak = Peak(Counter(), 0, None)
         self._schedule, self._stages, self._buffers = schedule, stages, buffers
         self._own = schedule.stages_of(pipeline)
-        self._handed: set[Message] = set()
+        self._handed: set[Message | None] = set()
         self._exchange: Exchange[None] = Exchange(schedule, order, _Counted())
         self._kept: Counter[int] = Counter()
         self._operands: Counter[int] = Counter()
         self._bytes = 0
-        self._gathers = {number: self._gathering(stage, held, buckets) for number, stage in stages.items()}
+        self._gathers = {number: self._gathering(stage, buckets) for number, stage in stages.items()}
         self._seen: Counter[tuple[str, int]] = Counter()
         self._most: dict[tuple[str, int], int] = {}
         actions = schedule.ranks[pipeline]
@@ -273,20 +271,12 @@ class Step:
             self._after(action)
 
     def _gathering(
-        self, stage: StageMemory, held: Sequence[Held], buckets: Sequence[BucketPlan]
+        self, stage: StageMemory, buckets: Sequence[BucketPlan]
     ) -> tuple[Gathering, dict[str, int]]:
         """The order of a stage's gathers, and the number of every unit."""
-        absent = {
-            number: bucket
-            for bucket, plan in enumerate(buckets)
-            for number in plan.members
-            if not plan.resident
-        }
-        of_unit, layers = [], []
-        for numbers in stage.units.values():
-            of_unit.append(list(dict.fromkeys(absent[number] for number in numbers if number in absent)))
-            layers.append(all(not held[number].parameter.weights[0].apart for number in numbers))
-        order = Gathering(of_unit, layers, self._buffers)
+        owner = {number: bucket for bucket, plan in enumerate(buckets) for number in plan.members}
+        needed = [list(dict.fromkeys(owner[number] for number in unit)) for unit in stage.units.values()]
+        order = Gathering(needed, buckets, self._buffers)
         return order, {unit: number for number, unit in enumerate(stage.units)}
 
     def _before(self, action: Action) -> None:
@@ -294,20 +284,16 @@ class Step:
         message = self._schedule.received(action)
         if message is not None:
             self._exchange.receive(message)
-        elif action.kind == "F":
-            self._handed.discard(Message("F", action.stage - 1, action.microbatch))
-        elif action.kind != "W":
-            self._handed.discard(Message("B", action.stage + 1, action.microbatch))
+        else:
+            self._handed.discard(action.needs)
 
     def _after(self, action: Action) -> None:
         """Send the action's result, or keep it for the next stage where that is on this rank."""
         message = self._schedule.sent(action)
         if message is not None:
             self._exchange.send(message, None)
-        elif action.kind != "W":
-            made = Message("F" if action.kind == "F" else "B", action.stage, action.microbatch)
-            if made.target in self._own:
-                self._handed.add(made)
+        elif (made := action.gives) is not None and made.target in self._own:
+            self._handed.add(made)
 
     def _act(self, position: int, action: Action, detailed: bool) -> None:
         stage, kind = self._stages[action.stage], action.kind

@@ -53,14 +53,14 @@ def gathered_parameters(
                 "ranks; use one of them, and without tensor and pipeline ranks, which have other values"
             )
     for bucket, engine in buckets.items():
-        engine.gatherer.complete(bucket)
+        engine.gatherer.acquire(bucket)
     try:
         yield
     finally:
         for bucket, engine in buckets.items():
             if modifier_rank is not None:
                 _adopt(bucket, engine, modifier_rank)
-            engine.gatherer.leave(bucket)
+            engine.gatherer.release(bucket)
 
 
 def _buckets(params: Any) -> dict[Bucket, Engine]:
@@ -119,10 +119,10 @@ def state_dict(
     engine.gatherer.settle()
     values: dict[Tensor, Tensor] = {}
     for bucket in engine.buckets:
-        engine.gatherer.complete(bucket)
+        engine.gatherer.acquire(bucket)
         for declared in bucket.members if keeps else ():
             values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
-        engine.gatherer.leave(bucket)
+        engine.gatherer.release(bucket)
     state: dict[str, Any] = {}
     _collects = True
     try:

@@ -111,7 +111,9 @@ class GPTModel(Transformer):
         computes its gradients in the forward pass, and does not."""
         if self.head is not None and "weight" in self.head.declarations:
             declaration = self.head.declarations["weight"]
-            weights = tuple(replace(weight, apart=bool(declaration.tied)) for weight in declaration.weights)
+            weights = tuple(
+                replace(weight, outside_layers=bool(declaration.tied)) for weight in declaration.weights
+            )
             self.head.declarations["weight"] = replace(declaration, weights=weights)
 
     def set_input_tensor(self, input_tensor: Any) -> None:

@@ -88,7 +88,7 @@ class _Segment(NamedTuple):
 
 @lru_cache(maxsize=256)
 def rounds(
-    slice_: Slice, rank: int, window: int | None = None, apart: bool = False, complete: bool = False
+    slice_: Slice, rank: int, window: int | None = None, contiguous: bool = False, complete: bool = False
 ) -> tuple[Round, ...]:
     """The rounds of a rank, its own keys first.
 
@@ -98,7 +98,7 @@ def rounds(
         slice_: of the ring's ranks.
         rank: of the ring.
         window: keys that a query sees; None for all before it.
-        apart: the keys of a tile are one run of tokens, as where dropout numbers them.
+        contiguous: the keys of a tile are one run of tokens, as where dropout numbers them.
         complete: every rank receives all keys of the others.
     """
     if window is not None and window >= max(end - begin for begin, end in pairwise(slice_.bounds)):
@@ -106,12 +106,12 @@ def rounds(
     all_rounds, everything = [], ((0, slice_.share),)
     for distance in range(slice_.ranks):
         source, target = (rank - distance) % slice_.ranks, (rank + distance) % slice_.ranks
-        tiles = _tiles(slice_, rank, source, window, apart)
+        tiles = _tiles(slice_, rank, source, window, contiguous)
         if distance == 0:
             all_rounds.append(Round(0, rank, rank, (), (), tiles))
             continue
         receive = everything if complete else _needed(tiles)
-        send = everything if complete else _needed(_tiles(slice_, target, rank, window, apart))
+        send = everything if complete else _needed(_tiles(slice_, target, rank, window, contiguous))
         placed = tuple(_placed(tile, receive) for tile in tiles)
         all_rounds.append(Round(distance, source, target, send, receive, placed))
     return tuple(all_rounds)
@@ -148,9 +148,9 @@ def _parts(slice_: Slice, rank: int) -> tuple[_Segment, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _tiles(slice_: Slice, rank: int, source: int, window: int | None, apart: bool) -> tuple[Tile, ...]:
+def _tiles(slice_: Slice, rank: int, source: int, window: int | None, contiguous: bool) -> tuple[Tile, ...]:
     queries, keys = _parts(slice_, rank), _parts(slice_, source)
-    if window is not None or apart:
+    if window is not None or contiguous:
         by_document: dict[int, list[_Segment]] = {}
         for key in keys:
             by_document.setdefault(key.document, []).append(key)

@@ -52,6 +52,7 @@ class BucketPlan:
         resident: its values are always on the rank; False for matrices in ZeRO 3, but those of adapters.
         keeps_gradients: all its gradients are kept between microbatches; False in ZeRO 2 and 3, which keep
             this rank's shard of their sum.
+        outside_layers: see :class:`~hexad.parallel.inventory.Weight`.
     """
 
     traits: Traits
@@ -63,6 +64,7 @@ class BucketPlan:
     shards: int
     resident: bool
     keeps_gradients: bool
+    outside_layers: bool
 
     @property
     def frozen(self) -> bool:
@@ -111,7 +113,7 @@ def plan_buckets(
     for number, entry in enumerate(held):
         matrix, weight = entry.parameter.matrix, entry.parameter.weights[0]
         resident = zero < 3 or not matrix or weight.adapter
-        alone = not resident or (matrix and weight.apart)
+        alone = not resident or (matrix and weight.outside_layers)
         key = (entry.stage, entry.traits, matrix, weight.adapter, resident, weight.unit if alone else "")
         runs.setdefault(key, []).append(number)
     plans = []
@@ -141,6 +143,7 @@ def _plan(
         shards,
         resident,
         keeps,
+        held[members[0]].parameter.weights[0].outside_layers,
     )
 
 

@@ -63,20 +63,20 @@ class ParameterGatherer:
         elif self._held[number]:
             self.fetch(number)
 
-    def complete(self, bucket: Bucket) -> None:
-        """Have a bucket's complete values here, until as many calls of :meth:`leave`; all ranks that hold
-        shards together."""
+    def acquire(self, bucket: Bucket) -> None:
+        """Gather a bucket's complete values, which stay until as many calls of :meth:`release`; all ranks
+        that hold shards together."""
         number = self._buckets.index(bucket)
         self._held[number] += 1
         self.fetch(number)
         self._arrive(number)
 
-    def leave(self, bucket: Bucket) -> None:
-        """End one use by :meth:`complete`."""
+    def release(self, bucket: Bucket) -> None:
+        """End one use that began with :meth:`acquire`."""
         number = self._buckets.index(bucket)
         self._held[number] -= 1
         if not bucket.plan.resident:
-            self.release(number)
+            self.free(number)
 
     def settle(self) -> None:
         """Wait for everything that is being gathered."""
@@ -94,7 +94,7 @@ class ParameterGatherer:
         """Forget values that are there, or on their way, but do not stay."""
         self._arrive(number)
         if not self._buckets[number].plan.resident:
-            self.release(number)
+            self.free(number)
 
     # As Gathering decides
 
@@ -107,8 +107,8 @@ class ParameterGatherer:
             shards = self._sharding[bucket.traits.grid].shards
             self._gathering[number] = all_gather_async(shard, shards, out=buffer)
 
-    def release(self, number: int) -> None:
-        """Give up a bucket's values, if they are here and :meth:`complete` does not hold them."""
+    def free(self, number: int) -> None:
+        """Give up a bucket's values, if they are here and :meth:`acquire` does not hold them."""
         if not self._held[number]:
             self._drop(self._buckets[number])
 
@@ -128,18 +128,15 @@ class ParameterGatherer:
         owner = {member.parameter: n for n, bucket in enumerate(self._buckets) for member in bucket.members}
         units = stage_units(stage)
         needed = [list(dict.fromkeys(owner[p] for p in parameters if p in owner)) for _, parameters in units]
-        absent = [[n for n in numbers if not self._buckets[n].plan.resident] for numbers in needed]
-        apart = [bucket.members[0].declaration.weights[0].apart for bucket in self._buckets]
-        layers = [not any(apart[n] for n in numbers) for numbers in absent]
-        order = Gathering(absent, layers, self)
+        order = Gathering(needed, [bucket.plan for bucket in self._buckets], self)
         for unit, (module, _) in enumerate(units):
-            releases = bool(absent[unit])
-            enter = self._entering(order, unit, needed[unit], releases and layers[unit])
+            releases, layer = bool(order.absent[unit]), order.layers[unit]
+            enter = self._entering(order, unit, needed[unit], releases and layer)
             module.register_forward_pre_hook(enter)
             if releases:
-                module.register_forward_hook(self._leaving(order, unit, needed[unit], layers[unit]))
+                module.register_forward_hook(self._leaving(order, unit, needed[unit], layer))
             if releases and self._views:
-                self._save_places(module, absent[unit])
+                self._save_places(module, order.absent[unit])
 
     def _entering(self, order: Gathering, unit: int, needed: Sequence[int], layer: bool) -> Any:
         def enter(_: nn.Module, arguments: tuple[Any, ...]) -> None:

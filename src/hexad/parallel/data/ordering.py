@@ -182,8 +182,8 @@ class Gathers(Protocol):
         """Start gathering a bucket's values, if they are not here."""
         ...
 
-    def release(self, bucket: int) -> None:
-        """Give up a bucket's values, if they are here."""
+    def free(self, bucket: int) -> None:
+        """Release the memory of a bucket's values, if they are here."""
         ...
 
 
@@ -192,16 +192,24 @@ class Gathering:
     meanwhile (FSDP: Zhao et al., arXiv 2304.11277).
 
     Args:
-        absent: for every unit, in the order of the forward pass, the buckets that are not resident.
-        layers: for every unit, whether backward needs its weights; those of embedding and head are not.
+        units: for every unit, in the order of the forward pass, the numbers of its buckets.
+        buckets: all of the rank.
         gathers: carries it out.
+
+    Attributes:
+        absent: for every unit, the buckets that are not resident.
+        layers: for every unit, whether backward needs its weights; those of embedding and head are not.
     """
 
-    def __init__(self, absent: Sequence[Sequence[int]], layers: Sequence[bool], gathers: Gathers) -> None:
-        self._absent, self._gathers = absent, gathers
-        coming = [unit for unit, buckets in enumerate(absent) if buckets]
+    def __init__(
+        self, units: Sequence[Sequence[int]], buckets: Sequence[BucketPlan], gathers: Gathers
+    ) -> None:
+        self.absent = [[n for n in numbers if not buckets[n].resident] for numbers in units]
+        self.layers = [not any(buckets[n].outside_layers for n in numbers) for numbers in self.absent]
+        self._gathers = gathers
+        coming = [unit for unit, numbers in enumerate(self.absent) if numbers]
         self._after = dict(pairwise(coming))
-        self._before = {after: unit for unit, after in self._after.items() if layers[unit]}
+        self._before = {after: unit for unit, after in self._after.items() if self.layers[unit]}
 
     def enter(self, unit: int) -> None:
         """The forward pass reaches a unit."""
@@ -209,8 +217,8 @@ class Gathering:
 
     def leave(self, unit: int) -> None:
         """The unit's forward or backward pass is over."""
-        for bucket in self._absent[unit]:
-            self._gathers.release(bucket)
+        for bucket in self.absent[unit]:
+            self._gathers.free(bucket)
 
     def turn(self, unit: int) -> None:
         """The backward pass reaches a layer: the one after it is done, the one before it is next."""
@@ -220,5 +228,5 @@ class Gathering:
 
     def _fetch(self, unit: int, ahead: int | None) -> None:
         for number in (unit,) if ahead is None else (unit, ahead):
-            for bucket in self._absent[number]:
+            for bucket in self.absent[number]:
                 self._gathers.fetch(bucket)

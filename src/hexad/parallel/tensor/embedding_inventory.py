@@ -122,4 +122,4 @@ class HeadSpec:
 def _table(name: str, spec: EmbeddingSpec | HeadSpec, unit: str) -> Weight:
     """Rows divided over the tensor axis, padded."""
     table = Weight(name, (spec.vocab, spec.hidden), {"tensor": 0}, decay=True, std=spec.std, unit=unit)
-    return replace(table, multiple=_ROWS_MULTIPLE, apart=True, frozen=spec.frozen)
+    return replace(table, multiple=_ROWS_MULTIPLE, outside_layers=True, frozen=spec.frozen)

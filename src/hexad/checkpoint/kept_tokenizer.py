@@ -14,8 +14,9 @@ from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.load import anchored
+from hexad.config.schema import prefixes
 from hexad.dataset.files import sync_directory, write_durably
-from hexad.dataset.sidecar import chat_templates, prefixes
+from hexad.dataset.sidecar import chat_templates
 from hexad.dataset.text.chat import load_chat_template, template_files
 from hexad.dataset.text.tokenizer import (
     HuggingFaceTokenizer,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from torch import Tensor
 
 from hexad.parallel.rectangle import Rectangle
 
@@ -39,7 +40,7 @@ class Chunk:
     """
 
     rectangle: Rectangle
-    tensor: torch.Tensor
+    tensor: Tensor
     holder: tuple[int, int] | None = (0, 1)
     rounded: bool = False
 
@@ -107,7 +108,7 @@ def block_count(sizes: Sequence[int], itemsize: int) -> int:
     return -(-(sizes[0] if sizes else 1) // rows_per_block(sizes, itemsize))
 
 
-Tensor = tuple[str, torch.dtype, tuple[int, ...]]
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor in a file."""
 
 
@@ -128,7 +129,7 @@ class TensorFileWriter:
     def __init__(
         self,
         path: Path,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Entry],
         metadata: Mapping[str, str] | None = None,
         own: slice | None = None,
     ) -> None:
@@ -153,7 +154,7 @@ class TensorFileWriter:
             self._file.close()
             raise
 
-    def write(self, values: torch.Tensor) -> None:
+    def write(self, values: Tensor) -> None:
         """Write the next values, in the order declared; a tensor may come in any number of calls.
 
         Raises:
@@ -205,7 +206,7 @@ def _beside_others(path: str, flags: int) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
 
 
-def _nbytes(tensor: Tensor) -> int:
+def _nbytes(tensor: Entry) -> int:
     _, dtype, shape = tensor
     return math.prod(shape) * dtype.itemsize
 
@@ -219,7 +220,7 @@ def _block_sizes(shape: Sequence[int], itemsize: int) -> Iterator[int]:
             yield min(step, rows - row) * width
 
 
-def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     """The header of a file, length and JSON: padded with spaces, so that values are aligned to 8 bytes."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin = 0
@@ -279,7 +280,7 @@ class TensorFile:
         return Index.of_file(self.name, record, places[self.own])
 
 
-def write_shard(directory: Path, file: TensorFile, values: Iterable[torch.Tensor]) -> Index:
+def write_shard(directory: Path, file: TensorFile, values: Iterable[Tensor]) -> Index:
     """Write the values of this rank's parts of a file, in order and in any slices; returns where they are.
 
     Raises:

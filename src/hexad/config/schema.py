@@ -56,6 +56,11 @@ Source = Name | list[tuple[PositiveFloat, Name]]
 """A prefix, or a blend."""
 
 
+def prefixes(source: Source | None) -> list[str]:
+    """The data sets of a setting: a prefix, or a blend."""
+    return [source] if isinstance(source, str) else [prefix for _, prefix in source or ()]
+
+
 class DataSettings(Settings):
     """Where samples come from."""
 

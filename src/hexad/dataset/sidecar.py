@@ -106,11 +106,6 @@ def describe(data: IndexedDataset, max_token: int) -> Sidecar:
     )
 
 
-def prefixes(data: str | Iterable[tuple[float, str]] | None) -> list[str]:
-    """The data sets of a setting: a prefix, or a blend."""
-    return [data] if isinstance(data, str) else [prefix for _, prefix in data or ()]
-
-
 def chat_templates(data: Iterable[str]) -> Mapping[str, str] | None:
     """The chat templates of the conversations in some data sets; None where none are recorded.
 

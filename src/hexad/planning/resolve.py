@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hexad.config import Config, ConfigError, blaming
-from hexad.config.schema import DataSettings, ParallelSettings, Source
+from hexad.config.schema import DataSettings, ParallelSettings, prefixes
 from hexad.model.configuration import complete_model
 from hexad.optim.schedule import decay_steps
 from hexad.topology.devices import cpu_has_bf16
@@ -53,12 +53,8 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None, bf16: bool
     config = with_dtype(config, planned_bf16(config) if bf16 is None else bf16)
     if model.vocab == "auto":
         model = model.model_copy(update={"vocab": _tokenizer_vocab(config) if vocab is None else vocab})
-    elif vocab is not None and model.vocab < vocab:
-        raise ConfigError(
-            "model.vocab",
-            f"found {model.vocab}, less than the tokenizer's {vocab} ({config.data.tokenizer}); "
-            "use auto or a larger number",
-        )
+    elif vocab is not None:
+        check_vocab(config, vocab)
     schedule = config.lr_schedule
     lr_schedule = schedule.model_copy(update={"decay_steps": decay_steps(schedule, config.run.steps)})
     update = {"model": model, "lr_schedule": lr_schedule, "parallel": resolved_parallel(config, layout)}
@@ -66,6 +62,20 @@ def resolve(config: Config, layout: Layout, vocab: int | None = None, bf16: bool
     plan = pipeline_plan(config, layout)
     _check_plan(config, plan)
     return Resolved(config, layout, plan)
+
+
+def check_vocab(config: Config, size: int) -> None:
+    """Refuse a ``model.vocab`` below the ``size`` of the tokenizer's vocabulary.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if int(config.model.vocab) < size:
+        raise ConfigError(
+            "model.vocab",
+            f"found {config.model.vocab}, less than the tokenizer's {size} ({config.data.tokenizer}); use "
+            "auto or a larger number",
+        )
 
 
 def resolved_data(config: Config) -> DataSettings:
@@ -85,17 +95,12 @@ def resolved_data(config: Config) -> DataSettings:
 def _masked(settings: DataSettings) -> bool:
     """Whether any data has a loss mask."""
     sources = (settings.train, *settings.validation_sets.values())
-    prefixes = [prefix for source in sources for prefix in _prefixes(source)]
-    if not prefixes:  # where none is read, commands start without numpy
+    held = [prefix for source in sources for prefix in prefixes(source)]
+    if not held:  # where none is read, commands start without numpy
         return False
     from hexad.dataset.masks import mask_path
 
-    return any(mask_path(prefix).is_file() for prefix in prefixes)
-
-
-def _prefixes(source: Source | None) -> list[str]:
-    """The prefixes of a source of data."""
-    return [source] if isinstance(source, str) else [prefix for _, prefix in source or ()]
+    return any(mask_path(prefix).is_file() for prefix in held)
 
 
 def planned_bf16(config: Config) -> bool:

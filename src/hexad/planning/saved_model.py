@@ -12,9 +12,9 @@ from hexad.checkpoint.directory import check_same_model, find_checkpoint
 from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
 from hexad.checkpoint.manifest import read_manifest
 from hexad.config import Config, ConfigError, HexadError, apply_override, blaming
+from hexad.config.schema import prefixes
 from hexad.dataset.build.records import check_messages
 from hexad.dataset.indexed import IndexedDataset
-from hexad.dataset.sidecar import prefixes
 from hexad.dataset.text.chat import ChatTemplate, load_chat_template
 from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
 from hexad.model.configuration import build_config

@@ -12,9 +12,10 @@ import torch
 from hexad.checkpoint.kept_tokenizer import training_templates
 from hexad.comm import CommError, merged
 from hexad.config import AgreedError, Config, ConfigError, HexadError, blaming
+from hexad.config.schema import prefixes
 from hexad.dataset.files import write_durably
 from hexad.dataset.load.loader import DataLoader, loader_from_config
-from hexad.dataset.sidecar import identity, prefixes
+from hexad.dataset.sidecar import identity
 from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.engine.engine import Engine
 from hexad.engine.evaluation import ValidationSets, total
@@ -26,7 +27,7 @@ from hexad.launching.rendezvous import wait_idle
 from hexad.launching.stop import SAVE_FAILED, StopRequest
 from hexad.model.transformer import DTYPES
 from hexad.parallel.pipeline.simulate import TIMELINE
-from hexad.planning import working_layout
+from hexad.planning import check_vocab, working_layout
 from hexad.planning.costs import flops_per_token
 from hexad.planning.machine import check_packages
 from hexad.topology.cluster import peak_flops
@@ -306,12 +307,7 @@ def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets |
     """The loaders for training and validation."""
     with blaming("data.tokenizer"):
         tokenizer = load_tokenizer(config.data.tokenizer)
-    if int(config.model.vocab) < tokenizer.vocab_size:
-        raise ConfigError(
-            "model.vocab",
-            f"found {config.model.vocab}, less than the tokenizer's {tokenizer.vocab_size} "
-            f"({config.data.tokenizer}); use auto or a larger number",
-        )
+    check_vocab(config, tokenizer.vocab_size)
     place = (mesh.data.rank, mesh.data.size)
     training = loader_from_config(config, *place, tokenizer, context_rank=mesh.context.rank)
     training_templates(config)  # several are refused before the model is made

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
@@ -22,7 +23,7 @@ from ..base import Base
 from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint, write_files
 from ..merged import Weights
 from ..reader import Checkpoint
-from ..tensor_file import Tensor, TensorFileWriter, dtype_name
+from ..tensor_file import Entry, TensorFileWriter, dtype_name
 from .files import GENERATION_FILE, appearing, has_tokenizer, special_tokens, write_json
 from .names import PublishedTensor, published_tensors
 from .weights import INDEX_FILE, SINGLE_FILE, row_slices
@@ -149,7 +150,7 @@ def _shards(targets: Sequence[_Target], limit: int) -> dict[str, list[_Target]]:
     return {f"{stem}-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
 
 
-def _write(path: Path, described: Sequence[Tensor], values: Iterable[torch.Tensor]) -> None:
+def _write(path: Path, described: Sequence[Entry], values: Iterable[Tensor]) -> None:
     """Write a file of weights; ``values``: of the tensors, in their order and in any slices."""
     with TensorFileWriter(path, described, {"format": "pt"}) as writer:
         for part in values:
@@ -157,7 +158,7 @@ def _write(path: Path, described: Sequence[Tensor], values: Iterable[torch.Tenso
         writer.close()
 
 
-def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
+def _slices(weights: Weights, target: _Target) -> Iterator[Tensor]:
     """Yield a published tensor slice by slice, in its format."""
     if target.parts[0][1].transposed:  # their rows extend over all parts, as our columns do
         for row, rows in row_slices(target.shape, 8):
@@ -172,7 +173,7 @@ def _slices(weights: Weights, target: _Target) -> Iterator[torch.Tensor]:
             yield _converted(weights.read(ours, offset, sizes), target)
 
 
-def _converted(values: torch.Tensor, target: _Target) -> torch.Tensor:
+def _converted(values: Tensor, target: _Target) -> Tensor:
     converted = values.to(target.dtype)
     if converted.dtype != values.dtype and not torch.equal(converted.isinf(), values.isinf()):
         raise HexadError(
@@ -230,7 +231,7 @@ def export_adapters(checkpoint: Checkpoint, config: Config, to: Path, dtype: str
         )
     kind = architecture(config.model)
     modules = _modules(inventory, kind)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for module, parts in modules.items():
         first, second = _joined(checkpoint, parts)
@@ -262,7 +263,7 @@ def _modules(inventory: ModelInventory, kind: Family) -> dict[str, Parts]:
     return {module: parts for module, parts in modules.items() if any(adapted for *_, adapted in parts)}
 
 
-def _joined(checkpoint: Checkpoint, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined(checkpoint: Checkpoint, parts: Parts) -> tuple[Tensor, Tensor]:
     """``A [rank, in]`` and ``B [out, rank]`` of one published module."""
     names = [(f"model.{module}.lora_", outputs, adapted) for module, outputs, adapted in parts]
     first = torch.cat([checkpoint.read(f"{name}a") for name, _, adapted in names if adapted])

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests, and slices of them."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"--slice: found {given}, expected K/N with K from 0 to N - 1")
     config.hook.pytest_deselected(items=[item for place, item in enumerate(items) if place % count != number])
     items[:] = items[number::count]
+
+
+def pytest_collection_finish() -> None:
+    """Half a million objects stay until the session's end: automatic collections need not visit them."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -124,12 +124,11 @@ def call(*arguments: str) -> Result:
     Nor are complete collections, which visit all objects of a session of tests; ranks of their own make them.
     """
     out, err = io.StringIO(), io.StringIO()
-    never = mock.patch(
-        "hexad.training.loop.collected_by_step", lambda: contextlib.nullcontext(lambda step: 0)
-    )
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        with never if arguments[0] == "train" else contextlib.nullcontext():
-            status = run(list(arguments))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:
+        if arguments[0] == "train":
+            never = lambda: contextlib.nullcontext(lambda step: None)  # noqa: E731
+            stack.enter_context(mock.patch("hexad.training.loop.collected_by_step", never))
+        status = run(list(arguments))
     return Result(status, out.getvalue(), err.getvalue())
 
 

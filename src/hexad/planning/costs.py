@@ -14,7 +14,7 @@ from hexad.model.inventory import ModelInventory
 from hexad.parallel.inventory import Execution, Product
 
 
-class Work(NamedTuple):
+class Flops(NamedTuple):
     """Arithmetic per token, in FLOPs, by the pipeline's actions."""
 
     forward: float
@@ -30,18 +30,18 @@ class Work(NamedTuple):
         return self.forward + self.backward + self.weight
 
     @classmethod
-    def of(cls, products: list[Product], tokens: int) -> Work:
+    def of(cls, products: list[Product], tokens: int) -> Flops:
         """The work per token of a microbatch's products."""
         sums = [sum(p.flops for p in products if p.action == action) for action in ("F", "B", "W")]
         return cls(*(total / tokens for total in sums))
 
 
-class ModelWork(NamedTuple):
+class ModelFlops(NamedTuple):
     """Arithmetic per token of what a pipeline's stages are made of; the embedding multiplies nothing."""
 
-    layers: tuple[Work, ...]
+    layers: tuple[Flops, ...]
     """Every layer."""
-    head: Work
+    head: Flops
     """The output head, part of the last stage."""
 
 
@@ -87,7 +87,7 @@ def flops_per_token(model: ModelSettings, sequence: int, attended: float = 1.0) 
     return sum(product.flops for product in products if not product.again) / sequence
 
 
-def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
+def layer_costs(model: ModelSettings, sequence: int) -> ModelFlops:
     """Arithmetic per token of every layer and of the output head.
 
     A matrix product costs the same in ``F``, ``B`` and ``W``: 2 FLOPs per weight. The output head's three are
@@ -103,13 +103,13 @@ def layer_costs(model: ModelSettings, sequence: int) -> ModelWork:
     run = Execution(1, sequence)
     stage = _inventory(model, sequence).stage(range(model.layers))
     assert stage.head is not None
-    head = Work.of(stage.head.products(run), run.tokens)
+    head = Flops.of(stage.head.products(run), run.tokens)
     layers = [(block, number >= stage.unreached) for number, block in enumerate(stage.blocks)]
     works = {
-        (block, reached): Work.of([p for p in block.products(run) if reached or p.action == "F"], run.tokens)
+        (block, reached): Flops.of([p for p in block.products(run) if reached or p.action == "F"], run.tokens)
         for block, reached in set(layers)
     }
-    return ModelWork(tuple(works[layer] for layer in layers), head)
+    return ModelFlops(tuple(works[layer] for layer in layers), head)
 
 
 def _inventory(model: ModelSettings, sequence: int | None) -> ModelInventory:

@@ -125,7 +125,7 @@ def call(*arguments: str) -> Result:
     """
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.ExitStack() as stack:
-        if arguments[0] == "train":
+        if arguments[:1] == ("train",):
             never = lambda: contextlib.nullcontext(lambda step: None)  # noqa: E731
             stack.enter_context(mock.patch("hexad.training.loop.collected_by_step", never))
         status = run(list(arguments))

@@ -60,7 +60,7 @@ def _agreements(fan_out: int) -> tuple[Any, ...]:
     long = str(rank) * 1000  # more than one message
     return (
         comm.merged([long], world, list.__add__),
-        comm.collected([rank], world, list.__add__),
+        comm.gathered([rank], world, list.__add__),
         comm.from_first(lambda: f"of {rank}" * 500, world),
         comm.first_difference("same", world),
         comm.first_difference("other" if rank in (3, 4) else "same", world),
@@ -72,9 +72,9 @@ def _agreements(fan_out: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("world", "fan_out"), [(5, 2), (5, 3), (8, 2), (3, 16)])
 def test_agreements_are_what_their_definitions_say(pool: Pool, world: int, fan_out: int) -> None:
     for rank, agreements in enumerate(pool.run(world, _agreements, fan_out)):
-        merged, collected, first, same, other, equal, all_different = agreements
+        merged, gathered, first, same, other, equal, all_different = agreements
         assert merged == [str(value) * 1000 for value in range(world)]
-        assert collected == (None if rank else list(range(world)))
+        assert gathered == (None if rank else list(range(world)))
         assert first == "of 0" * 500
         assert same is None and equal is None
         assert other == (("same", 3, "other") if world > 3 else None)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hexad.comm import Trace, among_neighbours, collected, from_first
+from hexad.comm import Trace, among_neighbours, from_first, gathered
 from hexad.config import AgreedError, Config, HexadError, blaming
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
@@ -211,7 +211,7 @@ class Checkpointer:
             mine = mine._replace(error=OSError(error.errno, f"rank {self.mesh.rank}: {error.strerror}"))
         except Exception as error:  # any error must reach every rank
             mine = mine._replace(error=error)
-        written = collected(mine, self._axis, _Written.merge)
+        written = gathered(mine, self._axis, _Written.merge)
 
         def commit() -> None:
             assert written is not None

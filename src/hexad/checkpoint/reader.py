@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hexad.comm import agreed, from_first, handed_out
+from hexad.comm import agreed, from_first, scattered
 from hexad.config import HexadError
 from hexad.parallel.rectangle import Rectangle
 from hexad.topology.mesh import Axis
@@ -304,7 +304,7 @@ def load(
     head, weights_only = from_first(read, axis)
     wanted = [chunk for chunk in chunks if not weights_only or chunk.name.startswith("model.")]
     need = Need.of(chunk.rectangle for chunk in wanted)
-    part = handed_out(complete[0].index if complete else None, axis, need, Need.merge, Index.select)
+    part = scattered(complete[0].index if complete else None, axis, need, Need.merge, Index.select)
     manifest = complete[0] if complete else replace(head, index=part)
 
     def fill() -> None:

@@ -3,13 +3,13 @@
 from .agreement import (
     agreed,
     among_neighbours,
-    collected,
     first_difference,
     from_first,
-    handed_out,
+    gathered,
     identical,
     merged,
     merging,
+    scattered,
 )
 from .collectives import (
     CommError,

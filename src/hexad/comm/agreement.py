@@ -40,7 +40,7 @@ def merged(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T:
     if axis.size == 1:
         return value
     tree = _tree(axis)
-    return wait_for(axis, lambda: _spread(tree, _collected(tree, value, merge)))
+    return wait_for(axis, lambda: _spread(tree, _gathered(tree, value, merge)))
 
 
 def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
@@ -61,12 +61,12 @@ def merging(value: T, axis: Axis, merge: Callable[[T, T], T]) -> Future[T]:
     return result
 
 
-def collected(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
+def gathered(value: T, axis: Axis, merge: Callable[[T, T], T]) -> T | None:
     """As :func:`merged`, on the first rank only; None on the others, which do not wait for it."""
     if axis.size == 1:
         return value
     tree = _tree(axis)
-    result = wait_for(axis, lambda: _collected(tree, value, merge))
+    result = wait_for(axis, lambda: _gathered(tree, value, merge))
     return result if axis.rank == 0 else None
 
 
@@ -80,7 +80,7 @@ def among_neighbours(value: T, axis: Axis) -> dict[int, T]:
     if lowest.ranks[1] != lowest.ranks[0] + 1:
         return own  # the last of the world, alone in its group
     here = replace(tree, levels=(lowest,))
-    return wait_for(axis, lambda: _spread(here, _collected(here, own, lambda a, b: a | b)))
+    return wait_for(axis, lambda: _spread(here, _gathered(here, own, lambda a, b: a | b)))
 
 
 def from_first(action: Callable[[], T], axis: Axis) -> T:
@@ -107,7 +107,7 @@ def from_first(action: Callable[[], T], axis: Axis) -> T:
     return result  # type: ignore[return-value]
 
 
-def handed_out(
+def scattered(
     value: V | None, axis: Axis, need: N, merge: Callable[[N, N], N], select: Callable[[V, N], V]
 ) -> V:
     """What this rank needs of a value of the first rank: ``select(value, need)``.
@@ -212,7 +212,7 @@ def _tree(axis: Axis) -> Tree:
     return axis.tree
 
 
-def _collected(tree: Tree, value: T, merge: Callable[[T, T], T]) -> T:
+def _gathered(tree: Tree, value: T, merge: Callable[[T, T], T]) -> T:
     """What this rank and those below it in the tree have; passed on upwards."""
     for level in tree.levels:
         if level.place:

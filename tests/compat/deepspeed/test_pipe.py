@@ -210,7 +210,7 @@ class Named(OrderedDict[str, torch.Tensor]):
         super().__init__(one=one, other=other)
 
 
-def test_containers_with_constructors_of_their_own_are_cast() -> None:
+def test_containers_with_other_constructors_are_cast() -> None:
     cast = cast_tensors([Named(torch.zeros(2), torch.arange(2))], torch.float64)[0]
     assert isinstance(cast, OrderedDict) and list(cast) == ["one", "other"]
     assert [tensor.dtype for tensor in cast.values()] == [torch.float64, torch.int64]

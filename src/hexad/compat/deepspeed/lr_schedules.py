@@ -7,13 +7,14 @@ the schedule is created, and the second one that of iteration 0.
 import logging
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 log = logging.getLogger("hexad")
 
 
-class LRSchedule:
+class LRSchedule(ABC):
     """The base class of all schedules.
 
     Args:
@@ -30,9 +31,9 @@ class LRSchedule:
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
 
+    @abstractmethod
     def get_lr(self) -> list[float]:
         """The rate of every group at ``last_batch_iteration``."""
-        raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
         """The rate of every group that was set last."""

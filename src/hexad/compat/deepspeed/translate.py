@@ -244,7 +244,11 @@ def _adamw(config: CheckedConfig, notes: list[str], strict: bool) -> dict[str, A
     }
 
 
-_KINDS = {WarmupLR: "constant", WarmupDecayLR: "linear", WarmupCosineLR: "cosine"}
+_KINDS: dict[type[LRSchedule], str] = {
+    WarmupLR: "constant",
+    WarmupDecayLR: "linear",
+    WarmupCosineLR: "cosine",
+}
 """DeepSpeed's schedule -> ``lr_schedule.kind``."""
 
 

@@ -1,5 +1,6 @@
 """Plain modules: names, values, stages that have nothing to train, and what is refused."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,12 +120,12 @@ def by_engine(kind: str, zero: int, directory: str, schedule: str) -> tuple[list
     steps(0)
     checkpointer.save(engine.chunks(), engine.progress())
     checkpointer.wait()
-    seen = int(stage.state_dict().get("3.seen", 0))
+    seen = int(stage.state_dict(keep_vars=True).get("3.seen", 0))
     steps(7)
     saved = checkpointer.find()
     engine.restored(checkpointer.load(saved, engine.chunks()).progress)
     checkpointer.close()
-    assert int(stage.state_dict().get("3.seen", 0)) == seen
+    assert int(stage.state_dict(keep_vars=True).get("3.seen", 0)) == seen
     losses = steps(2)
     engine.gatherer.settle()
     weights = {c.name: (c.rectangle, c.tensor.clone()) for c in engine.chunks() if "model." in c.name}
@@ -179,8 +180,8 @@ def begun(zero: int, directory: str) -> tuple[bool, list[torch.Tensor]]:
     torch.manual_seed(0)
     first = Convolved().double()
     same, expected = torch.equal(module.random, first.random), first.state_dict()
-    for name, values in module.state_dict().items():
-        if zero < 3 or name != "convolution.weight":  # which is sharded
+    with engine.gathered():
+        for name, values in module.state_dict().items():
             same &= torch.equal(values, expected[name])
     engine.begin(1)
     engine.accumulate([samples_of(0)[0].chunk(mesh.data.size)[mesh.data.rank]])
@@ -431,3 +432,44 @@ def test_experts_on_one_stage_only(zero: int, pool: Pool) -> None:
     """All ranks make the same process groups, and the norm is that of both grids."""
     expected = pool.run(2, routed, zero)[0]
     assert pool.run(4, routed, zero) == pytest.approx([expected] * 4, rel=1e-12)
+
+
+def read_at_once(zero: int) -> tuple[list[torch.Tensor], list[str]]:
+    """A weight read directly after every update, and what reading a sharded one raises."""
+    mesh = mesh_of()
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(96, 97, dtype=FLOAT), nn.Tanh(), nn.Linear(97, 1, dtype=FLOAT))
+    engine = Engine(module, mesh, module_config(zero), compute=lambda module, x, *_: module(x).sum())
+    values, errors = [], []
+    for step in range(6):
+        engine.begin(1)
+        engine.accumulate([torch.full((2, 96), 1.0 + step + mesh.rank, dtype=FLOAT)])
+        engine.reduce()
+        engine.update(0.1)
+        try:
+            values.append(module[0].weight.detach().clone())
+            copied = {name: value.clone() for name, value in module.state_dict().items()}
+        except HexadError as error:
+            errors.append(str(error))
+            with engine.gathered():
+                values.append(module[0].weight.detach())
+                copied = {name: value.clone() for name, value in module.state_dict().items()}
+        complete = engine.state_dict()
+        assert list(complete) == list(copied) and all(torch.equal(complete[n], copied[n]) for n in copied)
+        assert "not gathered" in repr(module[0].weight) or zero < 3
+        assert module[0].weight.shape == (97, 96) and module[0].weight.grad is None
+    first = engine.state_dict(first_only=True)
+    assert len(first) == (0 if mesh.rank else 4)
+    return values, errors
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_weights_read_after_an_update_are_current(zero: int, pool: Pool) -> None:
+    expected = pool.run(2, read_at_once, 0)[0][0]
+    for values, errors in pool.run(2, read_at_once, zero):
+        assert all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(values, expected, strict=True))
+        assert len(errors) == (6 if zero == 3 else 0)
+        assert all(
+            re.match(r"parameter of shape \(97, 96\): its values are sharded .* engine.state_dict", error)
+            for error in errors
+        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hexad.checkpoint.hugging_face.weights import WeightSource
 from hexad.checkpoint.tensor_file import Chunk
 from hexad.comm import agreed
-from hexad.config import Config
+from hexad.config import Config, HexadError
 from hexad.config.schema import PrecisionSettings
 from hexad.model.transformer import DTYPES
 from hexad.optim.optimizer import AdamW, BucketOptimizer, Rule
@@ -169,6 +169,55 @@ class State:
         """
         agreed(lambda: source.fill(self.weights()), self.mesh.world)
         self.publish()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Make the values of all parameters of this rank's stages complete and current while inside, to be
+        read; all ranks together. Outside, whoever reads a parameter that is being gathered waits for it, and
+        reading one that is sharded (ZeRO 3) is an error."""
+        self.gatherer.settle()
+        for bucket in self.buckets:
+            self.gatherer.acquire(bucket)
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                self.gatherer.release(bucket)
+
+    def state_dict(self, exclude_frozen: bool = False, first_only: bool = False) -> dict[str, Tensor]:
+        """The modules' ``state_dict``, complete and current, on the host of every rank; all ranks together.
+
+        Args:
+            exclude_frozen: leave out parameters that are not trained.
+            first_only: nothing on other ranks than the first, whose hosts hold no copy.
+
+        Returns:
+            tensors by name, in the format that the modules compute in.
+
+        Raises:
+            HexadError: with tensor, pipeline or expert ranks, none of which has complete modules.
+        """
+        mesh, layout = self.mesh, self.mesh.layout
+        if layout.tensor * layout.pipeline * layout.expert > 1:
+            raise HexadError(
+                f"state_dict: found {layout.tensor} tensor, {layout.pipeline} pipeline and {layout.expert} "
+                "expert ranks, each with a part of the model; save a checkpoint, and load or export it "
+                "without these"
+            )
+        keeps = not (first_only and mesh.rank)
+        self.gatherer.settle()
+        values: dict[Tensor, Tensor] = {}
+        for bucket in self.buckets:
+            self.gatherer.acquire(bucket)
+            for declared in bucket.members if keeps else ():
+                values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
+            self.gatherer.release(bucket)
+        held = [pair for stage in self.stages.values() for pair in stage.state_dict(keep_vars=True).items()]
+        return {
+            name: values[value] if value in values else value.detach().to("cpu", copy=True)
+            for name, value in (held if keeps else ())
+            if not (exclude_frozen and isinstance(value, nn.Parameter) and not value.requires_grad)
+        }
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -7,12 +7,15 @@ from a tensor's shape.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from hexad.config import HexadError
 from hexad.topology.mesh import Axis
 
 from .inventory import Parameter, Position, Positions, Weight
@@ -80,11 +83,80 @@ class Shard:
 
 
 def absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Stands for values that are not on this rank: an expanded NaN placeholder of ``shape``.
-
-    Computing with it by mistake gives NaN, not stale numbers.
-    """
+    """Stands for values that are not on this rank: an expanded NaN placeholder of ``shape``."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
+
+
+Provide = Callable[[Tensor], Tensor]
+"""Returns what is read in place of a parameter whose values are not here, or raises an error."""
+
+
+class Guarded(nn.Parameter):
+    """The class of a parameter while its values are not here, or on their way: whatever reads them reads what
+    :data:`Provide` returns. Its shape, format and gradient can be read as usual."""
+
+    provide: Provide
+    usual: type[nn.Parameter]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function not in _without_values():
+            args, kwargs = tree_map(_provided, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter of shape {tuple(self.shape)}, not gathered"
+
+
+def not_gathered(parameter: Tensor) -> Tensor:
+    """The :data:`Provide` of parameters whose values only an engine can gather.
+
+    Raises:
+        HexadError: always.
+    """
+    raise HexadError(
+        f"parameter of shape {tuple(parameter.shape)}: its values are sharded over ranks (parallel.zero 3) "
+        "and not gathered; read them inside engine.gathered(), or call engine.state_dict(), on all ranks"
+    )
+
+
+def _provided(value: Any) -> Any:
+    return value.provide(value) if isinstance(value, Guarded) else value
+
+
+@cache
+def _without_values() -> frozenset[Any]:
+    """What can be called with a parameter whose values are not here."""
+    kind: Any = Tensor
+    read = "device dtype grad_fn is_cpu is_cuda is_leaf is_meta layout ndim requires_grad shape grad".split()
+    called = "dim element_size is_complex is_floating_point ndimension nelement numel requires_grad_ size"
+    hooks = "register_hook register_post_accumulate_grad_hook retain_grad __len__"
+    methods = [getattr(kind, name) for name in f"{called} {hooks}".split()]
+    written = [kind.requires_grad.__set__, kind.grad.__set__, kind.grad.__delete__]
+    functions = [torch.numel, torch.is_floating_point, torch.is_complex]
+    return frozenset([getattr(kind, name).__get__ for name in read] + methods + written + functions)
+
+
+@cache
+def _guarded(kind: type[nn.Parameter]) -> type[Guarded]:
+    """The class of a parameter whose values are not here."""
+    return type(f"Guarded{kind.__name__}", (Guarded, kind), {"usual": kind})
+
+
+def guard(parameter: nn.Parameter, provide: Provide) -> None:
+    """Let ``provide`` decide what is read of a parameter, until :func:`unguard`."""
+    if not isinstance(parameter, Guarded):
+        guarded: Any = parameter
+        guarded.__class__, guarded.provide = _guarded(type(parameter)), provide
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """Make a parameter's values readable."""
+    if isinstance(parameter, Guarded):
+        parameter.__class__ = parameter.usual  # type: ignore[assignment]
 
 
 class ShardedModule(nn.Module):

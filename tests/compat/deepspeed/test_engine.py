@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hexad.compat import deepspeed
+from hexad.compat.deepspeed.zero import ZeroParamStatus
 from hexad.config import HexadError
 
 from ...pool import Pool, RankError
@@ -266,6 +267,48 @@ def changed(stage: int) -> tuple[bool, list[float], float]:
 def test_gathered_parameters_can_be_changed(pool: Pool, stage: int) -> None:
     for whole, values, apart in pool.run(2, changed, stage):
         assert whole and values == [0.25] and apart == 0.0
+
+
+def idioms(stage: int) -> list[dict[str, torch.Tensor]]:
+    """A module's parameters as scripts read them: as DeepSpeed-Chat saves a model, and without a thought."""
+    engine = deepspeed_engine(stage)
+    steps(engine, 0, 1)
+    chat, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, parameter in engine.module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            fetched = [parameter] if parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE else []
+            with deepspeed.zero.GatheredParameters(fetched):
+                assert parameter.ds_status == ZeroParamStatus.AVAILABLE
+                assert parameter.shape == parameter.ds_shape and parameter.numel() == parameter.ds_numel
+                chat[name] = parameter.data.cpu()
+        else:
+            chat[name] = parameter.cpu()
+        plain[name] = parameter.detach().cpu()
+    parts = {n: p.ds_tensor.clone() for n, p in engine.module.named_parameters() if hasattr(p, "ds_id")}
+    steps(engine, 1, 2)
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        pass
+    empty = {name: value for name, value in engine.module.state_dict().items() if value.numel() == 0}
+    return [chat, plain, parts, empty, {name: torch.empty(0) for name, _ in engine.named_parameters()}]
+
+
+def test_parameters_are_read_as_scripts_do(pool: Pool) -> None:
+    whole = pool.run(2, idioms, 0)[0][0]
+    ids = set()
+    for stage in (1, 3):
+        first, second = pool.run(2, idioms, stage)
+        for chat, plain, parts, empty, named in (first, second):
+            assert all(torch.allclose(chat[name], whole[name], atol=1e-6) for name in whole)
+            sharded = {name for name, part in parts.items() if part.numel() < whole[name].numel()}
+            assert set(empty) == sharded and bool(sharded) == (stage == 3)
+            for name, value in plain.items():
+                assert torch.equal(value, torch.empty(0) if name in sharded else chat[name]), name
+            assert all(name.startswith("module.") for name in named)
+            ids.add(len(parts))
+        for name in first[2]:
+            halves = [part for part in (first[2][name], second[2][name]) if name in first[3]]
+            assert not halves or torch.equal(torch.cat(halves), first[0][name].view(-1))
+    assert ids == {0, len(whole)}
 
 
 def written(stage: int, directory: str) -> None:

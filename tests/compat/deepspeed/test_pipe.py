@@ -139,7 +139,7 @@ def without_parameters() -> float:
     engine, *_ = deepspeed.initialize(model=module, config=config)
     batches = iter([(torch.ones(2, 3), torch.full((2,), 0.3))] * 2)
     engine.train_batch(batches)
-    with pytest.raises(HexadError, match="each with a part of the module"):
+    with pytest.raises(HexadError, match="each with a part of the model"):
         engine.save_16bit_model("nowhere")
     return float(engine.train_batch(batches))
 

@@ -29,6 +29,7 @@ from .data import Loader, cast_tensors, loader_of
 from .optimizers import client_optimizer, client_scheduler
 from .saved_state import COUNTERS
 from .translate import engine_config
+from .zero import mark_partitioned, read_empty
 from .zero_files import written_by_deepspeed
 
 log = logging.getLogger("hexad")
@@ -85,7 +86,10 @@ class DeepSpeedEngine(nn.Module):
     ) -> None:
         super().__init__()
         self._config, self.device = config, device
-        self._module = module
+        object.__setattr__(self, "_module", module)
+        self._modules["module"] = module  # its parameters' names begin with "module.", as in DeepSpeed
+        if self.zero_optimization_stage() == 3:
+            mark_partitioned(module)
         self._cast_buffers()
         autocast = config.keys.torch_autocast
         if autocast.enabled and autocast.dtype == "float16":
@@ -95,8 +99,7 @@ class DeepSpeedEngine(nn.Module):
         basic = client_optimizer(module, config.keys, optimizer, parameters, self._keeps_groups)
         # Without an optimizer: one that keeps nothing.
         self._engine = self._make(basic or torch.optim.SGD(trained(module) or [torch.zeros(1)], lr=0.0))
-        if self.zero_optimization_stage() == 3:
-            module.register_state_dict_pre_hook(gathered.refuse_shards)
+        self._engine.gatherer.absent = read_empty
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
         gathered.register(self._engine)
@@ -507,13 +510,7 @@ class DeepSpeedEngine(nn.Module):
         return None if self.global_rank else state
 
     def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, Tensor]:
-        mesh = self._engine.mesh
-        if mesh.tensor.size * mesh.pipeline.size > 1:
-            raise HexadError(
-                f"module_state_dict: found {mesh.tensor.size} tensor and {mesh.pipeline.size} pipeline "
-                "ranks, each with a part of the module; call save_checkpoint, and load it without these"
-            )
-        return gathered.state_dict(self._engine, self._module, exclude_frozen, first_only)
+        return self._engine.state_dict(exclude_frozen, first_only)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether complete weights can be gathered: always."""
@@ -531,7 +528,7 @@ class DeepSpeedEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("_module")
+            module = self.__dict__.get("_module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             names = {*vars(self), *dir(type(self))} - _OF_MODULES

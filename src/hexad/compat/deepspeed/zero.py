@@ -2,15 +2,88 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
+from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from hexad.parallel.sharding import Guarded
+
+from ..facade.gathered import bucket_of
 from ..facade.gathered import gathered_parameters as GatheredParameters
 from .config import read_json
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter's values are complete on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class Partitioned(nn.Parameter):
+    """A module's parameter at ZeRO 3, with DeepSpeed's attributes.
+
+    Attributes:
+        ds_id: a number, different for all parameters of this process.
+        ds_shape, ds_numel: of the complete values.
+    """
+
+    ds_id: int
+    ds_shape: torch.Size
+    ds_numel: int
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Whether the values are complete on this rank now."""
+        return ZeroParamStatus.NOT_AVAILABLE if isinstance(self, Guarded) else ZeroParamStatus.AVAILABLE
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether the values are always complete on this rank."""
+        bucket = bucket_of(self)
+        return bucket is None or bucket.plan.resident
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """This rank's elements of the values, flat, perhaps none; all of a parameter that is not sharded."""
+        bucket = bucket_of(self)
+        if bucket is None:
+            return self.detach().view(-1)
+        values, low = bucket.held
+        begin = bucket.offset_of(self) - low
+        return values[max(begin, 0) : max(begin + self.ds_numel, 0)]
+
+
+_numbers = count()
+
+
+@cache
+def _partitioned(kind: type[nn.Parameter]) -> type[Partitioned]:
+    return type(f"Partitioned{kind.__name__}", (Partitioned, kind), {})
+
+
+def mark_partitioned(module: nn.Module) -> None:
+    """Give a module's parameters DeepSpeed's attributes, before an engine shards them."""
+    parameter: Any
+    for parameter in module.parameters():
+        if not isinstance(parameter, Partitioned):
+            kind: type[nn.Parameter] = type(parameter)
+            parameter.__class__ = _partitioned(kind)
+            parameter.ds_id = next(_numbers)
+            parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+
+
+def read_empty(parameter: Tensor) -> Tensor:
+    """What is read of a parameter that is not gathered: an empty tensor, as in DeepSpeed."""
+    return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:

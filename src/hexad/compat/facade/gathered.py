@@ -1,4 +1,4 @@
-"""Complete values of parameters that ZeRO 3 shards: to read, to change, and as a ``state_dict``."""
+"""Complete values of parameters that ZeRO 3 shards: to read and to change."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ def register(engine: Engine) -> None:
     for bucket in engine.buckets:
         for declared in bucket.members:
             _engines[declared.parameter] = weakref.ref(engine)
+
+
+def bucket_of(parameter: Any) -> Bucket | None:
+    """The bucket of an engine that a parameter belongs to; None if there is none."""
+    engine = _engines[parameter]() if parameter in _engines else None
+    buckets = () if engine is None else engine.buckets
+    return next((b for b in buckets if any(d.parameter is parameter for d in b.members)), None)
 
 
 @contextmanager
@@ -86,51 +93,3 @@ def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
         broadcast(bucket.whole, axis, axis.ranks.index(rank))
     bucket.adopt()
     bucket.publish()
-
-
-_collects = False
-"""Whether :func:`state_dict` is calling that of a module."""
-
-
-def refuse_shards(*_: Any) -> None:
-    """Refuse the ``state_dict`` of a module that ZeRO 3 shards: it would have placeholders.
-
-    Raises:
-        HexadError: unless :func:`state_dict` calls it.
-    """
-    if not _collects:
-        raise HexadError(
-            "state_dict: found ZeRO stage 3, which shards the values; call engine.module_state_dict() or "
-            "engine.save_16bit_model() on all ranks"
-        )
-
-
-def state_dict(
-    engine: Engine, module: nn.Module, exclude_frozen: bool = False, first_only: bool = False
-) -> dict[str, Tensor]:
-    """A module's ``state_dict`` with complete values on the host; all ranks together.
-
-    Args:
-        exclude_frozen: leave out parameters that are not trained.
-        first_only: nothing on the other ranks, whose hosts hold no copy.
-    """
-    global _collects
-    keeps = not (first_only and engine.mesh.rank)
-    engine.gatherer.settle()
-    values: dict[Tensor, Tensor] = {}
-    for bucket in engine.buckets:
-        engine.gatherer.acquire(bucket)
-        for declared in bucket.members if keeps else ():
-            values[declared.parameter] = declared.parameter.detach().to("cpu", copy=True)
-        engine.gatherer.release(bucket)
-    state: dict[str, Any] = {}
-    _collects = True
-    try:
-        held = module.state_dict(keep_vars=True) if keeps else {}
-    finally:
-        _collects = False
-    for name, value in held.items():
-        frozen = isinstance(value, nn.Parameter) and not value.requires_grad
-        if not (frozen and exclude_frozen):
-            state[name] = values[value] if value in values else value.detach().to("cpu", copy=True)
-    return state

@@ -20,7 +20,16 @@ from hexad.topology.mesh import Axis, Mesh
 
 from ..inventory import Grid, Traits, Weight
 from ..rectangle import Rectangle
-from ..sharding import Declared, absent, fill_initial, forget_derived
+from ..sharding import (
+    Declared,
+    Provide,
+    absent,
+    fill_initial,
+    forget_derived,
+    guard,
+    not_gathered,
+    unguard,
+)
 from .bucket_plan import BucketPlan, Held, plan_buckets, state_shards
 
 
@@ -123,6 +132,7 @@ class Bucket:
             parameters, in the model's format.
         source: what is gathered from: this rank's shard of the values on the device.
         gradient: this rank's shard of the summed gradients.
+        provide: returns what is read of its parameters while their values are not here, or on their way.
     """
 
     def __init__(self, plan: BucketPlan, members: Sequence[Declared], rank: int) -> None:
@@ -135,6 +145,7 @@ class Bucket:
         self.master = torch.empty(0)
         self.source = torch.empty(0)
         self.gradient = torch.empty(0)
+        self.provide: Provide = not_gathered
 
     @property
     def adapter(self) -> bool:
@@ -245,6 +256,11 @@ class Bucket:
         assert flat is not None
         return flat[self.low : self.high]
 
+    def offset_of(self, parameter: object) -> int:
+        """The element that one of its parameters begins with."""
+        numbers = (n for n, declared in enumerate(self.members) if declared.parameter is parameter)
+        return self.plan.offsets[next(numbers)]
+
     def view(self, flat: Tensor, member: int) -> Tensor:
         """A member's view of a flat tensor of the bucket's size."""
         shape, offset = self.members[member].parameter.shape, self.plan.offsets[member]
@@ -253,8 +269,22 @@ class Bucket:
     def attach(self, whole: Tensor) -> None:
         """Make the parameters views of ``whole``."""
         self.whole = whole
+        self.unguard()
         for member, declared in enumerate(self.members):
             declared.parameter.data = self.view(whole, member)
+
+    def guard(self) -> None:
+        """Let :attr:`provide` decide what is read of the parameters, until :meth:`unguard`."""
+        for declared in self.members:
+            guard(declared.parameter, self._read)
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        return self.provide(parameter)
+
+    def unguard(self) -> None:
+        """Make the parameters' values readable."""
+        for declared in self.members:
+            unguard(declared.parameter)
 
     def detach(self) -> Tensor:
         """Leave the parameters without values; returns what held them."""
@@ -264,8 +294,10 @@ class Bucket:
         return whole
 
     def _leave_without_values(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.unguard()
         for declared in self.members:
             declared.parameter.data = absent(declared.parameter.shape, dtype, device)
+        self.guard()
 
     def pieces(self, shard: Tensor) -> Iterator[tuple[Rectangle, Tensor]]:
         """(rectangle of a global tensor, its view) of everything in a tensor like ``master``: a rank holds at

@@ -8,6 +8,7 @@ while their layer computes; the next layer's are gathered meanwhile (FSDP: Zhao 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hexad.comm import Pending, all_gather_async
 
+from ..sharding import Provide, not_gathered
 from .buckets import Bucket, BufferPool, Shardings
 from .ordering import Gathering
 
@@ -31,6 +33,9 @@ class ParameterGatherer:
         hooks: wait for parameters where modules need them; otherwise whoever calls these calls :meth:`settle`
             before (compiled modules, whose graphs hooks would break). Not in ZeRO 3.
         views: autograd may save views of weights for the backward pass; our own layers save parameters.
+
+    Attributes:
+        absent: what is read of parameters that are not gathered; by default an error.
     """
 
     def __init__(
@@ -44,7 +49,10 @@ class ParameterGatherer:
     ) -> None:
         self._buckets, self._sharding, self._pool, self._views = buckets, sharding, pool, views
         self._gathering: dict[int, Pending] = {}
-        self._held: Counter[int] = Counter()  # uses of complete() that have not ended
+        self._held: Counter[int] = Counter()  # uses of acquire() that have not ended
+        self.absent: Provide = not_gathered
+        for number, bucket in enumerate(buckets):
+            bucket.provide = partial(self._provide, number)
         if not hooks or all(bucket.plan.resident and bucket.plan.shards == 1 for bucket in buckets):
             return
         for stage in stages.values():
@@ -60,6 +68,7 @@ class ParameterGatherer:
         shards = self._sharding[bucket.traits.grid].shards
         if bucket.plan.resident and shards.size > 1:
             self._gathering[number] = all_gather_async(bucket.source, shards, out=bucket.whole)
+            bucket.guard()  # whoever reads a parameter meanwhile waits
         elif self._held[number]:
             self.fetch(number)
 
@@ -72,11 +81,12 @@ class ParameterGatherer:
         self._arrive(number)
 
     def release(self, bucket: Bucket) -> None:
-        """End one use that began with :meth:`acquire`."""
+        """End one use that began with :meth:`acquire`. The buffer is not used again: those who have read the
+        values may hold views of it."""
         number = self._buckets.index(bucket)
         self._held[number] -= 1
-        if not bucket.plan.resident:
-            self.free(number)
+        if not self._held[number] and not bucket.plan.resident and bucket.whole is not None:
+            bucket.detach()
 
     def settle(self) -> None:
         """Wait for everything that is being gathered."""
@@ -120,8 +130,17 @@ class ParameterGatherer:
         pending = self._gathering.pop(number, None)
         if pending is not None:
             whole = pending.wait()
-            if not self._buckets[number].plan.resident:
+            if self._buckets[number].plan.resident:
+                self._buckets[number].unguard()
+            else:
                 self._buckets[number].attach(whole)
+
+    def _provide(self, number: int, parameter: Tensor) -> Tensor:
+        """A parameter once its values have arrived; :attr:`absent` decides about those of ZeRO 3."""
+        if not self._buckets[number].plan.resident:
+            return self.absent(parameter)
+        self._arrive(number)
+        return parameter
 
     def _hook(self, stage: nn.Module) -> None:
         """Make the stage's units fetch, wait for and release their buckets."""

@@ -56,6 +56,9 @@ class _Recorded:
     def start(self, bucket: int, first: bool, absent: Sequence[int]) -> None:
         self.decided.append(("start", bucket))
 
+    def overrun(self) -> None:
+        self.decided.append(("overrun", -1))
+
     def retire(self, bucket: int, last: bool) -> None:
         self.decided.append(("retire", bucket))
 

@@ -107,7 +107,7 @@ class Guarded(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Parameter of shape {tuple(self.shape)}, not gathered"
 
 

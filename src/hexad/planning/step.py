@@ -87,6 +87,10 @@ class StateBuffers:
         self.most = max(self.most, self.moving)
         self._accumulating.discard(bucket)
 
+    def overrun(self) -> None:
+        """Never called: a plan contributes what it announces."""
+        raise AssertionError
+
     def retire(self, bucket: int, last: bool) -> None:
         """Release the buffers of a reduction that is over."""
         received, beside = self._reducing.popleft()

@@ -100,7 +100,7 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
         ("graph", r"backward: found shape \(\), requires_grad False, expected a scalar loss with a graph"),
         ("shape", r"backward: found shape \(2,\), requires_grad True"),
         ("no_sync", "no_sync: found zero_optimization.stage 2"),
-        ("optimizer.step", "call engine.step"),
+        ("optimizer.step", "found no backward pass since the last update"),
         ("misspelt", "optimizer.params.weigth_decay: not a parameter of Adam .did you mean 'weight_decay'"),
         ("betas", "optimizer.params.betas: found 0.9, expected two numbers"),
         ("one beta", r"optimizer.params.betas: found \[0.9\], expected two numbers"),

@@ -7,6 +7,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from .unsupported import UNSUPPORTED, unsupported
+
 __version__ = "0.19.8"
 """The release of DeepSpeed whose names, defaults and numbers these are."""
 
@@ -19,6 +21,7 @@ _PUBLIC = {
     "RepeatingLoader": "data",
     "TiedLayerSpec": "pipe",
     "add_config_arguments": "entry",
+    "get_accelerator": "accelerator",
     "init_distributed": "entry",
     "initialize": "entry",
 }
@@ -31,6 +34,8 @@ def __getattr__(name: str) -> Any:
     """Resolved on first use: configurations are read without torch."""
     if name in _MODULES:  # imported on first use, since it imports torch
         return import_module(f"{__name__}.{name}")
+    if name in UNSUPPORTED:
+        return unsupported(name)
     if name not in _PUBLIC:
         raise AttributeError(
             f"hexad.compat.deepspeed has no {name!r}; it has {', '.join(sorted([*_PUBLIC, *_MODULES]))}"

@@ -15,16 +15,20 @@ from hexad.topology.mesh import Axis
 
 
 class Loader(DataLoader[Any]):
-    """A rank's microbatches of a data set, reshuffled in every epoch."""
+    """A rank's microbatches of a data set, in the same order in every epoch unless :meth:`set_epoch` is
+    called, as in DeepSpeed."""
 
-    _epoch = 0
     _endless: Iterator[Any] | None = None
 
-    def __iter__(self) -> Any:
-        if isinstance(self.sampler, DistributedSampler):
-            self.sampler.set_epoch(self._epoch)
-        self._epoch += 1
-        return super().__iter__()
+    @property
+    def data_sampler(self) -> Any:
+        """The sampler, under DeepSpeed's name."""
+        return self.sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle in another order, if the sampler shuffles."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
 
     def endless(self) -> Iterator[Any]:
         """An iterator over any number of epochs."""

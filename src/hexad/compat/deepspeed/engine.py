@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from hexad.checkpoint.reader import chosen
-from hexad.comm import agreed, identical
+from hexad.comm import identical
 from hexad.config import HexadError, did_you_mean
 from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
 
-from ..facade import gathered, tags, world
+from ..facade import gathered, world
 from ..facade.accumulation import Accumulation
-from ..facade.optimizer import EngineOptimizer, Parameters, trained
+from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, OptimizerCalls, Parameters, refused, trained
 from .config import Batch, CheckedConfig, without_effect
 from .data import Loader, cast_tensors, loader_of
+from .engine_checkpoints import EngineCheckpoints
+from .groups import PipelineGrid
+from .helpers import ThroughputTimer
 from .optimizers import client_optimizer, client_scheduler
-from .saved_state import COUNTERS
 from .translate import engine_config
 from .zero import mark_partitioned, read_empty
-from .zero_files import written_by_deepspeed
 
 log = logging.getLogger("hexad")
 
@@ -51,7 +49,7 @@ def _reads(path: str, what: str) -> Callable[[DeepSpeedEngine], Any]:
     return method
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(EngineCheckpoints):
     """Trains any module: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
 
     The loss is the mean over a rank's samples; gradients are averaged over ranks and accumulated backward
@@ -108,17 +106,23 @@ class DeepSpeedEngine(nn.Module):
             identical("optimizer.param_groups", dict(enumerate(groups)), self._engine.mesh.world)
         # With ZeRO 3 the optimizer's zero_grad discards more than the engine's, as in DeepSpeed.
         discard = None if self.zero_optimization_stage() == 2 else self._discard
-        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, discard)
+        calls = OptimizerCalls(self._update_alone, discard)
+        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, calls)
         self.basic_optimizer = basic
         self.lr_scheduler = client_scheduler(scheduler, basic, config.keys)
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self.gradient_average = True
+        self._engine.gradients.extends = (
+            True  # losses of other engines may be differentiated through this one
+        )
+        object.__setattr__(module, "zero_grad", ModuleZeroGrad(module, self.zero_grad))
+        self.tput_timer, self.grid = ThroughputTimer(), PipelineGrid(self._engine.mesh)
         self._accumulation = Accumulation(self._engine)
         self._boundary: bool | None = None
         self._norm: float | None = None
         self._applied = False
-        self._accumulation.begin(self._limit())
+        self._begin()
         self._report()
 
     # Construction
@@ -219,6 +223,9 @@ class DeepSpeedEngine(nn.Module):
         # With a boundary set by hand (accelerate) the number is an upper bound; 1 then means nothing.
         return passes if managed and (self._boundary is not False or passes > 1) else None
 
+    def _begin(self) -> None:
+        self._accumulation.begin(self._limit())
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2 and
         3, as in DeepSpeed. Not needed otherwise: a step begins without gradients."""
@@ -260,7 +267,7 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError("found accumulated gradients; change batch sizes after a step")
         self._config = replace(self._config, batch=batch)
         self.micro_steps -= self.micro_steps % batch.accumulation
-        self._accumulation.begin(self._limit())
+        self._begin()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next :meth:`step` updates."""
@@ -274,7 +281,7 @@ class DeepSpeedEngine(nn.Module):
         """Determine whether the next :meth:`step` updates, in place of counting."""
         self._boundary = is_boundary
         if not self._accumulation.pending:
-            self._accumulation.begin(self._limit())
+            self._begin()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate any number of backward passes, which :meth:`step` reduces, outside.
@@ -296,29 +303,50 @@ class DeepSpeedEngine(nn.Module):
             raise HexadError("step: found inside no_sync; call it outside")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
+            self._accumulation.take_assigned()
             if not self._accumulation.pending and not self._accumulation.discarded:
                 raise HexadError("step: found no backward pass since the last update; call backward before")
             self._update(lr_kwargs or {})
         self.micro_steps += 1
 
-    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+    def _update_alone(self) -> None:
+        """The optimizer's own ``step``: an update without the schedule and the counters of :meth:`step`; with
+        stage 0 in float32 without clipping too."""
+        self._accumulation.take_assigned()
+        if not self._accumulation.pending:
+            raise HexadError("optimizer.step: found no backward pass since the last update; call it before")
+        basic = self.zero_optimization_stage() == 0 and self._config.dtype == "fp32"
+        clip, self._engine.optimizer.clip = self._engine.optimizer.clip, 0.0 if basic else self._config.clip
+        try:
+            self._update_weights()
+        finally:
+            self._engine.optimizer.clip = clip
+
+    def _update_weights(self) -> int:
+        """Reduce, clip and update; returns the number of backward passes."""
         passes = self._accumulation.finish()
         self._engine.reduce()
         mean = self._config.keys.gradient_allreduce_op == "mean"
         before = self._engine.updates
         self._norm = self._engine.update(None, divisor=self.dp_world_size if mean else 1)
         self._engine.gatherer.settle()  # scripts read parameters after a step
-        self._accumulation.begin(self._limit())
+        self._begin()
         self._applied = self._engine.updates > before
         assert self.optimizer is not None
         self.optimizer.overflow, self.optimizer._global_grad_norm = not self._applied, self._norm
+        return passes
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        passes = self._update_weights()
         if not self._applied:
             self._skipped()
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         managed = self._config.keys.managed_gradient_accumulation
-        self.global_samples += self.train_batch_size() if managed else self._per_pass() * passes
+        samples = self.train_batch_size() if managed else self._per_pass() * passes
+        self.global_samples += samples
+        self.tput_timer.step(samples)
         every = self.steps_per_print()
         if every and self.global_steps % every == 0 and not self.global_rank:
             log.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, self.get_lr())
@@ -381,141 +409,6 @@ class DeepSpeedEngine(nn.Module):
                 f"{what}: the engine has no optimizer; pass one to initialize, or name one in the file"
             )
 
-    # Checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save weights, optimizer, schedule and counters to ``save_dir/tag``, all ranks together; any layout
-        loads them. ``client_state`` is what the script adds: numbers, texts, tensors, containers of these.
-
-        Raises:
-            HexadError: ``save_dir`` is empty, or ``client_state`` holds something else.
-        """
-        if not save_dir:
-            raise HexadError(f"save_checkpoint: found save_dir {save_dir!r}, expected a directory")
-        world = self._engine.mesh.world
-        identical("save_checkpoint", {"save_dir": str(save_dir)}, world)
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tag = tags.common(tag, world, self._config.keys.checkpoint.tag_validation)
-        progress = agreed(lambda: self._progress(client_state or {}), world)
-        tags.save(self._engine, save_dir, tag, progress, save_latest, exclude_frozen_parameters)
-        return True
-
-    def _progress(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(client_state, Mapping):
-            raise HexadError(f"client_state: found a {type(client_state).__name__}, expected a dictionary")
-        scheduler = self.lr_scheduler
-        return {
-            **self._engine.progress(),
-            "deepspeed": {
-                "counters": {name: getattr(self, name) for name in COUNTERS},
-                "scheduler": None
-                if scheduler is None
-                else tags.encoded(scheduler.state_dict(), "lr_scheduler"),
-                "client_state": tags.encoded(dict(client_state), "client_state"),
-            },
-        }
-
-    def load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what :meth:`save_checkpoint` has saved, in any layout; all ranks together.
-
-        Args:
-            load_dir: that was saved to.
-            tag: of the checkpoint; by default the latest.
-            load_module_strict: refuse a checkpoint that lacks parameters or persistent buffers of the module,
-                or has others. Otherwise these are unchanged or ignored, and a warning names them.
-            load_optimizer_states: as well as weights.
-            load_lr_scheduler_states: as well as weights.
-            load_module_only: weights, but no counters either.
-            custom_load_fn: None.
-
-        Returns:
-            the directory and the ``client_state``; (None, None) where ``load_dir`` names no latest one.
-
-        Raises:
-            HexadError: it is damaged, of another module, or was written by DeepSpeed; or ranks name others.
-        """
-        if custom_load_fn is not None:
-            raise HexadError(
-                "load_checkpoint: found custom_load_fn, which is not supported; load into the module before"
-            )
-        if not isinstance(load_dir, str | os.PathLike):
-            raise HexadError(f"load_checkpoint: found load_dir {load_dir!r}, expected a directory")
-        axis = self._engine.mesh.world
-        identical("load_checkpoint", {"load_dir": str(load_dir), "tag": tag}, axis)
-        path = chosen(lambda: tags.find(load_dir, tag, written_by_deepspeed), axis, Path(load_dir))
-        if path is None:
-            return None, None
-        optimizer = load_optimizer_states and not load_module_only
-        lenient = "load_module_strict=False"
-        progress = tags.load(self._engine, path, optimizer, load_module_strict, lenient)
-        kept = progress.get("deepspeed", {})
-        if not load_module_only:
-            self._restore_counts(progress, kept)
-        self._accumulation.passes = 0
-        self._accumulation.begin(self._limit())  # accumulated gradients are discarded
-        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        schedule = load_lr_scheduler_states and not load_module_only
-        if schedule and self.lr_scheduler is not None and kept.get("scheduler") is not None:
-            self.lr_scheduler.load_state_dict(tags.decoded(kept["scheduler"]))
-        state = kept.get("client_state")
-        return str(path), {} if state is None else tags.decoded(state)
-
-    def _restore_counts(self, progress: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restore the counters; a run's own checkpoint has only the engine's."""
-        engine = self._engine
-        engine.restore_counts(progress)
-        skipped = engine.step - progress.get("updates", engine.step)
-        of_run = dict(zip(COUNTERS, (engine.step, engine.samples, skipped)))
-        for name, value in {**of_run, **kept.get("counters", {})}.items():
-            setattr(self, name, value)
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write the module's ``state_dict``, in the format that it computes in, to one file, on the first
-        rank; a name ending in ``.safetensors`` writes that format. All ranks together."""
-        state = self._state_dict(exclude_frozen_parameters, first_only=True)
-        return tags.save_model(state, save_dir, save_filename, self._engine.mesh)
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The module's ``state_dict`` with complete values, on every rank; all ranks together.
-
-        Raises:
-            HexadError: with tensor or pipeline ranks, none of which has the complete module.
-        """
-        return self._state_dict(exclude_frozen_parameters)
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The module's complete ``state_dict`` on the first rank; None on others. transformers and accelerate
-        call it by this name."""
-        state = self._state_dict(exclude_frozen_parameters, first_only=True)
-        return None if self.global_rank else state
-
-    def _state_dict(self, exclude_frozen: bool, first_only: bool = False) -> dict[str, Tensor]:
-        return self._engine.state_dict(exclude_frozen, first_only)
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether complete weights can be gathered: always."""
-        return True
-
     # What scripts ask: settings, sizes, rates, norms
 
     @property
@@ -565,6 +458,13 @@ class DeepSpeedEngine(nn.Module):
         batch = self._config.batch
         return batch.total, batch.micro, batch.accumulation
 
+    def optimizer_name(self) -> str | None:
+        """The optimizer that the configuration names; the class of the script's own."""
+        named = self._config.keys.optimizer
+        if self.basic_optimizer is None:
+            return None
+        return type(self.basic_optimizer).__name__ if named is None else named.type.lower()
+
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
         return self.zero_optimization_stage() > 0
@@ -584,6 +484,10 @@ class DeepSpeedEngine(nn.Module):
         """Set the learning rate of every parameter group."""
         for group in self._groups():
             group["lr"] = lr
+
+    offload_states = reload_states = refused(
+        "offload_states", "state stays where it is; use zero_optimization.offload_optimizer"
+    )
 
     def empty_partition_cache(self) -> None:
         """No effect: complete values of sharded parameters are released after use."""

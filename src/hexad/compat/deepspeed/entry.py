@@ -17,10 +17,22 @@ from hexad.topology.mesh import Mesh
 
 from ..facade import world
 from .config import CheckedConfig, effective, read_config
+from .constants import ADAM_OPTIMIZER, LAMB_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER
 from .engine import DeepSpeedEngine
 from .keys import Keys
 from .pipe import PipelineModule
 from .pipe_engine import PipelineEngine
+
+__all__ = [
+    "ADAM_OPTIMIZER",
+    "LAMB_OPTIMIZER",
+    "ONEBIT_ADAM_OPTIMIZER",
+    "ONEBIT_LAMB_OPTIMIZER",
+    "DeepSpeedConfig",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+]
 
 log = logging.getLogger("hexad")
 

@@ -11,11 +11,17 @@ from typing import Any
 
 from hexad.config import HexadError
 
+from .unsupported import UNSUPPORTED, unsupported
+
 _WHERE = {
     "accelerator": "accelerator",
     "checkpoint.utils": "utils",
     "checkpointing": "checkpointing",
     "comm": "comm",
+    "compression.helper": "helpers",
+    "constants": "constants",
+    "launcher.runner": "constants",
+    "moe.utils": "helpers",
     "ops.adam": "ops",
     "pipe": "pipe",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
@@ -25,9 +31,14 @@ _WHERE = {
     "runtime.lr_schedules": "lr_schedules",
     "runtime.pipe.engine": "pipe_engine",
     "runtime.pipe.module": "pipe",
+    "runtime.pipe.topology": "groups",
+    "runtime.utils": "helpers",
     "runtime.zero": "zero",
+    "runtime.zero.offload_config": "zero",
     "runtime.zero.partition_parameters": "zero",
     "utils": "utils",
+    "utils.groups": "groups",
+    "utils.logging": "utils",
     "zero": "zero",
 }
 """Module of DeepSpeed -> module of this package."""
@@ -75,17 +86,26 @@ def install(package: ModuleType) -> None:
         sys.meta_path.append(_Finder())
     sys.modules["deepspeed"] = package
     for name, module in _WHERE.items():
-        parent, path = package, "deepspeed"
-        *packages, last = name.split(".")
-        for part in packages:
-            path = f"{path}.{part}"
-            parent = _package(path, part, parent)
+        parent, path = _parent(package, name)
         target = import_module(f"{package.__name__}.{module}")
-        if isinstance(sys.modules.get(f"{path}.{last}"), ModuleType):
+        if isinstance(sys.modules.get(path), ModuleType):
             continue
-        sys.modules[f"{path}.{last}"] = target
+        sys.modules[path] = target
         if parent is not package:
-            setattr(parent, last, target)
+            setattr(parent, name.rpartition(".")[2], target)
+    for name in UNSUPPORTED:
+        parent, _ = _parent(package, name)
+        setattr(parent, name.rpartition(".")[2], unsupported(name))
+
+
+def _parent(package: ModuleType, name: str) -> tuple[ModuleType, str]:
+    """The package that a dotted name below ``deepspeed`` belongs to, made where needed, and the full name."""
+    parent, path = package, "deepspeed"
+    *packages, last = name.split(".")
+    for part in packages:
+        path = f"{path}.{part}"
+        parent = _package(path, part, parent)
+    return parent, f"{path}.{last}"
 
 
 def _package(path: str, name: str, parent: ModuleType) -> ModuleType:

@@ -22,6 +22,7 @@ from hexad.topology.layout import Layout
 from ..facade import world
 from ..facade.optimizer import trained
 from . import checkpointing
+from .groups import stages_of
 
 Layer = Callable[[Any], Any]
 
@@ -163,7 +164,7 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
-        self.num_stages = int(topology.get_dim("pipe") if num_stages is None else num_stages)
+        self.num_stages = stages_of(topology) if num_stages is None else num_stages
         self.schedule, self.virtual_stages = schedule, virtual_stages
         device = world.join()
         self._check_world()

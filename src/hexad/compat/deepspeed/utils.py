@@ -1,21 +1,49 @@
 """``deepspeed.utils``: what scripts import from there."""
 
-import logging
 from collections.abc import Sequence
+from logging import INFO, getLogger
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .data import map_tensors
+from . import groups
+from .data import RepeatingLoader, map_tensors
+from .full_values import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 
-__all__ = ["clone_tensors_for_torch_save", "log_dist", "logger", "set_z3_leaf_modules"]
+__all__ = [
+    "RepeatingLoader",
+    "clone_tensors_for_torch_save",
+    "groups",
+    "is_initialized",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
+]
 
-logger = logging.getLogger("hexad")
+logger = getLogger("hexad")
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def is_initialized() -> bool:
+    """Whether the process group has been initialised."""
+    return bool(dist.is_initialized())
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log on some ranks: -1, or none named, is all of them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hexad.parallel.sharding import Guarded
 
-from ..facade.gathered import bucket_of
 from ..facade.gathered import gathered_parameters as GatheredParameters
+from ..facade.gathered import owner_of
 from .config import read_json
 
 __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
@@ -48,18 +48,32 @@ class Partitioned(nn.Parameter):
     @property
     def ds_persist(self) -> bool:
         """Whether the values are always complete on this rank."""
-        bucket = bucket_of(self)
-        return bucket is None or bucket.plan.resident
+        owner = owner_of(self)
+        return owner is None or owner[1].plan.resident
 
     @property
     def ds_tensor(self) -> Tensor:
         """This rank's elements of the values, flat, perhaps none; all of a parameter that is not sharded."""
-        bucket = bucket_of(self)
-        if bucket is None:
+        owner = owner_of(self)
+        if owner is None:
             return self.detach().view(-1)
+        bucket = owner[1]
         values, low = bucket.held
         begin = bucket.offset_of(self) - low
         return values[max(begin, 0) : max(begin + self.ds_numel, 0)]
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Where state is offloaded to."""
+
+    none, cpu, nvme = "none", "cpu", "nvme"
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """Kinds of state of ``engine.offload_states``, which is refused."""
+
+    optim_states, hp_params, lp_params = "optim_states", "hp_params", "lp_params"
+    lp_grads, contiguous_grad_buffer = "lp_grads", "contiguous_grad_buffer"
 
 
 _numbers = count()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hexad.config import HexadError
+from hexad.parallel.contributions import Dense
 
 if TYPE_CHECKING:
     from hexad.engine.engine import Engine
@@ -68,6 +69,25 @@ class Accumulation:
         loss, scaler = loss / divisor, self._engine.scaler
         (loss.float() * scaler.scale if scaler.active else loss).backward(retain_graph=retain_graph)
         return loss.detach()
+
+    def take_assigned(self) -> None:
+        """Take the gradients that a script has assigned (``parameter.grad = ...``): a backward pass leaves
+        none there.
+
+        Raises:
+            HexadError: there have been backward passes, whose gradients they would replace.
+        """
+        members = [declared.parameter for bucket in self._engine.trained for declared in bucket.members]
+        assigned = [parameter for parameter in members if parameter.grad is not None]
+        if assigned and self.pending:
+            raise HexadError(
+                f"step: found {len(assigned)} parameters with an assigned .grad after a backward pass, which "
+                "has accumulated their gradients; change these with deepspeed.utils.safe_set_full_grad"
+            )
+        for parameter in assigned:
+            assert parameter.grad is not None
+            self._engine.gradients.contribute(parameter, Dense(parameter.grad))
+            parameter.grad = None
 
     def discard(self, limit: int | None) -> None:
         """Discard the gradients accumulated so far, if any, and begin again."""

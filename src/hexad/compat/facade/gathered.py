@@ -29,11 +29,13 @@ def register(engine: Engine) -> None:
             _engines[declared.parameter] = weakref.ref(engine)
 
 
-def bucket_of(parameter: Any) -> Bucket | None:
-    """The bucket of an engine that a parameter belongs to; None if there is none."""
-    engine = _engines[parameter]() if parameter in _engines else None
-    buckets = () if engine is None else engine.buckets
-    return next((b for b in buckets if any(d.parameter is parameter for d in b.members)), None)
+def owner_of(parameter: Any) -> tuple[Engine, Bucket] | None:
+    """The engine and the bucket that a parameter belongs to; None if there are none."""
+    engine: Engine | None = _engines[parameter]() if parameter in _engines else None
+    if engine is None:
+        return None
+    buckets = (b for b in engine.buckets if any(d.parameter is parameter for d in b.members))
+    return next(((engine, bucket) for bucket in buckets), None)
 
 
 @contextmanager

@@ -3,10 +3,12 @@ holds of them."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -108,26 +110,69 @@ def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> An
     return scheduler
 
 
+@dataclass(frozen=True)
+class OptimizerCalls:
+    """Methods of whoever holds an :class:`EngineOptimizer`.
+
+    Attributes:
+        step: reduces gradients and updates.
+        discard: discards the gradients accumulated so far; None where ``zero_grad`` has no effect.
+    """
+
+    step: Callable[[], None]
+    discard: Callable[[], None] | None
+
+
+class ModuleZeroGrad:
+    """``zero_grad`` of a script's module: its gradients are in an engine. Copies of the module have torch's.
+
+    Args:
+        module: the script's.
+        discard: a method that discards the gradients accumulated so far.
+    """
+
+    def __init__(self, module: nn.Module, discard: Callable[[], None] | None) -> None:
+        self._module = weakref.ref(module)
+        self._discard = None if discard is None else weakref.WeakMethod(discard)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Discard the gradients accumulated so far, and other tensors' ``grad``."""
+        module, discard = self._module(), None if self._discard is None else self._discard()
+        if module is not None:
+            type(module).zero_grad(module, set_to_none)
+        if discard is not None:
+            discard()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleZeroGrad:
+        return ModuleZeroGrad(memo[id(self._module())], None)
+
+    def __reduce__(self) -> Any:
+        return _no_effect, ()
+
+
+def _no_effect() -> Any:
+    """``zero_grad`` of a module that was pickled."""
+    return partial(nn.Module.zero_grad, nn.Module())
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """The optimizer that ``initialize`` returns: the groups of the inner one, which the engine steps.
 
     Args:
         optimizer: the inner one.
         engine: that steps it.
-        discard: a method that discards the gradients accumulated so far, of whoever holds this optimizer;
-            None where :meth:`zero_grad` has no effect.
+        calls: methods of whoever holds this optimizer.
 
     Attributes:
         optimizer: the inner one; its parameters are master values.
         overflow: the last step was skipped: its gradients were not finite.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, engine: Engine, discard: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, calls: OptimizerCalls) -> None:
         # Not the base class's: groups and state are those of the inner optimizer.
         self.optimizer, self._engine = optimizer, engine
-        self._discard = None if discard is None else WeakMethod(discard)
+        self._step = weakref.WeakMethod(calls.step)
+        self._discard = None if calls.discard is None else weakref.WeakMethod(calls.discard)
         self.defaults = optimizer.defaults
         self.overflow = False
         self._global_grad_norm = 0.0
@@ -142,7 +187,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     load_state_dict = refused("optimizer.load_state_dict", "state is sharded; use engine.load_checkpoint")
-    step = refused("optimizer.step", "gradients are sharded and scaled; call engine.step()")
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Reduce the gradients accumulated so far and update, without a learning-rate schedule; all ranks
+        together.
+
+        Raises:
+            HexadError: with a closure, or without gradients.
+        """
+        if closure is not None:
+            raise HexadError("optimizer.step: found a closure; call backward before, and step without it")
+        if (step := self._step()) is not None:
+            step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2, as

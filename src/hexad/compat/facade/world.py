@@ -16,10 +16,14 @@ from hexad.config import HexadError
 from hexad.launching.environment import environment
 from hexad.launching.launch import let_threads_finish, pick_device
 from hexad.topology.layout import Layout
-from hexad.topology.mesh import Mesh
+from hexad.topology.mesh import Axis, Mesh
 
 _meshes: dict[Layout, tuple[dist.ProcessGroup | None, Mesh]] = {}
 """Layout -> the default process group that its mesh was created from, and the mesh."""
+_current: list[Mesh] = []
+"""The mesh that was used last, if any."""
+_alone: dict[dist.ProcessGroup | None, dist.ProcessGroup] = {}
+"""The default process group -> a group of this rank alone."""
 atexit.register(let_threads_finish)  # scripts end as they like
 
 
@@ -67,4 +71,26 @@ def mesh_of(device: torch.device, pipeline: int = 1) -> Mesh:
         del _meshes[stale]  # of a process group that no longer exists
     if layout not in _meshes:
         _meshes[layout] = group, Mesh.create(layout, device, 1800.0, Trace())
-    return _meshes[layout][1]
+    return use(_meshes[layout][1])
+
+
+def use(mesh: Mesh) -> Mesh:
+    """Make a mesh the current one; returns it."""
+    _current[:] = [mesh]
+    return mesh
+
+
+def current_mesh() -> Mesh:
+    """The mesh that was used last; by default one of data ranks only."""
+    return _current[0] if _current else mesh_of(join())
+
+
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    """The process group of an axis, also of one rank."""
+    if axis.group is not None:
+        return axis.group
+    default = dist.group.WORLD
+    if default not in _alone:
+        _alone.clear()  # of process groups that no longer exist
+        _alone[default] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return _alone[default]

@@ -101,6 +101,7 @@ def use_mesh(mesh: Mesh, virtual_pipeline_model_parallel_size: int | None = None
     pairs = (("data", "context"), ("tensor", "pipeline"), ("tensor", "context"), ("tensor", "data"))
     together = {"-".join(pair): mesh.combined(*pair) for pair in (*pairs, ("tensor", "data", "context"))}
     embedding = mesh.some(mesh.pipeline, 0, mesh.pipeline.size - 1)
+    world.use(mesh)
     _current = _State(mesh, alone, together, embedding, virtual_pipeline_model_parallel_size)
     if virtual_pipeline_model_parallel_size is not None:
         _current.virtual_rank = 0

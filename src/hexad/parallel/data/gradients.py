@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hexad.comm import Pending, all_gather_async, all_reduce, all_reduce_async, reduce_scatter_async
+from hexad.config import HexadError
 from hexad.topology.mesh import Axis
 
 from ..contributions import Contribution, Dense, WeightGradient, attach
@@ -38,7 +39,12 @@ class Gradients:
         ties: by name, the ranks that hold copies of the same parameters for several stages.
         pool: buffers for gradients that are not kept.
         reduced: number format in which they are sent and reduced.
+
+    Attributes:
+        extends: more backward passes than announced are accepted, of any graph, the same on all data ranks.
     """
+
+    extends = False
 
     def __init__(
         self,
@@ -81,8 +87,8 @@ class Gradients:
             self._deferred.append((parameter, contribution))
             return
         number, member = self._places[parameter]
-        total = self._buckets[number].view(self._whole(number), member)
-        contribution.add_to(total, self._rounds.fresh(number, member))
+        fresh = self._rounds.fresh(number, member)  # first: it may extend the step
+        contribution.add_to(self._buckets[number].view(self._whole(number), member), fresh)
         self._rounds.added(number, member, last)
 
     @contextmanager
@@ -177,6 +183,19 @@ class Gradients:
         return bucket.gradients
 
     # As Rounds decides
+
+    def overrun(self) -> None:
+        """Extend the step by another backward pass.
+
+        Raises:
+            HexadError: unless :attr:`extends`.
+        """
+        if not self.extends:
+            raise HexadError(
+                "gradients: found more backward passes than begin was called with; call begin(microbatches) "
+                "before each step, with the number of its backward passes"
+            )
+        self.extend()
 
     def start(self, number: int, first: bool, absent: Sequence[int]) -> None:
         """Start reducing a bucket."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from hexad.config import HexadError
-
 from .bucket_plan import BucketPlan
 
 _IN_FLIGHT = 2
@@ -28,6 +26,10 @@ class Reductions(Protocol):
 
     def retire(self, bucket: int, last: bool) -> None:
         """Wait for a bucket's oldest reduction. ``last``: none will follow in this step."""
+        ...
+
+    def overrun(self) -> None:
+        """A parameter is contributed to more often than announced: extend the step, or raise an error."""
         ...
 
 
@@ -89,16 +91,9 @@ class Rounds:
         return (self._left[bucket] - 1) * self._buckets[bucket].uses[member]
 
     def fresh(self, bucket: int, member: int) -> bool:
-        """Whether nothing has been contributed to a parameter in this round.
-
-        Raises:
-            HexadError: no contribution to it is left in this step.
-        """
+        """Whether nothing has been contributed to a parameter in this round; asked before a contribution."""
         if not self._due[bucket][member]:
-            raise HexadError(
-                "gradients: found more backward passes than begin was called with; call begin(microbatches) "
-                "before each step, with the number of its backward passes"
-            )
+            self._reductions.overrun()
         return self._fresh[bucket][member]
 
     def added(self, bucket: int, member: int, last: bool = True) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from ..forked import quiet_deepspeed, run_forked, written_by
 from .layers import batch_of as pipe_batch_of
 from .layers import loss_of, specs
+from .scripts import SCRIPTS
 
 Results = dict[str, dict[str, Any]]
 """By the case's name, on the first rank."""
@@ -29,7 +30,8 @@ class Case:
     """A module, a configuration, and how the script steps.
 
     Attributes:
-        model: ``mlp``, ``gpt2``, or ``pipe``: a pipeline of two stages.
+        model: ``mlp``, ``gpt2``, or ``pipe``: a pipeline of two stages; or a script's name, whose only key is
+            the ``stage``.
         keys: of the configuration, beside batch sizes.
         accumulation: backward passes per step.
         steps: how many.
@@ -119,6 +121,8 @@ def run(deepspeed: Any, case: Case, rank: int, world: int) -> dict[str, Any]:
     """Train one case as a script does; returns what it computes."""
     if case.model == "pipe":
         return run_pipeline(deepspeed, case, rank)
+    if case.model in SCRIPTS:
+        return SCRIPTS[case.model](deepspeed, case.keys["stage"], rank)
     module = model_of(case.model)
     config = {
         "train_micro_batch_size_per_gpu": 3,

@@ -86,11 +86,20 @@ NARROW = {
 }
 """In 16 bits: gradients are reduced in float32 here, in 16 bits there."""
 
+SCRIPTS = {
+    "one loss through two engines": Case("adversarial", {"stage": 0}),  # the package's other stages fail
+    **{f"values read and written, stage {n}": Case("values", {"stage": n}) for n in (1, 2, 3)},
+    **{f"the optimizer's own step, stage {n}": Case("alone", {"stage": n}) for n in (0, 1, 2)},
+    **{f"epochs, stage {n}": Case("epochs", {"stage": n}) for n in (0, 2)},
+}
+"""What upstream scripts do beside forward, backward and step."""
+
 # After the others: the package remembers the pipeline. Unclipped: its norm counts tied weights twice.
 PIPELINES = {
     "pipeline": Case("pipe", keys(0, gradient_clipping=0.0), accumulation=3, steps=4),
     "pipeline, stage 1": Case("pipe", keys(1, gradient_clipping=0.0), accumulation=2, steps=3),
 }
+IN_PLACE = {f"in place, stage {n}": Case("in_place", {"stage": n}) for n in (0, 1)}
 
 
 QUICK = (
@@ -103,6 +112,8 @@ QUICK = (
     "bf16, stage 1",
     "fp16, stage 2",
     "pipeline, stage 1",
+    *SCRIPTS,
+    "in place, stage 0",
 )
 """The others are slow."""
 
@@ -115,7 +126,7 @@ def both() -> Both:
 
     @cache
     def results(quick: bool) -> tuple[Results, Results]:
-        every = EXACT | NARROW | PIPELINES
+        every = EXACT | NARROW | SCRIPTS | PIPELINES | IN_PLACE
         return results_of({name: case for name, case in every.items() if (name in QUICK) == quick})
 
     return lambda name: results(name in QUICK)
@@ -157,6 +168,13 @@ def test_numbers_are_those_of_the_package(both: Both, name: str) -> None:
     assert errors(theirs["loss"], ours["loss"]) < 1e-6
     assert errors(theirs["norm"], ours["norm"]) < 1e-6
     assert len(set(ours["loss"])) == len(ours["loss"])  # it trains
+
+
+@pytest.mark.parametrize("name", marked(SCRIPTS | IN_PLACE))
+def test_scripts_compute_what_they_do_with_the_package(both: Both, name: str) -> None:
+    theirs, ours = same(both, name)
+    assert errors(theirs["loss"], ours["loss"]) < (1e-2 if name.startswith("values") else 1e-6)
+    assert errors(theirs.get("seen", []), ours.get("seen", [])) < 2e-2
 
 
 @pytest.mark.parametrize("name", marked(NARROW))

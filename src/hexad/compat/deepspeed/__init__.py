@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from .unsupported import UNSUPPORTED, unsupported
+from .unsupported import UNSUPPORTED, refused_name
 
 __version__ = "0.19.8"
 """The release of DeepSpeed whose names, defaults and numbers these are."""
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:  # imported on first use, since it imports torch
         return import_module(f"{__name__}.{name}")
     if name in UNSUPPORTED:
-        return unsupported(name)
+        return refused_name(name)
     if name not in _PUBLIC:
         raise AttributeError(
             f"hexad.compat.deepspeed has no {name!r}; it has {', '.join(sorted([*_PUBLIC, *_MODULES]))}"

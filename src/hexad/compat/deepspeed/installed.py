@@ -11,7 +11,7 @@ from typing import Any
 
 from hexad.config import HexadError
 
-from .unsupported import UNSUPPORTED, unsupported
+from .unsupported import UNSUPPORTED, refused_name
 
 _WHERE = {
     "accelerator": "accelerator",
@@ -95,7 +95,7 @@ def install(package: ModuleType) -> None:
             setattr(parent, name.rpartition(".")[2], target)
     for name in UNSUPPORTED:
         parent, _ = _parent(package, name)
-        setattr(parent, name.rpartition(".")[2], unsupported(name))
+        setattr(parent, name.rpartition(".")[2], refused_name(name))
 
 
 def _parent(package: ModuleType, name: str) -> tuple[ModuleType, str]:

@@ -8,13 +8,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hexad.config import HexadError
 from hexad.config.errors import did_you_mean
 from hexad.engine.modules import Ties
-from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedules import build_schedule
 from hexad.planning import PipelinePlan
 from hexad.topology.layout import Layout
@@ -197,8 +197,7 @@ class PipelineModule(nn.Module):
             raise HexadError(f"PipelineModule: found {count} layers for {stages} stages; use fewer stages")
         kind, _, pattern = method.partition(":")
         if kind.lower() == "uniform":
-            bounds = [stage * count // stages for stage in range(stages + 1)]
-            return tuple(range(low, high) for low, high in pairwise(bounds))
+            return uniform(count, stages)
         if kind.lower() in ("parameters", "type"):
             weights = self._counts() if kind.lower() == "parameters" else self._matching(pattern)
             return balanced(weights, stages)
@@ -327,9 +326,33 @@ def _name(spec: Any) -> str:
     return type(spec).__name__ if isinstance(spec, nn.Module) else getattr(spec, "__name__", "")
 
 
+def uniform(count: int, stages: int) -> tuple[range, ...]:
+    """Runs of as many layers, the first ones of one more."""
+    size, longer = divmod(count, stages)
+    bounds = [stage * size + min(stage, longer) for stage in range(stages + 1)]
+    return tuple(range(low, high) for low, high in pairwise(bounds))
+
+
 def balanced(weights: Sequence[int], stages: int) -> tuple[range, ...]:
-    """Runs of at least one layer, the heaviest of which is as light as possible."""
+    """DeepSpeed's division into runs of at least one layer: for each number of layers and stages the run that
+    differs least in weight from those before it, which need not be the best of all. Random numbers (dropout)
+    depend on the rank that computes a layer."""
     count = len(weights)
-    # A layer counts a little more than its weight, so that no run is empty.
-    costs = LayerCosts(0.0, tuple(float(weight * (count + 1) + 1) for weight in weights), 0.0)
-    return partition("cost", count, stages, costs)
+    if count <= stages:
+        return uniform(count, stages)
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=float))])
+    heaviest, lightest = np.full((2, count + 1, stages + 1), np.inf)
+    begin = np.zeros((count + 1, stages + 1), dtype=int)
+    heaviest[0, 0] = 0
+    for end in range(1, count + 1):
+        for stage in range(1, min(end, stages) + 1):
+            run = total[end] - total[:end]
+            most = np.maximum(heaviest[:end, stage - 1], run)
+            least = np.minimum(lightest[:end, stage - 1], run)
+            spread = most - least
+            best = end - 1 - int(np.argmin(spread[::-1]))  # the last of equals
+            heaviest[end, stage], lightest[end, stage], begin[end, stage] = most[best], least[best], best
+    bounds = [count]
+    for stage in range(stages, 0, -1):
+        bounds.insert(0, int(begin[bounds[0], stage]))
+    return tuple(range(low, high) for low, high in pairwise(bounds))

@@ -334,7 +334,10 @@ def _compute(
     """Compute a stage's result for a microbatch: a message, or the loss."""
     assert isinstance(stage, PipeStage)
     number = next(n for n, part in enumerate(module.parts) if part == stage.layers)
-    x = batch.inputs if message is None else batch.forms[number - 1].result(message)
+    if message is None:
+        x = batch.inputs
+    else:  # a copy, as in DeepSpeed: the first layer may change its input in place
+        x = batch.forms[number - 1].result(message.clone() if message.requires_grad else message)
     x = stage(x)
     if number < len(module.parts) - 1:
         return batch.forms[number].message(x)

@@ -76,7 +76,7 @@ _NAMES = {
 UNSUPPORTED = {name: why for why, names in _NAMES.items() for name in names}
 
 
-def unsupported(name: str) -> type:
+def refused_name(name: str) -> type:
     """A class in place of a name of :data:`UNSUPPORTED`, whose call is an error; ``isinstance``, annotations
     and base classes can name it."""
 

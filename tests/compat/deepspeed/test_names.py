@@ -1,0 +1,156 @@
+"""Names that scripts import from DeepSpeed, with the package's own topologies and partitions as oracles."""
+
+import random
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hexad.compat import deepspeed
+from hexad.compat.deepspeed import groups
+from hexad.compat.deepspeed.pipe import balanced, uniform
+from hexad.compat.deepspeed.unsupported import UNSUPPORTED, refused_name
+from hexad.config import HexadError
+
+SCRIPT = """
+from importlib import import_module
+from hexad.compat import deepspeed as compat
+compat.install()
+import deepspeed
+from deepspeed import DeepSpeedEngine, get_accelerator
+from deepspeed.accelerator import get_accelerator as same
+from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+from deepspeed.runtime.config import LAMB_OPTIMIZER
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.utils import move_to_device, see_memory_usage, set_random_seed
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import RepeatingLoader, groups, logger, safe_get_full_fp32_param
+from deepspeed.utils.logging import logger as other
+import deepspeed.utils.groups as module
+from hexad.compat.deepspeed.unsupported import UNSUPPORTED
+import torch
+assert same is get_accelerator and other is logger and module is groups
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+recursive_setattr(model, "0.weight", torch.nn.Parameter(torch.ones(2, 2)))
+assert recursive_getattr(model, "0.weight").sum() == 4 and not isinstance(model, MoE)
+assert split({"params": model.parameters(), "name": "all"})[0]["name"] == "all"
+set_random_seed(3)
+first = torch.rand(1)
+set_random_seed(3)
+assert torch.equal(first, torch.rand(1))
+assert move_to_device({"a": [torch.ones(1)]}, "cpu")["a"][0] == 1
+assert see_memory_usage("now", force=True) is None
+assert groups._get_data_parallel_world_size() == groups.get_sequence_parallel_world_size() == 1
+assert groups._get_data_parallel_group().size() == 1 and groups._get_sequence_parallel_rank() == 0
+device = get_accelerator()
+assert device.memory_allocated() > 1e6 and device.max_memory_allocated() > 1e6 and device.total_memory() > 1e9
+assert device.is_synchronized_device() and device._name == "cpu" and device.manual_seed_all(1)
+for name in UNSUPPORTED:
+    module, _, attribute = f"deepspeed.{name}".rpartition(".")
+    try:
+        getattr(import_module(module), attribute)(1, keyword=2)
+    except Exception as error:
+        assert type(error).__name__ == "HexadError" and "not supported: " in str(error), (name, error)
+    else:
+        raise AssertionError(name)
+print(len(UNSUPPORTED), "refused")
+"""
+
+
+def test_names_are_found_after_install() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(len(UNSUPPORTED)), "refused"]
+
+
+def test_missing_names_are_refused() -> None:
+    with pytest.raises(HexadError, match=r"deepspeed.moe.layer.MoE: not supported: mixtures of experts"):
+        refused_name("moe.layer.MoE")(hidden_size=2)
+    with pytest.raises(AttributeError, match="get_data_parallel_size"):
+        groups.get_data_parallel_size  # noqa: B018
+    with pytest.raises(AttributeError, match=r"cpu.*has no 'memory'"):
+        deepspeed.get_accelerator().memory  # noqa: B018
+
+
+def test_topologies_are_those_of_the_package() -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.pipe.topology")
+    for kind, sizes in (("PipeDataParallelTopology", (3, 2)), ("PipeModelDataParallelTopology", (2, 3, 2))):
+        one, two = getattr(theirs, kind)(*sizes), getattr(groups, kind)(*sizes)
+        assert one.world_size() == two.world_size() and one.get_axis_names() == two.get_axis_names()
+        for rank in range(one.world_size()):
+            assert tuple(one.get_coord(rank)) == tuple(two.get_coord(rank))
+            assert two.get_rank(**two.get_coord(rank)._asdict()) == rank
+        for axis in ("pipe", "data", "model"):
+            assert one.get_dim(axis) == two.get_dim(axis)
+            assert one.get_axis_comm_lists(axis) == two.get_axis_comm_lists(axis)
+        assert one.get_axis_list("data", 1) == two.get_axis_list("data", 1)
+    with pytest.raises(HexadError, match="topology: found 3 model-parallel ranks"):
+        deepspeed.PipelineModule([nn.Linear(1, 1)], topology=groups.PipeModelDataParallelTopology(1, 3, 1))
+
+
+def test_stages_are_those_of_the_package() -> None:
+    theirs = pytest.importorskip("deepspeed.runtime.utils")
+    draw = random.Random(17)
+    for _ in range(150):
+        stages = draw.randint(1, 8)
+        weights = [draw.choice((0, 1, 7, draw.randint(0, 999))) for _ in range(draw.randint(stages, 30))]
+        for parts, method, given in (
+            (balanced(weights, stages), "partition_balanced", weights),
+            (uniform(len(weights), stages), "partition_uniform", len(weights)),
+        ):
+            bounds = [int(bound) for bound in getattr(theirs, method)(given, stages)]
+            assert [part.start for part in parts] == bounds[:-1] and parts[-1].stop == bounds[-1]
+
+
+def engine_of(stage: int = 0, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+    return deepspeed.initialize(model=nn.Linear(2, 1, bias=False), config=config)[0]
+
+
+def test_an_engine_has_what_scripts_ask_for() -> None:
+    engine = engine_of()
+    assert engine.optimizer_name() == "sgd" and engine.grid.get_data_parallel_rank() == 0
+    assert engine.grid.stage_id == 0 and engine.grid.is_last_stage and engine.grid.stage_to_global(0) == 0
+    engine.tput_timer.update_epoch_count()
+    for _ in range(4):
+        engine.backward(engine(torch.ones(2, 2)).sum())
+        engine.step()
+    assert engine.tput_timer.epoch_count == 1 and engine.tput_timer.avg_samples_per_sec() > 0
+    with pytest.raises(HexadError, match="offload_states: state stays where it is"):
+        engine.offload_states()
+
+
+def test_assigned_gradients_replace_a_backward_pass() -> None:
+    engine = engine_of(2)
+    before = engine.module.weight.detach().clone()
+    engine.module.weight.grad = torch.tensor([[0.5, 0.25]])
+    engine.step()
+    assert torch.allclose(before - engine.module.weight, torch.tensor([[0.5, 0.25]]))
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.module.weight.grad = torch.ones(1, 2)
+    with pytest.raises(HexadError, match=r"found 1 parameters with an assigned .grad after a backward pass"):
+        engine.step()
+
+
+def test_copies_of_a_module_have_their_own_zero_grad() -> None:
+    from copy import deepcopy
+
+    engine = engine_of()
+    copy = deepcopy(engine.module)
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    copy.weight.grad = torch.ones(1, 2)
+    copy.zero_grad()
+    assert copy.weight.grad is None and engine._accumulation.pending
+    engine.module.zero_grad()
+    assert not engine._accumulation.pending

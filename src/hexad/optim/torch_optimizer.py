@@ -19,7 +19,10 @@ parameter."""
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is one of :data:`ELEMENTWISE`, not a class derived from one."""
+    """Whether the optimizer is one of :data:`ELEMENTWISE`, or a class derived from one that declares itself
+    ``elementwise``."""
+    if getattr(optimizer, "elementwise", False):
+        return True
     return type(optimizer).__name__ in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim.")
 
 

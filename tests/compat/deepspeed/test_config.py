@@ -1,8 +1,10 @@
 """DeepSpeed's configurations: batch arithmetic, defaults, aliases, refusals, and published ones, trained."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -137,6 +139,99 @@ def test_unknown_keys_are_warned_about_where_that_is_asked_for(caplog: pytest.Lo
     assert "mine: unknown key" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"data_efficiency": {"enabled": False, "data_routing": {"enabled": True}}},
+        {"data_efficiency": {"enabled": True, "seed": 3, "data_sampling": {"enabled": False}}},
+        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "num_workers": 2}}},
+        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {}}}},
+        {"comms_config": {"verbose": False}, "pipe-parallel-size": 1, "model-parallel-size": 1},
+        {"cuda_visible_devices": 0},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+    ],
+)
+def test_keys_found_in_the_wild_are_accepted(more: dict[str, Any]) -> None:
+    config = read_config({"train_batch_size": 4, **more}, 1)
+    assert config.batch.total == 4 and config.keys.data_efficiency is None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+            "zero_optimization.zenflow: found it enabled",
+        ),
+        (
+            {
+                "data_efficiency": {
+                    "enabled": True,
+                    "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
+                }
+            },
+            "data_efficiency: found it enabled",
+        ),
+        (
+            {"optimizer": {"type": "Lamb"}},
+            "with zero_optimization.stage 0, pass an optimizer of another package",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}},
+            "torch.optim lacks or defines differently; use AdamW, or, with",
+        ),
+        ({"optimizer": {"type": "Lion"}}, "found Lion, which torch.optim lacks"),
+        ({"optimizer": {"type": "Muon"}}, "Muon only supports 2D"),
+        (
+            {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 1}, "matrices": True},
+            "zero_optimization.stage: found 1 with Muon, which may need complete parameters",
+        ),
+    ],
+)
+def test_what_would_pass_in_silence_is_refused(more: dict[str, Any], message: str) -> None:
+    from hexad.compat import deepspeed
+
+    model = torch.nn.Linear(2, 2, bias="matrices" not in more)
+    config = {"train_batch_size": 4, **{name: value for name, value in more.items() if name != "matrices"}}
+    with pytest.raises(HexadError, match=message):
+        deepspeed.initialize(model=model, config=config)
+
+
+def test_muon_is_pytorchs() -> None:
+    from hexad.compat import deepspeed
+
+    config = {"train_batch_size": 4, "optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 2, bias=False), config=config)
+    alone = torch.nn.Linear(3, 2, bias=False)
+    alone.load_state_dict(engine.module_state_dict())
+    muon = torch.optim.Muon(alone.parameters(), lr=1e-2)
+    x = torch.tensor([[0.1, 0.2, 0.3]])
+    for _ in range(3):
+        engine.backward(engine(x).square().sum())
+        engine.step()
+        muon.zero_grad()
+        alone(x).square().sum().backward()
+        muon.step()
+    torch.testing.assert_close(engine.module.weight, alone.weight)
+
+
+def test_files_with_comments_and_trailing_commas(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{\n  // samples\n  "train_batch_size": 4, # of a step\n  "fp16": {"enabled": false,},\n}\n'
+    )
+    assert read_config(path, 1).batch.total == 4
+    path.write_text('{"train_batch_size": 4,\n // again\n "train_batch_size": 8,}')
+    with pytest.raises(HexadError, match="key 'train_batch_size' is given twice"):
+        read_config(path, 1)
+    path.write_text('{"train_batch_size": 4, "x"')
+    with pytest.raises(HexadError, match="not valid JSON"):
+        read_config(path, 1)
+    path.write_text('{"train_batch_size": 4,}')
+    with mock.patch.dict(sys.modules, hjson=None), pytest.raises(HexadError, match=r"hexad\[hjson\]"):
+        read_config(path, 1)
+
+
 def test_older_spellings_mean_the_same() -> None:
     older = {
         "train_batch_size": 4,
@@ -186,7 +281,7 @@ def test_files(tmp_path: Path) -> None:
     path.write_text('{"train_batch_size": 1, "train_batch_size": 2}')
     with pytest.raises(HexadError, match="key 'train_batch_size' is given twice"):
         read_config(path, 1)
-    path.write_text('{"train_batch_size": 1,}')
+    path.write_text('{"train_batch_size": 1 2 [}')
     with pytest.raises(HexadError, match="line 1, column 24: not valid JSON"):
         read_config(path, 1)
     path.write_text("[]")

@@ -32,6 +32,18 @@ EXACT = {
     **{f"stage {n}, GPT-2": Case("gpt2", keys(n, gradient_clipping=0.5), steps=3) for n in range(4)},
     "clipped by default": Case(keys={**keys(1), "gradient_clipping": 1.0}, steps=3),
     "Adam with L2": Case(keys={**keys(1), "optimizer": L2}),
+    **{
+        f"{kind} without bias correction, stage {n}": Case(
+            keys={
+                **keys(n),
+                "optimizer": {
+                    "type": kind,
+                    "params": {"lr": 1e-3, "weight_decay": 0.1, "bias_correction": False, "adam_w_mode": w},
+                },
+            }
+        )
+        for n, kind, w in ((0, "AdamW", True), (1, "Adam", False), (2, "AdamW", True))
+    },
     "WarmupLR": Case(keys=keys(1, **scheduler("WarmupLR", warmup_num_steps=3, warmup_max_lr=0.02))),
     "WarmupDecayLR": Case(
         keys=keys(

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
@@ -107,10 +107,26 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         tree = json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise HexadError(f"{path}, {where}: not valid JSON: {error.msg}") from None
+        tree = _read_hjson(text, once, HexadError(f"{path}, {where}: not valid JSON: {error.msg}"))
     if not isinstance(tree, dict):
         raise HexadError(f"{path}: found a {type(tree).__name__}, expected an object with DeepSpeed's keys")
     return tree
+
+
+def _read_hjson(text: str, hook: Callable[[Any], Any], problem: HexadError) -> Any:
+    """The keys of a file with comments or trailing commas, as DeepSpeed reads it: Hjson.
+
+    Raises:
+        HexadError: it is no Hjson either, or the package that reads it is not installed.
+    """
+    try:
+        import hjson
+    except ImportError:
+        raise HexadError(f"{problem}; comments and trailing commas need pip install 'hexad[hjson]'") from None
+    try:
+        return hjson.loads(text, object_pairs_hook=hook)
+    except hjson.HjsonDecodeError:
+        raise problem from None
 
 
 _OF_TRAINER: dict[str, Any] = {
@@ -333,7 +349,8 @@ def _marked(section: BaseModel, mark: type, prefix: str) -> Iterator[tuple[str, 
         full = prefix + spelling(name, info)
         own = next((other for other in info.metadata if isinstance(other, mark)), None)
         if own is not None:
-            off = isinstance(value, dict) and not _enabled(value, mark is NoEffect)
+            on = mark is NoEffect or getattr(own, "present", False)
+            off = isinstance(value, dict) and not _enabled(value, on)
             if value != info.default and not off:
                 yield full, own, value
         elif isinstance(value, Section):

@@ -110,11 +110,16 @@ def _source(args: Any, *given: Any) -> Any:
     sources = [source for source in (*given, named) if source is not None]
     if not sources:
         raise HexadError("initialize: found no configuration; pass config=, or --deepspeed_config")
-    if named is not None and len(sources) > 1:
+    other = next((source for source in sources[1:] if source != sources[0]), None)
+    if other is not None:
         raise HexadError(
-            f"initialize: found --deepspeed_config {named} and config= too; pass the configuration once"
+            f"initialize: found two configurations, {_short(sources[0])} and {_short(other)}; pass one"
         )
     return sources[0]
+
+
+def _short(source: Any) -> str:
+    return "a dictionary" if isinstance(source, Mapping) else str(source)
 
 
 def _log_to_terminal() -> None:

@@ -23,6 +23,8 @@ class Refused:
     what to do instead."""
 
     fix: str
+    present: bool = False
+    """A section is enabled by being there."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Bf16(Section):
     enabled: Annotated[bool, Is("`precision.dtype: bf16`")] = False
     immediate_grad_update: Annotated[bool, ALWAYS] = True
     check_grad_overflow: Annotated[bool, NoEffect("steps without a finite norm are always skipped")] = True
-    bf16_master_weights_and_grads: Annotated[bool, Refused("master weights are fp32; remove it")] = False
-    bf16_optimizer_states: Annotated[bool, Refused("optimizer state is fp32; remove it")] = False
+    bf16_master_weights_and_grads: Annotated[bool, NoEffect("master weights and gradients are fp32")] = False
+    bf16_optimizer_states: Annotated[bool, NoEffect("optimizer state is fp32")] = False
 
 
 class Autocast(Section):
@@ -192,7 +194,7 @@ class Zero(Section):
     legacy_stage1: Annotated[bool, KERNELS] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, KERNELS] = False
     leaf_module: Annotated[Tree | None, NoEffect("modules are gathered as they are called")] = None
-    zenflow: Annotated[Tree | None, Refused("remove it")] = None
+    zenflow: Annotated[Tree | None, Refused("remove it", present=True)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -288,6 +290,19 @@ REPORTS = NoEffect("measure with `hexad train` and its `log` settings, or torch'
 CHANGES = Refused("it changes the training; remove the section")
 
 
+def _selects_data(section: Tree) -> bool:
+    """Whether ``data_efficiency`` changes which samples or tokens are trained on: by a part that is enabled
+    in enabled sections."""
+
+    def enabled(tree: Any, *path: str) -> bool:
+        if not isinstance(tree, dict) or not tree.get("enabled"):
+            return False
+        return not path or enabled(tree.get(path[0]), *path[1:])
+
+    parts = ("data_sampling", "curriculum_learning"), ("data_sampling", "dynamic_batching")
+    return any(enabled(section, *part) for part in (*parts, ("data_routing", "random_ltd")))
+
+
 class Keys(Section):
     """All keys of a configuration file."""
 
@@ -347,6 +362,14 @@ class Keys(Section):
     disable_allgather: Annotated[bool, OWN] = False
     allgather_size: Annotated[int | None, OWN] = None
     vocabulary_size: Annotated[int | None, KERNELS] = None
+    cuda_visible_devices: Annotated[int | str | list[int] | None, NoEffect("set it for the launcher")] = None
+    comms_config: Annotated[Tree | None, REPORTS] = None
+    pipe_parallel_size: Annotated[
+        int | None, Field(alias="pipe-parallel-size"), NoEffect("the script determines it")
+    ] = None
+    model_parallel_size: Annotated[
+        int | None, Field(alias="model-parallel-size"), NoEffect("the script determines it")
+    ] = None
     use_data_before_expert_parallelism: Annotated[bool, KERNELS] = False
     aio: Inert = None
     autotuning: Inert = None
@@ -375,6 +398,8 @@ class Keys(Section):
         value = dict(value)
         if isinstance(value.get("gradient_allreduce_op"), str):
             value["gradient_allreduce_op"] = value["gradient_allreduce_op"].lower()
+        if isinstance(value.get("data_efficiency"), dict) and not _selects_data(value["data_efficiency"]):
+            value["data_efficiency"] = None
         if "bfloat16" in value:
             value.setdefault("bf16", value.pop("bfloat16"))
         for name in ("gradient_clipping", "steps_per_print", "gradient_accumulation_steps"):

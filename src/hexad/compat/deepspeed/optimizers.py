@@ -1,6 +1,7 @@
 """The optimizer and the learning-rate schedule that a DeepSpeed configuration names, or that a script passes
 in their place."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from inspect import signature
@@ -26,8 +27,46 @@ _DROPPED = (
     "freeze_step",
     "cuda_aware",
 )
-_MISSING = ("Lamb", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD", "Muon")
+_MISSING = ("Lamb", "Lion", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD")
 """Optimizers of DeepSpeed that ``torch.optim`` lacks, or defines differently."""
+
+
+class _Uncorrected:
+    """Adam without bias correction: PyTorch's with settings, in every step, that undo it.
+
+    Its step is ``lr / c1 * m / (sqrt(v / c2) + eps)`` with ``c = 1 - beta ** t``; with ``lr * c1 / sqrt(c2)``
+    and ``eps / sqrt(c2)`` in place of ``lr`` and ``eps`` it is ``lr * m / (sqrt(v) + eps)``.
+    """
+
+    elementwise = True
+    decoupled: bool
+
+    def step(self: Any, closure: Any = None) -> Any:
+        """Update."""
+        kept = [(group["lr"], group["eps"], group["weight_decay"]) for group in self.param_groups]
+        for group, (lr, eps, decay) in zip(self.param_groups, kept):
+            updated = next((p for p in group["params"] if p.grad is not None), None)
+            updates = 1 + float(self.state[updated].get("step", 0)) if updated is not None else 1
+            first, second = (1 - beta**updates for beta in group["betas"])
+            group["lr"], group["eps"] = lr * first / math.sqrt(second), eps / math.sqrt(second)
+            group["weight_decay"] = decay * math.sqrt(second) / first if self.decoupled else decay
+        try:
+            return super().step(closure)  # type: ignore[misc]
+        finally:
+            for group, settings in zip(self.param_groups, kept):
+                group["lr"], group["eps"], group["weight_decay"] = settings
+
+
+class UncorrectedAdamW(_Uncorrected, torch.optim.AdamW):
+    """AdamW without bias correction."""
+
+    decoupled = True
+
+
+class UncorrectedAdam(_Uncorrected, torch.optim.Adam):
+    """Adam without bias correction."""
+
+    decoupled = False
 
 
 def fused_adam(
@@ -42,16 +81,11 @@ def fused_adam(
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
     """``deepspeed.ops.adam.FusedAdam``: AdamW, unless ``adam_w_mode`` is false, with DeepSpeed's defaults;
-    ``set_grad_none`` has no effect.
-
-    Raises:
-        HexadError: without bias correction, which PyTorch's Adam always has.
-    """
-    if not bias_correction:
-        raise HexadError(
-            "optimizer.params.bias_correction: found false, but PyTorch's Adam always corrects; use true"
-        )
-    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    ``set_grad_none`` has no effect."""
+    if bias_correction:
+        kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    else:
+        kind = UncorrectedAdamW if adam_w_mode else UncorrectedAdam
     betas = (betas[0], betas[1])
     return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
@@ -71,7 +105,7 @@ def cpu_adam(
     depends on ``zero_optimization.offload_optimizer``.
 
     Raises:
-        HexadError: without bias correction, or with states in 16 bits.
+        HexadError: states in 16 bits.
     """
     if not fp32_optimizer_states:
         raise HexadError("fp32_optimizer_states: found False, but states are in float32; use True")
@@ -141,8 +175,8 @@ def _named(name: str) -> type[torch.optim.Optimizer]:
     if name.lower() in map(str.lower, _MISSING):
         raise ConfigError(
             "optimizer.type",
-            f"found {name}, which torch.optim lacks or defines differently; use AdamW, or pass an "
-            "optimizer to initialize(optimizer=)",
+            f"found {name}, which torch.optim lacks or defines differently; use AdamW, or, with "
+            "zero_optimization.stage 0, pass an optimizer of another package to initialize(optimizer=)",
         )
     kinds = (value for value in vars(torch.optim).values() if isinstance(value, type))
     known = {kind.__name__: kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hexad.compat.megatron.flags import GROUPS, Flag, alternatives
+from hexad.compat.megatron.flags import GROUPS, OTHERS, Flag, alternatives
 
 MEGATRON = Path(__file__).parent / "megatron.md"
 _BEGIN, _END = "<!-- flags:", "<!-- end of flags -->"
@@ -19,11 +19,21 @@ def megatron_page() -> str:
 
 def _tables() -> Iterator[str]:
     for title, flags in GROUPS.items():
+        if title == OTHERS:
+            continue
         yield f"\n### {title}\n\n| Flag | Default | Hexad | |\n|---|---|---|---|\n"
         for flag in flags:
             names = ", ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
             cells = (names, _default(flag), _target(flag), _note(flag))
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    yield f"\n### {OTHERS}\n\nThese set nothing: they have no effect, or are refused with another value than "
+    yield "their default.\n\n| | Flags |\n|---|---|\n"
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for flag in GROUPS[OTHERS]:
+        reasons.setdefault((flag.effect, flag.note), []).append(f"`{flag.name}`")
+    for (effect, note), names in reasons.items():
+        word = "refused" if effect == "refused" else "no effect"
+        yield f"| {word}: {note} | {', '.join(names)} |\n"
     yield "\n"
 
 

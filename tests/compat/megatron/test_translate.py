@@ -281,7 +281,7 @@ def test_flags(more: str, group: str, wanted: dict[str, Any]) -> None:
         ("--swiglu", "--swiglu", "neither GPT-2"),
         ("--no-position-embedding", "--no-position-embedding", "use rope"),
         ("--position-embedding-type alibi", "--position-embedding-type", "found alibi"),
-        ("--vocab-size 100", "--vocab-size", "256 or more"),
+        ("--vocab-size 0", "--vocab-size", "1 or more"),
         ("--recompute-granularity full", "--recompute-granularity", "add uniform"),
         ("--cp-comm-type p2p a2a --context-parallel-size 2", "--cp-comm-type", "for all layers"),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size", "found 0"),
@@ -398,6 +398,68 @@ def test_scripts_own_flags() -> None:
         8,
         1,
     )
+
+
+def test_every_flag_has_one_meaning() -> None:
+    """No flag is declared twice, and attributes that several flags share begin alike."""
+    declared = [name for group in GROUPS.values() for flag in group for name in (flag.name, *flag.aliases)]
+    assert len(declared) == len(set(declared)) == len(FLAGS) > 800
+    arguments = parse(SMALL).arguments
+    assert arguments.dist_ckpt_strictness == "assume_ok_unexpected" and arguments.tp_comm_overlap_ag is True
+    assert arguments.moe_router_group_topk is None and arguments.offload_modules is None
+
+
+def test_flags_of_caches_and_logs_have_no_effect() -> None:
+    more = "--dist-ckpt-strictness log_all --max-tokens-to-oom 3 --dist-ckpt-optim-fully-reshardable "
+    more += "--no-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --wandb-entity us"
+    translation = translate([*SMALL, *more.split()])
+    assert translation.tree == small()
+    notes = "\n".join(translation.notes)
+    assert "--dist-ckpt-strictness: no effect: there is one format" in notes
+    assert "--max-tokens-to-oom: no effect: of inference" in notes
+    assert "--no-tp-comm-overlap-ag, --no-tp-comm-overlap-rs: no effect" in notes
+
+
+@pytest.mark.parametrize(
+    ("more", "group", "name", "value"),
+    [
+        (("--split", "'99,1,0'"), "data", "split", [99.0, 1.0, 0.0]),
+        (("--exit-interval", "40"), "run", "steps", 40),
+        (("--exit-interval", "400"), "run", "steps", 100),
+        (("--exit-interval", "40", "--lr-decay-style", "cosine"), "lr_schedule", "decay_steps", 100),
+        (("--check-weight-hash-across-dp-replicas-interval", "7"), "log", "check_replicas", 7),
+        (("--ds-sequence-parallel-size", "2"), "parallel", "context_method", "ulysses"),
+        (("--ds-sequence-parallel-size", "2"), "parallel", "context", 2),
+        (("--no-pipeline-parallel",), "parallel", "pipeline", 1),
+        (("--lr-decay-tokens", "12800", "--lr-warmup-tokens", "2560"), "lr_schedule", "decay_steps", 50),
+        (("--lr-decay-tokens", "12800", "--lr-warmup-tokens", "2560"), "lr_schedule", "warmup", 10),
+        (("--vocab-size", "16"), "model", "vocab", 17),
+        (("--fp8-format", "hybrid", "--bf16"), "precision", "dtype", "fp8"),
+    ],
+)
+def test_flags_of_scripts_in_the_wild(more: tuple[str, ...], group: str, name: str, value: Any) -> None:
+    assert translate([*SMALL, *more]).tree[group][name] == value
+
+
+def test_tokens_count_samples() -> None:
+    line = [*without(SMALL, "--train-iters"), "--train-tokens", "25700", "--lr-decay-tokens", "12800"]
+    tree = translate(line).tree  # 803 samples of 32 tokens, 8 in a step
+    assert (tree["run"]["steps"], tree["lr_schedule"]["decay_steps"]) == (100, 50)
+    assert translate([*line, "--train-samples", "80"]).tree["run"]["steps"] == 10
+    assert problem(*SMALL, "--lr-decay-tokens", "9", "--lr-decay-iters", "9").field == "--lr-decay-tokens"
+
+
+def test_a_null_tokenizer_reads_numbers(tmp_path: Path) -> None:
+    from hexad.dataset.indexed import IndexedDataset
+    from hexad.dataset.text.tokenizer import load_tokenizer
+
+    save = str(tmp_path / "run")
+    translation = translate([*without(SMALL, "--vocab-size"), "--vocab-size", "16", "--save", save])
+    translation.write_files()
+    tokenizer = load_tokenizer(translation.tree["data"]["tokenizer"])
+    assert tokenizer.vocab_size == translation.tree["model"]["vocab"] == 17
+    assert list(tokenizer.encode("3 15 0")) == [3, 15, 0]
+    assert max(IndexedDataset(translation.tree["data"]["train"])[0]) < 16
 
 
 SCHEDULES = (

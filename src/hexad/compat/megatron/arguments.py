@@ -166,6 +166,7 @@ def _holds(arguments: Namespace, condition: str) -> bool:
 _POSITIVE = (
     "--global-batch-size",
     "--train-iters",
+    "--exit-interval",
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
     "--context-parallel-size",
@@ -196,11 +197,18 @@ def derive(arguments: Namespace, world: int | None = None) -> None:
     _layout(arguments, world)
     _model(arguments)
     _exclude(arguments, "--fp16", "--bf16")
+    _tokens(arguments)
     _iterations(arguments)
 
 
 def _layout(arguments: Namespace, world: int | None) -> None:
     """Compute world size, data ranks and global batch size."""
+    if arguments.ds_sequence_parallel_size > 1:
+        if arguments.context_parallel_size > 1:
+            problem = f"found beside --context-parallel-size {arguments.context_parallel_size}; give one"
+            raise ConfigError("--ds-sequence-parallel-size", problem)
+        arguments.context_parallel_size = arguments.ds_sequence_parallel_size
+        arguments.cp_comm_type = ["a2a"]
     tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     model = tensor * pipeline * arguments.context_parallel_size
     arguments.world_size = model if world is None else world
@@ -243,6 +251,20 @@ def _exclude(arguments: Namespace, *flags: str) -> None:
     given = [flag for flag in flags if getattr(arguments, FLAGS[flag].attribute)]
     if len(given) > 1:
         raise ConfigError(given[1], f"found beside {given[0]}; give one of them")
+
+
+def _tokens(arguments: Namespace) -> None:
+    """Replace numbers of tokens (Megatron-DeepSpeed's) by numbers of samples, or of iterations."""
+    if arguments.train_tokens is not None:
+        samples = arguments.train_tokens // arguments.seq_length
+        arguments.train_samples = min(samples, arguments.train_samples or samples)
+    in_samples = arguments.train_samples is not None
+    unit, size = ("samples", 1) if in_samples else ("iters", arguments.global_batch_size)
+    for name in ("lr_decay", "lr_warmup"):
+        tokens = getattr(arguments, f"{name}_tokens")
+        if tokens is not None:
+            _exclude(arguments, f"--{name.replace('_', '-')}-{unit}", f"--{name.replace('_', '-')}-tokens")
+            setattr(arguments, f"{name}_{unit}", tokens // (arguments.seq_length * size))
 
 
 def _iterations(arguments: Namespace) -> None:

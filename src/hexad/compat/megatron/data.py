@@ -22,12 +22,13 @@ Files = list[tuple[str, Callable[[], None]]]
 it, in several processes if need be."""
 
 
-def write_mock_data(prefix: str, sequence: int) -> None:
+def write_mock_data(prefix: str, sequence: int, numbers: int = _NUMBERS) -> None:
     """Write a data set of counting numbers, as Megatron-LM's ``--mock-data``, if it is not there.
 
     Args:
         prefix: of its files.
         sequence: tokens of a sample; documents are up to twice as long.
+        numbers: that it counts to.
 
     Raises:
         HexadError: the files cannot be written.
@@ -39,9 +40,9 @@ def write_mock_data(prefix: str, sequence: int) -> None:
 
     def write() -> None:
         lengths = np.random.default_rng(0).integers(1, 2 * sequence, _DOCUMENTS)
-        with IndexedWriter(prefix, dtype_for(_NUMBERS)) as writer:
+        with IndexedWriter(prefix, dtype_for(numbers)) as writer:
             for length in lengths:
-                writer.add_document(np.arange(1, length + 1) % _NUMBERS)
+                writer.add_document(np.arange(1, length + 1) % numbers)
 
     path = idx_path(prefix)
     written_once(path, lambda: path.is_file() or None, write, _PATIENCE)
@@ -55,8 +56,6 @@ def write_gpt2_tokenizer(directory: str, vocab: str, merges: str) -> None:
     """
     from tokenizers import ByteLevelBPETokenizer
 
-    from hexad.dataset.files import temporary_name
-
     for flag, path in (("--vocab-file", vocab), ("--merge-file", merges)):
         if not Path(path).is_file():
             raise ConfigError(flag, f"{path}: no such file")
@@ -64,6 +63,24 @@ def write_gpt2_tokenizer(directory: str, vocab: str, merges: str) -> None:
         backend = ByteLevelBPETokenizer(vocab, merges)
     except Exception as error:  # the package raises bare Exception
         raise ConfigError("--vocab-file", f"{vocab} and {merges}: {error}") from None
+    _write_tokenizer(backend, directory)
+
+
+def write_null_tokenizer(directory: str, size: int) -> None:
+    """Write Megatron-LM's ``NullTokenizer``: words are token ids below ``size``, which ends a document."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    backend = Tokenizer(WordLevel({str(number): number for number in range(size)}, unk_token="0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    _write_tokenizer(backend, directory)
+
+
+def _write_tokenizer(backend: Any, directory: str) -> None:
+    """Write a tokenizer as ``tokenizer.json``, with an id for the end of a document."""
+    from hexad.dataset.files import temporary_name
+
     backend.add_special_tokens(["<|endoftext|>"])
     place = Path(directory) / "tokenizer.json"
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +124,9 @@ def _source(arguments: Namespace, directory: str, files: Files, need_data: bool)
         raise ConfigError("--dataloader-type", f"found {arguments.dataloader_type}; use single")
     if arguments.mock_data:
         prefix = f"{directory}/mock-data"
-        files.append(("data", partial(write_mock_data, prefix, arguments.seq_length)))
+        null = arguments.tokenizer_type in (None, "NullTokenizer")
+        numbers = min(_NUMBERS, arguments.vocab_size or _NUMBERS) if null else _NUMBERS
+        files.append(("data", partial(write_mock_data, prefix, arguments.seq_length, numbers)))
         return {"train": prefix, "split": _split(arguments.split)}
     if arguments.train_data_path:
         settings: dict[str, Any] = {"train": _blend("--train-data-path", arguments.train_data_path)}
@@ -156,7 +175,8 @@ def _blend(flag: str, words: Sequence[str]) -> str | list[list[Any]]:
 def _split(text: str) -> list[float]:
     """The value of ``--split`` as three proportions."""
     try:
-        numbers = [float(word) for word in text.replace("/", ",").split(",")]
+        # NVIDIA's scripts have quotes inside the value.
+        numbers = [float(word) for word in text.strip("'\"").replace("/", ",").split(",")]
     except ValueError:
         numbers = []
     if not 0 < len(numbers) <= 3 or min(numbers) < 0 or not sum(numbers):
@@ -178,13 +198,14 @@ def _tokenizer(
     if kind is None:
         raise ConfigError("--tokenizer-type", "is missing; give it")
     if kind == "NullTokenizer":
-        vocab = (arguments.vocab_size or 0) + 1  # with the end of a document
-        if vocab < 257:
+        size = arguments.vocab_size or 0
+        if size < 1:
             raise ConfigError(
-                "--vocab-size", f"found {arguments.vocab_size} with NullTokenizer; use 256 or more"
+                "--vocab-size", f"found {arguments.vocab_size} with NullTokenizer; use 1 or more"
             )
-        notes.append("NullTokenizer: texts, where there are any, are bytes (data.tokenizer byte)")
-        return {"tokenizer": "byte"}, vocab
+        path = f"{directory}/tokenizer"
+        files.append(("tokenizer", partial(write_null_tokenizer, path, size)))
+        return {"tokenizer": path}, size + 1
     if kind == "GPT2BPETokenizer":
         if not (arguments.vocab_file and arguments.merge_file):
             raise ConfigError("--vocab-file", "GPT2BPETokenizer needs --vocab-file and --merge-file")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .other_flags import TABLE
+
 Effect = Literal["sets", "none", "refused"]
 """``sets``: it determines settings; ``none``: accepted without effect; ``refused``: with any value but the
 default."""
@@ -120,8 +122,9 @@ with --use-rope-scaling:
 --multi-latent-attention                switch      refused  attention is multi-head or grouped-query
 --mtp-num-layers                        int         refused                   only the next token is predicted
 --init-method-xavier-uniform            switch      refused  weights are drawn from a normal distribution
---fp8-format  str as fp8  refused  set precision.dtype: fp8 in what --print-config prints
---fp8-hybrid  switch  refused  set precision.dtype: fp8 in what --print-config prints
+--fp8-format  str as fp8  precision.dtype  with Hexad's scaling, per tensor; on GPUs that have it
+      one of hybrid, e4m3
+--fp8-hybrid                            switch      precision.dtype           older: --fp8-format hybrid
 # Experts
 --num-experts                           int         later:model.moe.experts   experts are not supported yet
 with --num-experts:
@@ -162,6 +165,7 @@ with --context-parallel-size:
   --cp-comm-type  str*=p2p  parallel.context_method  p2p, a2a, allgather or a2a+p2p, the same for all layers
   --hierarchical-context-parallel-sizes  int*        parallel.context_ulysses
       with a2a+p2p: ranks that exchange heads, then those of the ring
+--ds-sequence-parallel-size  int=1  parallel.context  Megatron-DeepSpeed's, with ulysses
 --use-tp-pp-dp-mapping                  switch      parallel.order
 --use-distributed-optimizer             switch      parallel.zero             level 1
 --use-torch-fsdp2                       switch      parallel.zero             level 3
@@ -182,6 +186,7 @@ with --use-megatron-fsdp:
 --no-async-tensor-model-parallel-allreduce  clears async_tensor_model_parallel_allreduce  none
       communication overlaps wherever it can
 --defer-embedding-wgrad-compute         switch      none  parallel.schedule decides what is deferred
+--no-pipeline-parallel                  switch      none  one stage has no pipeline
 --deallocate-pipeline-outputs           switch      none                      always so
 --no-scatter-gather-tensors-in-pipeline  clears scatter_gather_tensors_in_pipeline  none  not needed
 --DDP-impl                              str=local   none                      there is one implementation
@@ -190,7 +195,9 @@ with --use-megatron-fsdp:
 --local-rank                            int         none  the launcher's variables are used
 --deepspeed                             switch      -                         with --deepspeed_config
 --deepspeed_config  str  -  with --deepspeed: ZeRO, precision, clipping and offload are those of the file
---deepspeed-activation-checkpointing    switch      none                      see --checkpoint-activations
+--deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing
+      --checkpoint-in-cpu --synchronize-each-layer  switch  none  see --checkpoint-activations
+--universal-checkpoint                  switch      none                      checkpoints have no layout
 --nccl-communicator-config-path         str         none  NCCL's environment variables apply
 # Recomputation
 --recompute-granularity                 str         memory.recompute
@@ -215,6 +222,7 @@ with --recompute-method block:
 --step-batch-size-schedule              str         refused                   batches have one size
 --train-iters                           int         run.steps
 --train-samples                         int         run.steps  divided by the global batch size, rounded down
+--train-tokens  int  run.steps  Megatron-DeepSpeed's; with --train-samples the smaller one
 --seed                                  int=1234    run.seed
 --optimizer                             str=adam    optimizer.name            adam, which is AdamW
       one of adam, sgd
@@ -224,6 +232,8 @@ with --recompute-method block:
       one of constant, linear, cosine, inverse-square-root, WSD
 --lr-decay-iters                        int         lr_schedule.decay_steps   default: all iterations
 --lr-decay-samples                      int         lr_schedule.decay_steps   with --train-samples
+--lr-decay-tokens                       int         lr_schedule.decay_steps   Megatron-DeepSpeed's
+--lr-warmup-tokens                      int         lr_schedule.warmup        Megatron-DeepSpeed's
 --lr-warmup-iters                       int=0       lr_schedule.warmup
 --lr-warmup-samples                     int=0       lr_schedule.warmup        with --train-samples
 --lr-warmup-fraction                    float       lr_schedule.warmup        of the iterations of the decay
@@ -246,6 +256,7 @@ with --lr-decay-style WSD:
 --override-opt_param-scheduler --use-checkpoint-opt_param-scheduler  switch  none
       the schedule is that of the flags
 --use-checkpoint-args                   switch      none                      settings are those of the flags
+--check-weight-hash-across-dp-replicas-interval  int  log.check_replicas
 --manual-gc                             switch      none  garbage is collected between steps
 --manual-gc-interval                    int=0       none  garbage is collected between steps
 --empty-unused-memory-level             int=0       none  PyTorch's allocator keeps its memory
@@ -253,7 +264,7 @@ with --lr-decay-style WSD:
 --no-check-for-nan-in-loss-and-grad     clears check_for_nan_in_loss_and_grad  none
       they are always checked, see faults.not_finite
 --exit-duration-in-mins                 int         none  SIGTERM and SIGUSR1 make a run save and stop
---exit-interval                         int         refused                   a run stops at --train-iters
+--exit-interval                         int         run.steps                 the first such iteration
 --exit-signal-handler                   switch      none  SIGTERM and SIGUSR1 make a run save and stop
 --kill-switch-path                      str         none  SIGTERM and SIGUSR1 make a run save and stop
 --abort-on-unmet-fused-kernel-constraints  switch      none                      Hexad has its own
@@ -323,7 +334,8 @@ with --load:
 --ckpt-format                           str=torch_dist  none                      there is one format
 --use-dist-ckpt --auto-detect-ckpt-format  switch      none                      there is one format
 --dist-ckpt-format                      str         none                      there is one format
---ckpt-fully-parallel-save              switch      none                      every rank writes what it holds
+--ckpt-fully-parallel-save  switch as ckpt_fully_parallel_save_deprecated  none
+      every rank writes what it holds
 --ckpt-fully-parallel-load              switch      none                      every rank reads what it holds
 --ckpt-assume-constant-structure        switch      none                      checkpoints have no layout
 # Evaluation and logs
@@ -406,7 +418,29 @@ def _flag(names: str, value: str, rest: str, needs: tuple[str, ...]) -> Flag:
     )
 
 
-GROUPS: dict[str, tuple[Flag, ...]] = _groups(_TABLE)
+def _others(table: str) -> tuple[Flag, ...]:
+    """The flags of :data:`hexad.compat.megatron.other_flags.TABLE`."""
+    flags: list[Flag] = []
+    for line in table.splitlines():
+        if not line.startswith(" "):
+            effect, reason = line.split(": ", 1)
+            continue
+        for word in line.split():
+            spelled, _, dest = word.partition("@")
+            spelled, _, value = spelled.partition(":")
+            names = "/".join(f"--{name}" for name in spelled.removeprefix("!").split("/"))
+            if word.startswith("!no-"):
+                cleared = names.split("/")[0].removeprefix("--no-")
+                names = "/".join(dict.fromkeys([*names.split("/"), f"--disable-{cleared}"]))
+                dest = dest or cleared.replace("-", "_")
+            kind = "cleared" if word.startswith("!") else value or "switch"
+            flags.append(_flag(names, kind + (f" as {dest}" if dest else ""), f"{effect} {reason}", ()))
+    return tuple(flags)
+
+
+OTHERS = "Other flags"
+"""The title of those that set nothing."""
+GROUPS: dict[str, tuple[Flag, ...]] = {**_groups(_TABLE), OTHERS: _others(TABLE)}
 """By title."""
 
 FLAGS: dict[str, Flag] = {

@@ -125,7 +125,7 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
     Raises:
         ConfigError: a shape that Hexad does not have.
     """
-    steps = arguments.train_iters
+    steps = last_iteration(arguments)
     in_samples = arguments.train_samples is not None
     unit, per_iteration = ("samples", arguments.global_batch_size) if in_samples else ("iters", 1)
 
@@ -140,7 +140,7 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
         return round(number)
 
     given = iterations("lr_decay")
-    decay = float(steps) if given is None else given
+    decay = float(arguments.train_iters) if given is None else given
     if arguments.lr_warmup_fraction is not None:
         if not 0 <= arguments.lr_warmup_fraction <= 1:
             raise ConfigError(
@@ -349,11 +349,16 @@ def translated(line: Line, script: bool = False) -> LineTranslation:
     return LineTranslation(tree, tuple(notes), files)
 
 
+def last_iteration(arguments: Namespace) -> int:
+    """``run.steps``: Megatron-LM exits at multiples of ``--exit-interval``."""
+    return min(arguments.train_iters, arguments.exit_interval or arguments.train_iters)
+
+
 def _run(arguments: Namespace, directory: str) -> dict[str, Any]:
     settings = {
         "dir": directory,
         "seed": arguments.seed,
-        "steps": arguments.train_iters,
+        "steps": last_iteration(arguments),
         "timeout": 60.0 * arguments.distributed_timeout_minutes,
     }
     if arguments.distributed_backend == "gloo":
@@ -379,6 +384,13 @@ def _optimizer(arguments: Namespace) -> dict[str, Any]:
 def _precision(arguments: Namespace) -> dict[str, Any]:
     if arguments.grad_reduce_in_bf16 and not arguments.bf16:
         raise ConfigError("--grad-reduce-in-bf16", "found without --bf16; add that, or leave it out")
+    if arguments.fp8 or arguments.fp8_hybrid:
+        if arguments.fp8 == "e4m3" or not arguments.bf16:
+            problem = "found e4m3" if arguments.fp8 == "e4m3" else "found without --bf16"
+            raise ConfigError("--fp8-format", f"{problem}; use hybrid, with --bf16")
+        if arguments.grad_reduce_in_bf16:
+            return {"dtype": "fp8", "reduce": "bf16", "accumulate": "bf16"}
+        return {"dtype": "fp8"}
     if not arguments.fp16:
         settings = {"dtype": "bf16" if arguments.bf16 else "fp32"}
         return settings | ({"reduce": "bf16", "accumulate": "bf16"} if arguments.grad_reduce_in_bf16 else {})
@@ -396,6 +408,8 @@ def _precision(arguments: Namespace) -> dict[str, Any]:
 
 def _log(arguments: Namespace) -> dict[str, Any]:
     settings: dict[str, Any] = {"every": arguments.log_interval}
+    if arguments.check_weight_hash_across_dp_replicas_interval is not None:
+        settings["check_replicas"] = arguments.check_weight_hash_across_dp_replicas_interval
     if arguments.tensorboard_dir:
         settings["tensorboard"] = True
     if arguments.wandb_project:

@@ -42,6 +42,27 @@ def expected(directory: Path) -> list[float]:
     return [json.loads(row)["loss"] for row in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
+def sketched(directory: Path, ranks: int, layout: str) -> list[float]:
+    """The losses of the sketch, unchanged."""
+    keys = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 8, "gradient_clipping": 0.8}
+    adam = {"type": "Adam", "params": {"lr": 1e-2}}
+    file = directory / "ds_config.json"
+    file.write_text(json.dumps({**keys, "optimizer": adam, "zero_optimization": {"stage": 1}}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = ["-m", "hexad.compat.megatron", str(Path(__file__).parent / "sketch_script.py")]
+    flags = [*layout.split(), *FLAGS, "--deepspeed", "--deepspeed_config", str(file)]
+    done = subprocess.run([*command, *script, *flags], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(loss) for loss in re.findall(r"step \d+ loss (\S+)", done.stdout)]
+
+
+def test_the_sketch_of_textbooks_runs_unchanged(tmp_path: Path) -> None:
+    alone = sketched(tmp_path, 1, "")
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    assert sketched(tmp_path, 4, layout) == pytest.approx(alone, rel=2e-6)
+    assert len(alone) == 4 and alone[-1] < alone[0] - 0.5
+
+
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

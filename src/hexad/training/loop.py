@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,10 +82,8 @@ class Trainer:
         self.first = mesh.rank == 0
         # What can fail on one rank alone (files) runs under agreed, without collectives inside.
         self.loader, self.validation = run.agreed(self._opened)
-        run.identical(
-            "data", run.agreed(lambda: [identity(prefix) for prefix in prefixes(config.data.train)])
-        )
-        self.engine = Engine(run.resolved, mesh, initialise=False)
+        run.identical("data", run.agreed(self._data_identity))
+        self.engine = self._make_engine()
         self.saves = Saves(run, self.engine)
         # Per token, without attention and with that of complete sequences; linear in between.
         self.flops = [flops_per_token(config.model, config.data.sequence, part) for part in (0.0, 1.0)]
@@ -103,6 +102,13 @@ class Trainer:
         if self.first:
             check_packages(self.config)
         return _open_data(self.config, self.mesh)
+
+    def _data_identity(self) -> Any:
+        """What all ranks need alike of the data."""
+        return [identity(prefix) for prefix in prefixes(self.config.data.train)]
+
+    def _make_engine(self) -> Engine:
+        return Engine(self.run.resolved, self.mesh, initialise=False)
 
     def _prepare_data(self) -> None:
         """Build or load the indexes of large data before the first step."""

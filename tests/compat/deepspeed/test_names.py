@@ -12,7 +12,8 @@ from torch import nn
 from hexad.compat import deepspeed
 from hexad.compat.deepspeed import groups
 from hexad.compat.deepspeed.pipe import balanced, uniform
-from hexad.compat.deepspeed.unsupported import UNSUPPORTED, refused_name
+from hexad.compat.deepspeed.unsupported import UNSUPPORTED
+from hexad.compat.facade.installed import refused_name
 from hexad.config import HexadError
 
 SCRIPT = """
@@ -71,7 +72,7 @@ def test_names_are_found_after_install() -> None:
 
 def test_missing_names_are_refused() -> None:
     with pytest.raises(HexadError, match=r"deepspeed.moe.layer.MoE: not supported: mixtures of experts"):
-        refused_name("moe.layer.MoE")(hidden_size=2)
+        refused_name("deepspeed.moe.layer.MoE", UNSUPPORTED["moe.layer.MoE"])(hidden_size=2)
     with pytest.raises(AttributeError, match="get_data_parallel_size"):
         groups.get_data_parallel_size  # noqa: B018
     with pytest.raises(AttributeError, match=r"cpu.*has no 'memory'"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hexad.compat.deepspeed.installed import _Finder
+from hexad.compat.facade.installed import Finder
 
 from .published import PUBLISHED
 
@@ -60,6 +60,10 @@ def test_the_trainer_gives_the_same_numbers(directory: Path, theirs: Any, stage:
 
 
 def test_libraries_find_the_package_where_there_is_none() -> None:
-    (distribution,) = _Finder().find_distributions(DistributionFinder.Context(name="deepspeed"))
+    (distribution,) = Finder("deepspeed", "0.19.8").find_distributions(
+        DistributionFinder.Context(name="deepspeed")
+    )
     assert (distribution.metadata["Name"], distribution.version) == ("deepspeed", "0.19.8")
-    assert list(_Finder().find_distributions(DistributionFinder.Context(name="torch"))) == []
+    assert (
+        list(Finder("deepspeed", "0.19.8").find_distributions(DistributionFinder.Context(name="torch"))) == []
+    )

@@ -7,7 +7,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from .unsupported import UNSUPPORTED, refused_name
+from ..facade.installed import refused_name
+from .unsupported import UNSUPPORTED
 
 __version__ = "0.19.8"
 """The release of DeepSpeed whose names, defaults and numbers these are."""
@@ -35,7 +36,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:  # imported on first use, since it imports torch
         return import_module(f"{__name__}.{name}")
     if name in UNSUPPORTED:
-        return refused_name(name)
+        return refused_name(f"deepspeed.{name}", UNSUPPORTED[name])
     if name not in _PUBLIC:
         raise AttributeError(
             f"hexad.compat.deepspeed has no {name!r}; it has {', '.join(sorted([*_PUBLIC, *_MODULES]))}"
@@ -50,6 +51,9 @@ def install() -> None:
     Raises:
         HexadError: the deepspeed package has been imported.
     """
-    from .installed import install as install_package
+    from ..facade.installed import announce
+    from ..facade.installed import install as install_package
+    from .installed import WHERE
 
-    install_package(sys.modules[__name__])
+    install_package(sys.modules[__name__], "deepspeed", WHERE, UNSUPPORTED)
+    announce("deepspeed", __version__)

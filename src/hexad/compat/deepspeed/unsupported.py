@@ -1,9 +1,5 @@
 """Names of DeepSpeed that Hexad lacks: scripts can import them; using them is an error. No torch."""
 
-from typing import Any
-
-from hexad.config import HexadError
-
 _NAMES = {
     "mixtures of experts are not supported yet; build the model without them": ("moe.layer.MoE",),
     "compression is not supported; remove it": (
@@ -74,14 +70,4 @@ _NAMES = {
 """What to do instead -> names below ``deepspeed``."""
 
 UNSUPPORTED = {name: why for why, names in _NAMES.items() for name in names}
-
-
-def refused_name(name: str) -> type:
-    """A class in place of a name of :data:`UNSUPPORTED`, whose call is an error; ``isinstance``, annotations
-    and base classes can name it."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise HexadError(f"deepspeed.{name}: not supported: {UNSUPPORTED[name]}")
-
-    body = {"__new__": refuse, "__doc__": f"Not supported: {UNSUPPORTED[name]}."}
-    return type(name.rpartition(".")[2], (), body)
+"""Names below ``deepspeed`` -> what to do instead of using them."""

@@ -5,40 +5,61 @@ Import from ``hexad.compat.megatron`` in place of ``megatron``; ``docs/megatron.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_MODULES = ("initialize", "parallel_state", "mappings", "layers", "gpt", "schedules")
+_MODULES = (
+    "initialize",
+    "parallel_state",
+    "mappings",
+    "layers",
+    "gpt",
+    "schedules",
+    "tensor_parallel",
+    "training",
+    "transformer",
+)
 """Where public names are, in the order of the search."""
 
 __all__ = [
     "ColumnParallelLinear",
     "GPTModel",
     "ModelParallelConfig",
+    "ModelType",
     "RowParallelLinear",
+    "TransformerConfig",
     "VocabParallelEmbedding",
+    "core_transformer_config_from_args",
     "destroy_megatron",
     "get_args",
     "get_config",
     "get_forward_backward_func",
     "get_mesh",
     "get_num_microbatches",
+    "get_timers",
     "get_tokenizer",
     "initialize_megatron",
+    "install",
     "mappings",
     "parallel_state",
+    "pretrain",
+    "print_rank_0",
     "setup_model",
+    "tensor_parallel",
     "vocab_parallel_cross_entropy",
 ]
 
 if TYPE_CHECKING:
-    from . import mappings, parallel_state
+    from . import mappings, parallel_state, tensor_parallel
     from .gpt import GPTModel
     from .initialize import destroy_megatron, get_args, get_config, get_tokenizer, initialize_megatron
     from .layers import ColumnParallelLinear, ModelParallelConfig, RowParallelLinear, VocabParallelEmbedding
     from .mappings import vocab_parallel_cross_entropy
     from .parallel_state import get_mesh
     from .schedules import get_forward_backward_func, get_num_microbatches, setup_model
+    from .training import get_timers, pretrain, print_rank_0
+    from .transformer import ModelType, TransformerConfig, core_transformer_config_from_args
 
 
 def __getattr__(name: str) -> Any:
@@ -51,6 +72,19 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, __all__)}")
     modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
     return next(getattr(module, name) for module in modules if hasattr(module, name))
+
+
+def install() -> None:
+    """Make ``import megatron`` return this package in this process, with the modules of Megatron-Core and of
+    older releases; ``docs/megatron.md`` lists them.
+
+    Raises:
+        HexadError: a megatron package has been imported.
+    """
+    from ..facade.installed import install as install_package
+    from .installed import UNSUPPORTED, WHERE
+
+    install_package(sys.modules[__name__], "megatron", WHERE, UNSUPPORTED)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,7 @@ from . import parallel_state
 from .arguments import naming_flags
 from .initialize import get_args, get_config
 from .mappings import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
+from .transformer import check_agrees, check_config, check_spec
 
 
 def resolved_model() -> Resolved:
@@ -55,10 +56,14 @@ class GPTModel(Transformer):
     Initial values are Hexad's: the same in every layout.
 
     Args:
-        num_tokentypes: 0.
+        config, transformer_layer_spec: of Megatron-LM; the model is that of the flags, with which they agree.
+        vocab_size, max_sequence_length, share_embeddings_and_output_weights, position_embedding_type,
+            rotary_percent, rotary_base, rope_scaling: those of the flags.
+        pre_process: this stage has the embedding; None: as the layout has it.
+        post_process: this stage has the output head; None: as the layout has it.
+        fp16_lm_cross_entropy: False.
         parallel_output: return this rank's columns of the logits; otherwise all.
-        pre_process: this stage has the embedding.
-        post_process: this stage has the output head.
+        num_tokentypes: 0.
 
     Attributes:
         passes: training passes so far, which dropout is keyed by.
@@ -70,15 +75,51 @@ class GPTModel(Transformer):
 
     def __init__(
         self,
-        num_tokentypes: int = 0,
+        config: Any = None,
+        transformer_layer_spec: Any = None,
+        vocab_size: int | None = None,
+        max_sequence_length: int | None = None,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        fp16_lm_cross_entropy: bool = False,
         parallel_output: bool = True,
-        pre_process: bool = True,
-        post_process: bool = True,
+        share_embeddings_and_output_weights: bool | None = None,
+        position_embedding_type: str | None = None,
+        rotary_percent: float | None = None,
+        rotary_base: int | None = None,
+        rope_scaling: bool | None = None,
+        num_tokentypes: int = 0,
+        **_: Any,
     ) -> None:
         if num_tokentypes:
             raise HexadError(f"GPTModel: found num_tokentypes {num_tokentypes}; use 0")
+        check_spec(transformer_layer_spec)
+        if config is not None:
+            check_config(config)
+        args = get_args()
+        given = {
+            "vocab_size": vocab_size,
+            "max_sequence_length": max_sequence_length,
+            "fp16_lm_cross_entropy": fp16_lm_cross_entropy,
+            "share_embeddings_and_output_weights": share_embeddings_and_output_weights,
+            "position_embedding_type": position_embedding_type,
+            "rotary_percent": rotary_percent,
+            "rotary_base": rotary_base,
+            "rope_scaling": rope_scaling,
+        }
+        known = {
+            "vocab_size": args.padded_vocab_size,
+            "max_sequence_length": args.max_position_embeddings,
+            "fp16_lm_cross_entropy": False,
+            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+            "position_embedding_type": args.position_embedding_type,
+            "rotary_percent": args.rotary_percent,
+            "rotary_base": args.rotary_base,
+            "rope_scaling": args.use_rope_scaling,
+        }
+        check_agrees("GPTModel", given, known)
         resolved, mesh = resolved_model(), parallel_state.get_mesh()
-        config, plan = resolved.config, resolved.plan
+        settings, plan = resolved.config, resolved.plan
         if mesh.context.size > 1:
             raise HexadError(
                 "GPTModel: context parallel is for 'hexad megatron': use --context-parallel-size 1"
@@ -87,22 +128,24 @@ class GPTModel(Transformer):
         own = plan.schedule.stages_of(mesh.pipeline.rank)
         number = own[parallel_state.get_virtual_pipeline_model_parallel_rank() or 0]
         wanted = (number == 0, number == len(placement) - 1)
+        pre_process = wanted[0] if pre_process is None else pre_process
+        post_process = wanted[1] if post_process is None else post_process
         if (pre_process, post_process) != wanted:
             raise HexadError(
                 f"GPTModel: found pre_process {pre_process} and post_process {post_process} on stage "
                 f"{number} of {len(placement)}; expected {wanted[0]} and {wanted[1]}"
             )
-        if config.model.tied_embeddings:
-            check_tied(len(placement) > 1 and placement[0] == placement[-1], config.parallel.zero)
-        shard = make_shard(config.parallel, mesh, DTYPES[config.precision.dtype])
-        whole = ModelInventory(config.model, shard.sequence, shard.tensor.size)
+        if settings.model.tied_embeddings:
+            check_tied(len(placement) > 1 and placement[0] == placement[-1], settings.parallel.zero)
+        shard = make_shard(settings.parallel, mesh, DTYPES[settings.precision.dtype])
+        whole = ModelInventory(settings.model, shard.sequence, shard.tensor.size)
         stage = whole.stages(plan.layers, placement, mesh.pipeline.rank)[number]
-        super().__init__(stage, shard, Recompute.from_settings(config.memory))
+        super().__init__(stage, shard, Recompute.from_settings(settings.memory))
         self._head_is_a_layer()
-        initialise(declared_parameters(self), config.run.seed)
+        initialise(declared_parameters(self), settings.run.seed)
         self.parallel_output, self.pre_process, self.post_process = parallel_output, pre_process, post_process
-        self.passes, self.seed = 0, config.run.seed
-        self._isolated, self._data_rank = config.data.documents == "isolate", mesh.data.rank
+        self.passes, self.seed = 0, settings.run.seed
+        self._isolated, self._data_rank = settings.data.documents == "isolate", mesh.data.rank
         self._checked = False
         self._input: Tensor | None = None
 
@@ -127,6 +170,7 @@ class GPTModel(Transformer):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
         """Losses, logits or hidden states.
 

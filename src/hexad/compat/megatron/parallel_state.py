@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hexad.comm import gather_objects
+from hexad.comm import Trace, gather_objects
 from hexad.config import HexadError
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
@@ -74,7 +74,7 @@ def initialize_model_parallel(
         pipeline=pipeline_model_parallel_size,
         order="-".join(_AXES.get(name, name) for name in order.split("-")),
     )
-    mesh = Mesh.create(layout, device, 60.0 * distributed_timeout_minutes)
+    mesh = Mesh.create(layout, device, 60.0 * distributed_timeout_minutes, Trace())
     use_mesh(mesh, virtual_pipeline_model_parallel_size)
 
 

@@ -1,6 +1,6 @@
 """Megatron-LM's ``get_forward_backward_func`` over Hexad's executor: any schedule."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -8,13 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hexad.comm import all_reduce
 from hexad.config import Config, HexadError
 from hexad.config.schema import MemorySettings
 from hexad.engine.engine import Engine
+from hexad.engine.faults import StepResult
 from hexad.model.transformer import DTYPES
+from hexad.optim.schedule import learning_rate
 from hexad.topology.mesh import Mesh
 
 from . import parallel_state
+from .datasets import iterators_of
 from .gpt import GPTEngine, resolved_model
 from .initialize import get_args
 
@@ -29,15 +33,17 @@ class _Step:
     forward: ForwardStep
     iterators: dict[int, Any]  # by stage
     reported: list[Any] = field(default_factory=list)  # by the loss function, per microbatch
+    sums: list[tuple[Tensor, Tensor | float]] = field(default_factory=list)  # of losses, and of what counts
 
 
-def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
+def setup_model(model_provider: Callable[..., nn.Module], make: Callable[..., Engine] = GPTEngine) -> Engine:
     """This rank's stages, with their gradients and optimizer; all ranks call this together.
 
     Args:
         model_provider: called with ``pre_process`` and ``post_process`` for every stage of this rank; returns
             a :class:`GPTModel`, or a module with its ``set_input_tensor`` whose hidden states have the same
             shape.
+        make: the class of the engine.
 
     Raises:
         ConfigError: flags that do not fit each other.
@@ -55,7 +61,7 @@ def setup_model(model_provider: Callable[..., nn.Module]) -> Engine:
     config = resolved.config.model_copy(
         update={"memory": MemorySettings(offload=resolved.config.memory.offload)}
     )
-    return GPTEngine(
+    return make(
         stages,
         mesh,
         config,
@@ -91,8 +97,56 @@ def _compute(
         return output
     loss, *counted, reported = loss_function(output)
     step.reported.append(reported)
+    step.sums.append((loss.detach(), counted[0] if counted else 1.0))
     result: Tensor = loss / counted[0] if counted else loss
     return result
+
+
+class ScriptEngine(GPTEngine):
+    """An engine whose complete steps are a script's ``forward_step``, as a run trains with it.
+
+    Args:
+        forward_step: see :func:`forward_backward`.
+    """
+
+    def __init__(self, *given: Any, forward_step: ForwardStep, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._forward_step = forward_step
+
+    def _script(self, batches: Sequence[Any]) -> _Step:
+        return _Step(self._forward_step, iterators_of(batches, list(self.stages)))
+
+    def train_step(self, microbatches: Sequence[Any], record: bool = False) -> StepResult:
+        """Accumulate this data rank's microbatches, reduce, clip and update; see :meth:`Engine.train_step`.
+        The loss is the mean over microbatches, as in Megatron-LM."""
+        count, axis = len(microbatches), self.mesh.gradient_axis()
+        step = self._script(microbatches)
+        self.begin(count)
+        total = self.accumulate([step] * count, 1.0 / (count * axis.size), record)
+        if self.after_passes is not None:
+            self.after_passes()
+        self.reduce()
+        loss = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        loss = loss if total is None else loss + total
+        loss = all_reduce(all_reduce(loss, axis), self.mesh.pipeline) / (count * axis.size)
+        config, scale = self.config, self.scaler.scale
+        lr = learning_rate(config.lr_schedule, config.optimizer.lr, config.run.steps, self.step + 1)
+        norm, updated, sums = self._update(lr, None, 1.0, loss)
+        self.samples += config.batch.global_
+        fault = self._fault(norm, updated)
+        self.guard.record(self.step, sums[0], updated, fault)
+        targets = config.batch.global_ * config.data.sequence
+        pairs = targets * config.data.sequence
+        return StepResult(self.step, sums[0], norm, lr, targets, pairs, not updated, scale, fault)
+
+    def evaluate(self, microbatches: Sequence[Any]) -> tuple[float, int]:
+        """(sum of losses, what they are divided by) over data ranks; changes nothing."""
+        step = self._script(microbatches)
+        self.total_loss([step] * len(microbatches))
+        pairs = [(float(loss), float(count)) for loss, count in step.sums]
+        result = torch.tensor(pairs or [(0.0, 0.0)], dtype=torch.float64, device=self.mesh.device).sum(0)
+        summed = all_reduce(all_reduce(result, self.mesh.gradient_axis()), self.mesh.pipeline).tolist()
+        return summed[0], int(summed[1])
 
 
 def get_forward_backward_func() -> Callable[..., list[Any]]:

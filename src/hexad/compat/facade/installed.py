@@ -1,0 +1,112 @@
+"""``import SYSTEM`` in scripts and libraries that cannot be changed: the modules that they import, and the
+package that they look for, by Python's import and metadata protocols."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import import_module
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hexad.config import HexadError
+
+
+class _Found(Distribution):
+    """The installed package that libraries look for before they import it."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self._name, self._version = name, version
+
+    def read_text(self, filename: str) -> str | None:
+        lines = ("Metadata-Version: 2.1", f"Name: {self._name}", f"Version: {self._version}", "")
+        return "\n".join(lines) if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parent / path
+
+
+class Finder(DistributionFinder):
+    """Finds a distribution; modules are found in ``sys.modules``."""
+
+    def __init__(self, name: str, version: str) -> None:
+        self._name, self._version = name, version
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Find no module: see the class."""
+
+    def find_distributions(
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
+    ) -> Iterable[Distribution]:
+        """The distribution, where it or any is asked for."""
+        return [_Found(self._name, self._version)] if context.name in (None, self._name) else []
+
+
+def announce(name: str, version: str) -> None:
+    """Let libraries find a distribution of this name, unless one is installed."""
+    try:
+        metadata(name)
+    except PackageNotFoundError:
+        sys.meta_path.append(Finder(name, version))
+
+
+def refused_name(full: str, why: str) -> type:
+    """A class in place of a name that Hexad lacks, whose call is an error; ``isinstance``, annotations and
+    base classes can name it.
+
+    Args:
+        full: the name, with the system's.
+        why: what to do instead.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise HexadError(f"{full}: not supported: {why}")
+
+    body = {"__new__": refuse, "__doc__": f"Not supported: {why}."}
+    return type(full.rpartition(".")[2], (), body)
+
+
+def install(
+    package: ModuleType, system: str, where: Mapping[str, str], unsupported: Mapping[str, str]
+) -> None:
+    """Make ``import SYSTEM`` import a package of this one in this process.
+
+    Args:
+        package: in place of the system.
+        system: the name that scripts import.
+        where: module below the system -> module of the package.
+        unsupported: names below the system that can be imported -> what to do instead of using them.
+
+    Raises:
+        HexadError: the system's package has been imported.
+    """
+    if sys.modules.get(system, package) is not package:
+        raise HexadError(f"install: the {system} package has been imported already; call install() before")
+    sys.modules[system] = package
+    for name, module in where.items():
+        parent, path = _parent(package, system, name)
+        target = import_module(f"{package.__name__}.{module}")
+        if isinstance(sys.modules.get(path), ModuleType):
+            continue
+        sys.modules[path] = target
+        if parent is not package or not hasattr(package, name):
+            setattr(parent, name.rpartition(".")[2], target)
+    for name, why in unsupported.items():
+        parent, _ = _parent(package, system, name)
+        setattr(parent, name.rpartition(".")[2], refused_name(f"{system}.{name}", why))
+
+
+def _parent(package: ModuleType, system: str, name: str) -> tuple[ModuleType, str]:
+    """The package that a dotted name below the system belongs to, made where needed, and the full name."""
+    parent, path = package, system
+    *packages, last = name.split(".")
+    for part in packages:
+        path = f"{path}.{part}"
+        if path not in sys.modules:
+            sys.modules[path] = ModuleType(path, f"Part of the API of {system} over Hexad.")
+            sys.modules[path].__path__ = []
+            setattr(parent, part, sys.modules[path])
+        parent = sys.modules[path]
+    return parent, f"{path}.{last}"

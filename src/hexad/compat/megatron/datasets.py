@@ -1,0 +1,218 @@
+"""Megatron-LM's data sets of GPT over Hexad's loader: what a script names is what the flags name."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hexad.config import HexadError
+from hexad.dataset.load.microbatch import Microbatch
+from hexad.engine.evaluation import Score
+from hexad.parallel.tensor.loss import IGNORED
+from hexad.topology.mesh import Mesh
+
+from .initialize import get_args
+from .transformer import check_agrees
+
+Batch = dict[str, Tensor]
+"""``tokens``, ``labels``, ``loss_mask``, ``position_ids`` ``[b, s]``, perhaps ``attention_mask``."""
+
+
+class GPTDatasetConfig:
+    """The settings of a data set under Megatron-LM's names."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+
+class GPTDataset:
+    """Names the data of ``--data-path`` for :class:`BlendedMegatronDatasetBuilder`."""
+
+
+class MockGPTDataset(GPTDataset):
+    """Names the data of ``--mock-data``."""
+
+
+@dataclass(frozen=True)
+class FlagsData:
+    """The data of the flags, for ``pretrain``: Hexad's loader reads it.
+
+    Attributes:
+        part: which of the three.
+        samples: that the script has asked for.
+    """
+
+    part: Literal["train", "valid", "test"]
+    samples: int | None
+
+    def __len__(self) -> int:
+        return self.samples or 0
+
+
+class BlendedMegatronDatasetBuilder:
+    """Returns the data of the flags.
+
+    Args:
+        cls: :class:`GPTDataset`, or :class:`MockGPTDataset` with ``--mock-data``.
+        sizes: samples for training, validation and testing.
+        is_built_on_rank: accepted without effect: every rank reads what it needs.
+        config: which has to agree with the flags.
+
+    Raises:
+        HexadError: another class, or settings that are not those of the flags.
+    """
+
+    def __init__(
+        self, cls: Any, sizes: Sequence[int | None], is_built_on_rank: Callable[[], bool], config: Any
+    ) -> None:
+        args = get_args()
+        wanted = MockGPTDataset if args.mock_data else GPTDataset
+        if cls is not wanted:
+            raise HexadError(
+                f"BlendedMegatronDatasetBuilder: found {getattr(cls, '__name__', cls)!r}; with these flags "
+                f"pass {wanted.__name__}, or return data sets of torch.utils.data to pretrain"
+            )
+        names = ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        known = {"sequence_length": args.seq_length, "random_seed": args.seed}
+        known |= {name: getattr(args, name) for name in names}
+        known |= dict(zip(("blend", "blend_per_split"), get_blend_and_blend_per_split(args)))
+        check_agrees("GPTDatasetConfig", {name: getattr(config, name, None) for name in known}, known)
+        self._sizes = sizes
+
+    def build(self) -> list[FlagsData]:
+        """The data for training, validation and testing."""
+        parts: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test")
+        return [FlagsData(part, size) for part, size in zip(parts, self._sizes)]
+
+
+def get_blend_from_list(blend: Sequence[str] | None) -> tuple[list[str], list[float] | None] | None:
+    """Prefixes and weights of ``WEIGHT PREFIX WEIGHT PREFIX ...``, or of prefixes alone."""
+    if blend is None:
+        return None
+    words = list(blend)
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        return words, None
+    return words[1::2], weights
+
+
+def get_blend_and_blend_per_split(args: Namespace) -> tuple[Any, Any]:
+    """The blend of ``--data-path``, and those of ``--train-data-path`` and ``--valid-data-path``."""
+    separate = [
+        get_blend_from_list(getattr(args, f"{part}_data_path")) for part in ("train", "valid", "test")
+    ]
+    return get_blend_from_list(args.data_path), separate if any(separate) else None
+
+
+def batch_of(microbatch: Microbatch) -> Batch:
+    """A microbatch of Hexad's loader under Megatron-LM's names."""
+    args, tokens = get_args(), microbatch.tokens
+    mask = microbatch.labels != IGNORED
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    starts = torch.zeros(tokens.numel(), dtype=torch.bool)
+    if microbatch.documents is not None:  # positions begin again with each document
+        starts[list(microbatch.documents[:-1])] = True
+        first = torch.where(starts.view_as(tokens), places, 0).cummax(1).values
+        places = places - first
+    batch = {
+        "tokens": tokens,
+        "labels": microbatch.labels.masked_fill(~mask, 0),
+        "loss_mask": mask.float(),
+        "position_ids": places.contiguous(),
+    }
+    if args.create_attention_mask_in_dataloader:
+        batch["attention_mask"] = get_ltor_mask(tokens, starts if microbatch.documents is not None else None)
+    return batch
+
+
+def get_ltor_mask(tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+    """The causal mask ``[b or 1, 1, s, s]``, true where attention is masked; ``starts``, flat, marks the
+    first tokens of documents, beyond which nothing attends."""
+    length = tokens.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    if starts is None:
+        return mask
+    documents = starts.view_as(tokens).cumsum(1)
+    return mask | (documents[:, None, :, None] != documents[:, None, None, :])
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor,
+    eod_token: int | None,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+    pad_token: int | None = None,
+    pad_mask_loss: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Masks and positions of tokens ``[b, s]``: the attention mask ``[b or 1, 1, s, s]``, true where masked,
+    the loss mask ``[b, s]`` and the position ids ``[b, s]``. A document ends with ``eod_token``."""
+    ends = torch.zeros_like(data, dtype=torch.bool) if eod_token is None else data == eod_token
+    starts = torch.zeros_like(ends)
+    starts[:, 1:] = ends[:, :-1]
+    places = torch.arange(data.shape[1], device=data.device).expand_as(data)
+    position_ids = places - torch.where(starts, places, 0).cummax(1).values if reset_position_ids else places
+    loss_mask = torch.ones_like(data, dtype=torch.float32)
+    if eod_mask_loss:
+        loss_mask[ends] = 0.0
+    if pad_mask_loss and pad_token is not None:
+        loss_mask[data == pad_token] = 0.0
+    attention_mask = get_ltor_mask(data, starts if reset_attention_mask else None)
+    return attention_mask, loss_mask, position_ids.contiguous()
+
+
+class ScriptData:
+    """Microbatches of a script's own data set, in its order: sample ``i`` of a step belongs to data rank
+    ``i // micro % ranks``, as in Megatron-LM. It begins again when it is exhausted.
+
+    Args:
+        dataset: map-style; samples are dictionaries of tensors.
+    """
+
+    def __init__(self, dataset: Any, mesh: Mesh) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+            kind = type(dataset).__name__
+            raise HexadError(f"pretrain: found a {kind} as data set, expected one with a length and samples")
+        self._dataset, self._data, self._args = dataset, mesh.data, get_args()
+
+    def step(self, samples: int) -> list[Batch]:
+        """This data rank's microbatches of the step after some samples."""
+        micro, total = self._args.micro_batch_size, self._args.global_batch_size
+        firsts = range(samples + self._data.rank * micro, samples + total, self._data.size * micro)
+        return [self._batch(range(first, first + micro)) for first in firsts]
+
+    def _batch(self, numbers: range) -> Batch:
+        batch: Batch = default_collate([self._dataset[number % len(self._dataset)] for number in numbers])
+        return batch
+
+    def prepare(self, samples: int = 0) -> None:
+        """No-op: there are no indexes."""
+
+    def close(self) -> None:
+        """No-op: nothing is read ahead."""
+
+
+class ScriptValidation(ScriptData):
+    """A script's own data set for validation."""
+
+    def __init__(self, dataset: Any, mesh: Mesh) -> None:
+        super().__init__(dataset, mesh)
+        self._mesh = mesh
+
+    def scores(self, engine: Any, batches: int) -> dict[str, Score]:
+        """The loss over the first steps' samples, all ranks together."""
+        total = torch.zeros(2, dtype=torch.float64)
+        for number in range(batches):
+            total += torch.tensor(engine.evaluate(self.step(number * self._args.global_batch_size)))
+        return {"": Score(float(total[0]), int(total[1]), None)}
+
+
+def iterators_of(batches: Sequence[Any], stages: Sequence[int]) -> dict[int, Iterator[Batch]]:
+    """For each of this rank's stages an iterator over the microbatches of a step."""
+    made = [batch_of(batch) if isinstance(batch, Microbatch) else batch for batch in batches]
+    return {stage: iter(made) for stage in stages}

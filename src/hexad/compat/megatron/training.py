@@ -1,0 +1,308 @@
+"""``megatron.training``: ``pretrain``, and what scripts call in their ``forward_step``."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hexad.config import HexadError
+from hexad.engine.engine import Engine
+from hexad.launching.environment import environment
+from hexad.launching.launch import Run
+from hexad.planning import Resolved
+from hexad.training.loop import Trainer
+from hexad.training.rundir import open_run_directory
+
+from . import parallel_state
+from .arguments import ExtraArguments
+from .datasets import FlagsData, ScriptData, ScriptValidation, get_ltor_masks_and_position_ids
+from .datasets import get_blend_and_blend_per_split as get_blend_and_blend_per_split
+from .gpt import resolved_model
+from .initialize import get_args, get_tokenizer, initialize_megatron
+from .schedules import ForwardStep, ScriptEngine, get_num_microbatches, setup_model
+from .transformer import ModelType, core_transformer_config_from_args
+
+__all__ = [
+    "StragglerDetector",
+    "core_transformer_config_from_args",
+    "get_args",
+    "get_attr_wrapped_model",
+    "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
+    "get_blend_and_blend_per_split",
+    "get_ltor_masks_and_position_ids",
+    "get_num_microbatches",
+    "get_rerun_state_machine",
+    "get_timers",
+    "get_tokenizer",
+    "initialize_megatron",
+    "is_first_or_last_pipeline_stage",
+    "pretrain",
+    "print_rank_0",
+    "print_rank_last",
+    "set_startup_timestamps",
+    "unwrap_model",
+]
+
+Provider = Callable[[Sequence[int]], Sequence[Any]]
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Provider,
+    model_provider: Callable[..., nn.Module],
+    model_type: ModelType,
+    forward_step_func: ForwardStep,
+    process_non_loss_data_func: Any = None,
+    extra_args_provider: ExtraArguments | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: Any = None,
+    get_position_embedding_ranks: Any = None,
+    non_loss_data_func: Any = None,
+    store: Any = None,
+    inprocess_call_wrapper: Any = None,
+) -> None:
+    """Train as the flags say, with a script's model, data and loss; metrics, checkpoints, validation and
+    stops are those of ``hexad train``. All ranks call this together.
+
+    Args:
+        train_valid_test_dataset_provider: given numbers of samples, returns three data sets: what
+            ``BlendedMegatronDatasetBuilder`` returns, or map-style ones of dictionaries; None for none.
+        model_provider: see :func:`setup_model`.
+        model_type: ``encoder_or_decoder``.
+        forward_step_func: see :func:`get_forward_backward_func`.
+        extra_args_provider, args_defaults: see :func:`initialize_megatron`.
+        get_embedding_ranks, get_position_embedding_ranks, store, inprocess_call_wrapper: accepted without
+            effect.
+        process_non_loss_data_func, non_loss_data_func: refused.
+
+    Raises:
+        HexadError: anything the user can fix; the same on every rank.
+    """
+    if model_type is not ModelType.encoder_or_decoder:
+        raise HexadError(f"pretrain: found model type {model_type}; use ModelType.encoder_or_decoder")
+    if process_non_loss_data_func is not None or non_loss_data_func is not None:
+        raise HexadError("pretrain: found functions for other data than losses; leave them out")
+    initialize_megatron(extra_args_provider, args_defaults)
+    engine = setup_model(model_provider, partial(ScriptEngine, forward_step=forward_step_func))
+    data = list(train_valid_test_dataset_provider(_samples()))
+    run = Run(parallel_state.get_mesh(), environment(), _validating(resolved_model(), data[1:2]))
+    with ExitStack() as stack:
+        open_run_directory(run.resolved.config.run, run, stack)
+        trainer = _ScriptTrainer(run, engine, *data[:2])
+        stack.push(trainer.leave)
+        trainer.run_steps()
+
+
+def _samples() -> tuple[int, int, int]:
+    """Samples for training, validation and testing, as Megatron-LM counts them."""
+    args = get_args()
+    evaluations = args.train_iters // args.eval_interval + 1
+    size, evaluated = args.global_batch_size, args.eval_iters
+    return (
+        args.train_samples or args.train_iters * size,
+        evaluations * evaluated * size,
+        evaluated * size,
+    )
+
+
+def _validating(resolved: Resolved, given: Sequence[Any]) -> Resolved:
+    """The settings, with evaluation where the script has a data set of its own for it."""
+    args = get_args()
+    if not args.eval_iters or all(data is None or isinstance(data, FlagsData) for data in given):
+        return resolved
+    validate = resolved.config.validate_.model_copy(update={"every": args.eval_interval})
+    config = resolved.config.model_copy(update={"validate_": validate})
+    return replace(resolved, config=config)
+
+
+class _ScriptTrainer(Trainer):
+    """A run whose engine and data are a script's."""
+
+    def __init__(self, run: Run, engine: Engine, training: Any, validation: Any) -> None:
+        if training is None:
+            raise HexadError("pretrain: found no data set for training; return one first")
+        self._engine, self._training, self._validation = engine, training, validation
+        super().__init__(run)
+
+    def _make_engine(self) -> Engine:
+        return self._engine
+
+    def _data_identity(self) -> Any:
+        return super()._data_identity() if isinstance(self._training, FlagsData) else None
+
+    def _opened(self) -> Any:
+        validates = bool(self.config.validate_.every)
+        own = self._validation is not None and not isinstance(self._validation, FlagsData)
+        validation: Any = ScriptValidation(self._validation, self.mesh) if own and validates else None
+        if not isinstance(self._training, FlagsData):
+            return ScriptData(self._training, self.mesh), validation
+        loader, of_flags = super()._opened()
+        return loader, validation if own else of_flags
+
+
+# In a forward step
+
+
+def get_batch_on_this_tp_rank(data_iterator: Any, **_: Any) -> dict[str, Tensor | None]:
+    """The next microbatch on this rank's device; every rank has an iterator of its own, so that nothing is
+    sent. A dictionary is passed on."""
+    batch = data_iterator if isinstance(data_iterator, dict) else next(data_iterator)
+    device = parallel_state.get_mesh().device
+    names = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    known = {name: batch.get(name) for name in names}
+    return {name: None if value is None else value.to(device) for name, value in {**known, **batch}.items()}
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any], **_: Any) -> dict[str, Any]:
+    """The batch: scripts have one context rank (see :class:`GPTModel`)."""
+    return batch
+
+
+def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
+    """Whether this rank has the first or the last stage."""
+    first = parallel_state.is_pipeline_first_stage(False, vp_stage)
+    return first or parallel_state.is_pipeline_last_stage(False, vp_stage)
+
+
+def print_rank_0(message: Any) -> None:
+    """Print on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def print_rank_last(message: Any) -> None:
+    """Print on the last rank."""
+    if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
+        print(message, flush=True)
+
+
+def unwrap_model(model: Any, module_instances: Any = None) -> Any:
+    """The model: nothing wraps it."""
+    return model
+
+
+def get_attr_wrapped_model(model: Any, attr: str, **_: Any) -> Any:
+    """An attribute of the model; None if it has none."""
+    return getattr(model, attr, None)
+
+
+def set_startup_timestamps(**_: Any) -> None:
+    """No effect: ``metrics.jsonl`` has the times."""
+
+
+class Timer:
+    """Seconds between starts and stops."""
+
+    def __init__(self) -> None:
+        self._total, self._began = 0.0, 0.0
+
+    def start(self, barrier: bool = False) -> None:
+        """Start it."""
+        self._began = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        """Stop it and add the time since :meth:`start`."""
+        self._total += time.perf_counter() - self._began
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds so far."""
+        total = self._total
+        if reset:
+            self._total = 0.0
+        return total
+
+    active_time = elapsed
+
+    def reset(self) -> None:
+        """Begin again with zero."""
+        self._total = 0.0
+
+
+class Timers:
+    """Timers by name: ``timers("name", log_level=2).start()``."""
+
+    def __init__(self) -> None:
+        self._timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        return self._timers.setdefault(name, Timer())
+
+    def log(self, names: Sequence[str] | None = None, *_: Any, **__: Any) -> None:
+        """Print what some timers have measured, on the first rank."""
+        chosen = self._timers if names is None else {name: self(name) for name in names}
+        print_rank_0(", ".join(f"{name}: {1000 * t.elapsed():.2f} ms" for name, t in chosen.items()))
+
+    def write(self, *_: Any, **__: Any) -> None:
+        """No effect: ``metrics.jsonl`` has the times of steps."""
+
+
+_timers = Timers()
+
+
+def get_timers() -> Timers:
+    """The timers of this process."""
+    return _timers
+
+
+class StragglerDetector:
+    """``with stimer(bdata=True): ...``, without effect: see ``log.check_replicas`` and ``hexad show run``."""
+
+    def __call__(self, bdata: bool = False) -> "StragglerDetector":
+        return self
+
+    def __enter__(self) -> "StragglerDetector":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class RerunStateMachine:
+    """Checks results, without repeating what gave them."""
+
+    def validate_result(
+        self,
+        result: Tensor,
+        rejection_func: Callable[[Tensor], Any],
+        message: str = "unexpected result",
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        """Refuse a result.
+
+        Raises:
+            HexadError: ``rejection_func`` rejects it, and it is ``fatal``.
+        """
+        if bool(rejection_func(result)):
+            if fatal:
+                raise HexadError(f"{message}; found {result!r}")
+            print(f"hexad: {message}", file=sys.stderr)
+
+    def is_unexpectedly_large(self, *_: Any, **__: Any) -> bool:
+        """Never: see ``faults.spike``."""
+        return False
+
+
+def get_rerun_state_machine() -> RerunStateMachine:
+    """What scripts validate losses with."""
+    return RerunStateMachine()
+
+
+def cyclic_iter(iterable: Any) -> Iterator[Any]:
+    """The elements again and again."""
+    while True:
+        yield from iterable
+
+
+def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """The means of some losses over data ranks."""
+    total = torch.cat([loss.clone().detach().view(1) for loss in losses])
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return total / parallel_state.get_data_parallel_world_size()

@@ -1,0 +1,153 @@
+"""Megatron-LM's configurations, layer specifications and enumerations, as far as scripts pass them on: the
+model is the one that the flags describe, and what a script passes has to agree with it."""
+
+from argparse import Namespace
+from enum import Enum
+from typing import Any
+
+from hexad.config import HexadError
+
+from .initialize import get_args
+
+
+class ModelType(Enum):
+    """Kinds of models; all but decoders are refused by ``pretrain``."""
+
+    encoder_or_decoder = 1
+    encoder_and_decoder = 2
+    retro_encoder = 3
+    retro_decoder = 4
+
+
+class TransformerConfig:
+    """The settings of a transformer under Megatron-LM's names, which have to agree with the flags.
+
+    Args:
+        settings: any of Megatron-LM's.
+
+    Raises:
+        AttributeError: for a setting that was not given.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+    def __repr__(self) -> str:
+        return f"TransformerConfig({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+_OTHER_NAMES = {
+    "layernorm_epsilon": "norm_epsilon",
+    "num_moe_experts": "num_experts",
+    "rotary_interleaved": "rotary_interleaved",
+}
+"""Setting of a ``TransformerConfig`` -> attribute of ``get_args()``, where they differ."""
+
+_COMPARED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "ffn_hidden_size",
+    "layernorm_epsilon",
+    "hidden_dropout",
+    "attention_dropout",
+    "num_moe_experts",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "sequence_parallel",
+)
+"""Settings of which a model has one value only."""
+
+
+def core_transformer_config_from_args(args: Namespace, config_class: Any = None) -> Any:
+    """The settings of ``get_args()`` as a :class:`TransformerConfig`."""
+    settings = dict(vars(args))
+    settings |= {name: getattr(args, attribute) for name, attribute in _OTHER_NAMES.items()}
+    settings |= {
+        "gated_linear_unit": args.swiglu,
+        "pipeline_dtype": args.params_dtype,
+        "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
+        "mtp_num_layers": None,
+        "init_method": None,
+        "output_layer_init_method": None,
+    }
+    return TransformerConfig(**settings)
+
+
+def check_agrees(what: str, given: dict[str, Any], known: dict[str, Any]) -> None:
+    """Refuse values that a script passes and that are not those of the flags.
+
+    Raises:
+        HexadError: naming the first one.
+    """
+    for name, value in given.items():
+        if value is not None and name in known and value != known[name]:
+            raise HexadError(
+                f"{what}: found {name} {value!r}, but the flags say {known[name]!r}; make them equal: the "
+                "model is that of the flags"
+            )
+
+
+def check_config(config: Any) -> None:
+    """Refuse a configuration of another model than that of the flags.
+
+    Raises:
+        HexadError: naming the first setting.
+    """
+    args = get_args()
+    known = {name: getattr(args, _OTHER_NAMES.get(name, name)) for name in _COMPARED}
+    check_agrees("config", {name: getattr(config, name, None) for name in _COMPARED}, known)
+
+
+class ModuleSpec:
+    """Which modules a layer is made of: those of the flags.
+
+    Args:
+        module, params, submodules: accepted where a function of this module has made them.
+    """
+
+    def __init__(self, module: Any = None, params: Any = None, submodules: Any = None) -> None:
+        self.module, self.params, self.submodules = module, params, submodules
+
+
+_OF_FLAGS = ModuleSpec("the layer of the flags")
+
+
+def layer_spec(*_: Any, **__: Any) -> ModuleSpec:
+    """The specification of the flags' layers; the arguments, kernels and options of those, have no effect."""
+    return _OF_FLAGS
+
+
+get_gpt_layer_local_spec = layer_spec
+get_gpt_layer_with_transformer_engine_spec = layer_spec
+get_gpt_decoder_block_spec = layer_spec
+get_gpt_layer_with_inference_spec = layer_spec
+
+
+def get_gpt_mtp_block_spec(*_: Any, **__: Any) -> None:
+    """None: only the next token is predicted."""
+
+
+def import_module(module_path: Any) -> Any:
+    """``--spec`` is refused.
+
+    Raises:
+        HexadError: always.
+    """
+    raise HexadError(f"import_module: found {module_path}; layers are those of the flags: leave out --spec")
+
+
+def check_spec(spec: Any) -> None:
+    """Refuse layers that are not those of the flags.
+
+    Raises:
+        HexadError: for any other specification.
+    """
+    if spec is not None and spec is not _OF_FLAGS:
+        raise HexadError(
+            f"transformer_layer_spec: found a {type(spec).__name__} of other modules; pass what "
+            "get_gpt_layer_local_spec() returns: layers are those of the flags"
+        )

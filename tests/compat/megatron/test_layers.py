@@ -429,7 +429,7 @@ def _refused() -> list[str]:
         lambda: megatron.vocab_parallel_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3), 0.1),
         lambda: megatron.vocab_parallel_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(3, 2)),
         lambda: mappings.copy_to_tensor_model_parallel_region(torch.zeros(1), dist.group.WORLD),
-        lambda: parallel_state.initialize_model_parallel(expert_model_parallel_size=2),
+        lambda: parallel_state.initialize_model_parallel(tensor_model_parallel_size=2),
         megatron.get_args,
         megatron.get_tokenizer,
     ):
@@ -449,7 +449,7 @@ def test_refused(pool: Pool) -> None:
         "label_smoothing",
         "target",
         "group:",
-        "experts",
+        "tensor 2",
         "no arguments",
         "no arg",
     )

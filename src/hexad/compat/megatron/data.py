@@ -203,6 +203,9 @@ def _tokenizer(
             raise ConfigError(
                 "--vocab-size", f"found {arguments.vocab_size} with NullTokenizer; use 1 or more"
             )
+        if size >= _NUMBERS:  # any text can be read, as bytes
+            notes.append("NullTokenizer: texts, where there are any, are bytes (data.tokenizer byte)")
+            return {"tokenizer": "byte"}, size + 1
         path = f"{directory}/tokenizer"
         files.append(("tokenizer", partial(write_null_tokenizer, path, size)))
         return {"tokenizer": path}, size + 1

@@ -58,6 +58,19 @@ class MegatronTokenizer:
         return self.backend.decode(token_ids)
 
 
+class _Null(own.ByteTokenizer):
+    """Megatron-LM's NullTokenizer: numbers, separated by spaces; the last id is the end of a document."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab_size, self.eod = vocab, vocab - 1
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(str, ids))
+
+
 def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> MegatronTokenizer | None:
     """The tokenizer that the flags name; sets ``padded_vocab_size``. None where they name none.
 
@@ -69,7 +82,7 @@ def build_tokenizer(translation: LineTranslation, arguments: Namespace) -> Megat
     if name is not None:
         translation.write_files("tokenizer")
         with blaming("--tokenizer-type"):
-            backend = own.load_tokenizer(name)
+            backend: own.Tokenizer = _Null(vocab) if vocab is not None else own.load_tokenizer(name)
         vocab = vocab or backend.vocab_size
         tokenizer = MegatronTokenizer(backend, vocab)
     # Hexad's own padding, so that there is no other.

@@ -6,18 +6,20 @@ one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from hexad.comm import Trace, gather_objects
-from hexad.config import HexadError
+from hexad.config import ConfigError, HexadError
 from hexad.topology.layout import Layout
 from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import world
+from ..facade.installed import refused_name
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 
@@ -28,10 +30,15 @@ class _State:
 
     mesh: Mesh
     alone: dist.ProcessGroup  # this rank
-    together: dict[str, Axis]  # combined axes, by name
+    together: dict[str, Axis]  # combined axes, and those of the expert grid, by name
     embedding: Axis  # the first and the last pipeline rank; of size 1 on others
     virtual: int | None = None
     virtual_rank: int | None = None
+    set_values: dict[str, int] = field(default_factory=dict)  # by the setters, by the getter's name
+
+
+class ParallelStateError(HexadError, RuntimeError, AssertionError):
+    """Degrees that do not fit, or a missing process group: scripts catch what Megatron-Core raises."""
 
 
 _current: _State | None = None
@@ -46,34 +53,49 @@ def initialize_model_parallel(
     order: str = "tp-cp-ep-dp-pp",
     distributed_timeout_minutes: float = 30,
     device: torch.device | None = None,
+    expert_tensor_parallel_size: int | None = None,
+    **_: Any,
 ) -> None:
     """Create the mesh of these degrees over torch's default process group; all its ranks call this together.
 
-    ``device`` is where this rank computes; by default the current GPU with NCCL, else the CPU.
+    ``device`` is where this rank computes; by default the current GPU with NCCL, else the CPU. Other
+    arguments of Megatron-Core have no effect.
 
     Raises:
-        HexadError: ``torch.distributed`` or the mesh is not in the right state, or experts are asked for.
-        ConfigError: degrees that do not fit the world.
+        ParallelStateError: ``torch.distributed`` or the mesh is not in the right state, or degrees do not fit
+            the world.
     """
     if not dist.is_initialized():
-        raise HexadError("initialize_model_parallel: call torch.distributed.init_process_group before")
+        raise ParallelStateError(
+            "initialize_model_parallel: call torch.distributed.init_process_group before"
+        )
     if is_initialized():
-        raise HexadError("initialize_model_parallel: a mesh exists; call destroy_model_parallel before")
-    if expert_model_parallel_size != 1:
-        raise HexadError(
-            f"initialize_model_parallel: found expert_model_parallel_size {expert_model_parallel_size}; "
-            "experts are not supported yet: use 1"
+        raise ParallelStateError(
+            "initialize_model_parallel: a mesh exists; call destroy_model_parallel before"
+        )
+    if virtual_pipeline_model_parallel_size is not None and pipeline_model_parallel_size < 2:
+        raise ParallelStateError(
+            f"virtual_pipeline_model_parallel_size: found {virtual_pipeline_model_parallel_size} with one "
+            "pipeline rank; use more, or None"
         )
     if device is None:
         device = world.join()
     _same_number_of_groups()
-    layout = Layout(
-        world=dist.get_world_size(),
-        tensor=tensor_model_parallel_size,
-        context=context_parallel_size,
-        pipeline=pipeline_model_parallel_size,
-        order="-".join(_AXES.get(name, name) for name in order.split("-")),
-    )
+    experts = {}
+    if expert_model_parallel_size > 1 or expert_tensor_parallel_size is not None:
+        tensor = expert_tensor_parallel_size or tensor_model_parallel_size
+        experts = {"expert": expert_model_parallel_size, "expert_tensor": tensor}
+    try:
+        layout = Layout(
+            world=dist.get_world_size(),
+            tensor=tensor_model_parallel_size,
+            context=context_parallel_size,
+            pipeline=pipeline_model_parallel_size,
+            **experts,
+            order="-".join(_AXES.get(name, name) for name in order.split("-")),
+        )
+    except ConfigError as error:
+        raise ParallelStateError(str(error)) from None
     mesh = Mesh.create(layout, device, 60.0 * distributed_timeout_minutes, Trace())
     use_mesh(mesh, virtual_pipeline_model_parallel_size)
 
@@ -100,11 +122,25 @@ def use_mesh(mesh: Mesh, virtual_pipeline_model_parallel_size: int | None = None
     alone = dist.new_group([dist.get_rank()], timeout=mesh.timeout, use_local_synchronization=True)
     pairs = (("data", "context"), ("tensor", "pipeline"), ("tensor", "context"), ("tensor", "data"))
     together = {"-".join(pair): mesh.combined(*pair) for pair in (*pairs, ("tensor", "data", "context"))}
+    together |= _expert_axes(mesh, together)
     embedding = mesh.some(mesh.pipeline, 0, mesh.pipeline.size - 1)
     world.use(mesh)
     _current = _State(mesh, alone, together, embedding, virtual_pipeline_model_parallel_size)
     if virtual_pipeline_model_parallel_size is not None:
         _current.virtual_rank = 0
+
+
+def _expert_axes(mesh: Mesh, together: dict[str, Axis]) -> dict[str, Axis]:
+    """The axes of the expert grid; without experts those of the dense grid, as in Megatron-Core."""
+    names = ("expert_tensor", "expert_data", "expert_tensor-expert", "expert_tensor-expert-pipeline")
+    if mesh.layout.expert * mesh.layout.expert_tensor == 1:
+        dense = mesh.tensor, together["data-context"], mesh.tensor, together["tensor-pipeline"]
+        return dict(zip(names, dense))
+    tensor, expert = mesh.model_axes("expert")
+    both = mesh.combined("expert_tensor", "expert")
+    whole = mesh.combined("expert_tensor", "expert", "pipeline")
+    axes = (tensor, mesh.gradient_axis("expert"), both, whole)
+    return {expert.name: expert, **dict(zip(names, axes))}
 
 
 def destroy_model_parallel() -> None:
@@ -156,6 +192,8 @@ def axis_of(group: dist.ProcessGroup | None) -> Axis:
 def _axis(name: str) -> Axis:
     """An axis, or a combined one, of the current mesh."""
     state = _state()
+    if name == "alone":
+        return Axis("data", (state.mesh.rank,))
     return state.together.get(name) or state.mesh.axes[name]
 
 
@@ -171,7 +209,14 @@ _RANKS = {
     "tensor-pipeline": "the ranks that hold this copy of the model (tensor x pipeline)",
     "tensor-context": "this rank's tensor x context ranks",
     "tensor-data": "this rank's tensor x data ranks",
-    "expert": "this rank's expert ranks: itself, as there are no experts yet",
+    "expert": "this rank's expert ranks",
+    "expert_tensor": "this rank's tensor ranks in expert layers",
+    "expert_data": "this rank's data ranks in expert layers",
+    "expert_tensor-expert": "the ranks that hold this copy of the expert layers of a stage",
+    "expert_tensor-expert-pipeline": "the ranks that hold this copy of all expert layers",
+    "alone": "the copies of this rank's optimizer state: itself",
+    "tensor-data-context": "this rank's tensor x data x context ranks",
+    "data-context": "this rank's data x context ranks",
 }
 """The ranks of an axis, for docstrings."""
 
@@ -189,19 +234,36 @@ _FACTS: dict[str, tuple[str, Callable[[Axis], Any]]] = {
 
 
 def _accessor(axis: str, fact: str) -> Callable[..., Any]:
-    """A function that returns a fact of an axis; of the data axis, with the context ranks if asked for."""
+    """A function that returns a fact of an axis; of the data axis, with the context ranks if asked for. What
+    its setter has set comes first."""
     what, read = _FACTS[fact]
 
-    def accessor() -> Any:
-        return read(_axis(axis))
+    def accessor(*_: Any, **__: Any) -> Any:
+        given = _state().set_values.get(f"{axis} {fact}")
+        return read(_axis(axis)) if given is None else given
 
-    def accessor_with_context(with_context_parallel: bool = False) -> Any:
-        return read(_axis(f"{axis}-context" if with_context_parallel else axis))
+    def accessor_with_context(with_context_parallel: bool = False, **__: Any) -> Any:
+        given = _state().set_values.get(f"{axis} {fact}")
+        name = f"{axis}-context" if with_context_parallel else axis
+        return read(_axis(name)) if given is None else given
 
-    data = axis.endswith("data")
+    data = axis in ("data", "tensor-data")
     function: Callable[..., Any] = accessor_with_context if data else accessor
     function.__doc__ = f"{what} {_RANKS[axis]}{', with their context ranks if asked for' if data else ''}."
     return function
+
+
+def _setter(axis: str, fact: str) -> Callable[[int | None], None]:
+    """A function that sets what the accessor returns, for tests; None: what is so."""
+
+    def setter(value: int | None) -> None:
+        values = _state().set_values
+        values.pop(f"{axis} {fact}", None)
+        if value is not None:
+            values[f"{axis} {fact}"] = value
+
+    setter.__doc__ = f"Set {_FACTS[fact][0].lower()} {_RANKS[axis]}, for tests; None: as it is."
+    return setter
 
 
 get_tensor_model_parallel_group = _accessor("tensor", "group")
@@ -240,10 +302,104 @@ get_tensor_and_context_parallel_rank = _accessor("tensor-context", "rank")
 get_expert_model_parallel_group = _accessor("expert", "group")
 get_expert_model_parallel_world_size = _accessor("expert", "size")
 get_expert_model_parallel_rank = _accessor("expert", "rank")
+get_expert_model_parallel_src_rank = _accessor("expert", "first")
+
+get_expert_tensor_parallel_group = _accessor("expert_tensor", "group")
+get_expert_tensor_parallel_world_size = _accessor("expert_tensor", "size")
+get_expert_tensor_parallel_rank = _accessor("expert_tensor", "rank")
+
+get_expert_data_parallel_group = _accessor("expert_data", "group")
+get_expert_data_parallel_world_size = _accessor("expert_data", "size")
+get_expert_data_parallel_rank = _accessor("expert_data", "rank")
+
+get_expert_tensor_and_model_parallel_group = _accessor("expert_tensor-expert", "group")
+get_expert_tensor_and_model_parallel_world_size = _accessor("expert_tensor-expert", "size")
+get_expert_tensor_and_model_parallel_rank = _accessor("expert_tensor-expert", "rank")
+get_expert_tensor_model_pipeline_parallel_group = _accessor("expert_tensor-expert-pipeline", "group")
+
+get_data_parallel_group_gloo = _accessor("data", "group")
+get_expert_data_parallel_group_gloo = _accessor("expert_data", "group")
+get_intra_distributed_optimizer_instance_group = _accessor("data-context", "group")
+get_inter_distributed_optimizer_instance_group = _accessor("alone", "group")
+
+set_tensor_model_parallel_world_size = _setter("tensor", "size")
+set_tensor_model_parallel_rank = _setter("tensor", "rank")
+set_pipeline_model_parallel_world_size = _setter("pipeline", "size")
+set_pipeline_model_parallel_rank = _setter("pipeline", "rank")
+set_data_parallel_rank = _setter("data", "rank")
+set_expert_model_parallel_world_size = _setter("expert", "size")
+set_expert_model_parallel_rank = _setter("expert", "rank")
+set_expert_tensor_parallel_world_size = _setter("expert_tensor", "size")
+set_expert_tensor_parallel_rank = _setter("expert_tensor", "rank")
 
 for _name, _function in list(globals().items()):
-    if getattr(_function, "__name__", "").startswith("accessor"):
+    if getattr(_function, "__name__", "").startswith(("accessor", "setter")):
         _function.__name__ = _function.__qualname__ = _name
+
+
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> dist.ProcessGroup:
+    """The process group of the ranks that share scales of 8-bit formats: tensor x data, or tensor alone."""
+    if tp_only_amax_red:
+        name = "tensor-context" if with_context_parallel else "tensor"
+    else:
+        name = "tensor-data-context" if with_context_parallel else "tensor-data"
+    return _group(_axis(name))
+
+
+def default_embedding_ranks(pp_ranks: list[int], *_: Any, **__: Any) -> list[int]:
+    """The pipeline ranks with embedding or head."""
+    return list(dict.fromkeys([pp_ranks[0], pp_ranks[-1]]))
+
+
+def default_position_embedding_ranks(pp_ranks: list[int], *_: Any, **__: Any) -> list[int]:
+    """The pipeline ranks with position embeddings."""
+    return [pp_ranks[0]]
+
+
+def is_unitialized() -> bool:
+    """Whether there is no mesh (Megatron-Core's spelling)."""
+    return not is_initialized()
+
+
+def has_separate_all_gather_group() -> bool:
+    """Never."""
+    return False
+
+
+def get_all_ranks() -> str:
+    """This rank's places along the axes, joined by ``_``."""
+    mesh = _state().mesh
+    axes = mesh.tensor, mesh.data, mesh.context, mesh.pipeline, _axis("expert")
+    return "_".join(str(axis.rank) for axis in axes)
+
+
+class RankGenerator:
+    """Groups of ranks on a grid, as Megatron-Core's class of this name.
+
+    Args:
+        tp, ep, dp, pp, cp: degrees.
+        order: axes, fastest first.
+        rank_offset: the first rank.
+    """
+
+    def __init__(self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0) -> None:
+        degrees = {"tp": tp, "ep": ep, "dp": dp, "pp": pp, "cp": cp}
+        self.order = order.split("-")
+        self.order += [name for name, degree in degrees.items() if name not in self.order and degree > 1]
+        sizes = [degrees[name] for name in reversed(self.order)]
+        self.world_size = tp * ep * dp * pp * cp
+        self._ranks = np.arange(self.world_size).reshape(sizes) + rank_offset
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """The groups of ranks that differ only along some axes, such as ``tp-dp``."""
+        names = token.split("-")
+        places = [n for n, name in enumerate(reversed(self.order)) if name in names]
+        moved = np.moveaxis(self._ranks, places, range(-len(places), 0))
+        size = int(np.prod([self._ranks.shape[place] for place in places], dtype=int))
+        groups: list[list[int]] = moved.reshape(-1, size).tolist()
+        return groups
 
 
 def get_embedding_group() -> dist.ProcessGroup:
@@ -320,3 +476,14 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Select the current one of this rank's stages."""
     _state().virtual_rank = rank
+
+
+_REFUSED = (
+    "create_group create_hierarchical_groups create_hybrid_dp_cp_groups destroy_global_memory_buffer "
+    "destroy_global_symmetric_memory_buffer generate_masked_orthogonal_rank_groups "
+    "get_data_modulo_expert_parallel_group get_global_memory_buffer get_global_symmetric_memory_buffer "
+    "get_hierarchical_context_parallel_groups get_hybrid_data_context_parallel_groups get_nccl_options "
+    "overwrite_nccl_comm_cfgs update_pg_timeout"
+).split()
+for _name in _REFUSED:
+    globals()[_name] = refused_name(f"parallel_state.{_name}", "groups and buffers are the mesh's")

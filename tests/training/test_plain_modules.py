@@ -473,3 +473,47 @@ def test_weights_read_after_an_update_are_current(zero: int, pool: Pool) -> None
             re.match(r"parameter of shape \(97, 96\): its values are sharded .* engine.state_dict", error)
             for error in errors
         )
+
+
+def misused(kind: str) -> str:
+    mesh = mesh_of()
+    module = nn.Linear(3, 1, dtype=FLOAT)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0) if kind == "own rate" else None
+    loss = lambda module, x, *_: module(x).sum()  # noqa: E731
+    engine = Engine(module, mesh, module_config(1), compute=loss, optimizer=optimizer)
+    before = engine.state_dict()
+    engine.begin(3 if kind == "too few" else 1)
+    engine.accumulate([torch.ones(1, 3, dtype=FLOAT)] * (2 if kind == "too few" else 1))
+    try:
+        if kind == "unreduced":
+            engine.update(0.1)
+        engine.reduce()
+        if kind == "negative":
+            engine.update(-1.0)
+        if kind in ("none", "own rate"):
+            engine.update(None if kind == "none" else 0.1)
+        if kind == "twice":
+            engine.update(0.1)
+            before = engine.state_dict()
+            engine.update(0.1)
+    except HexadError as error:
+        after = engine.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("unreduced", "update: found no reduced gradients; call begin, accumulate and reduce before"),
+        ("twice", "update: found no reduced gradients"),
+        ("too few", "reduce: found 1 backward passes less than begin was called with"),
+        ("negative", "update: found lr -1.0, expected a number that is not negative"),
+        ("none", "update: found lr None, expected a number"),
+        ("own rate", "update: found lr 0.1, expected None: the optimizer's groups have rates"),
+    ],
+)
+def test_parts_of_a_step_in_a_wrong_order_are_refused(kind: str, message: str, pool: Pool) -> None:
+    for error in pool.run(2, misused, kind):
+        assert error.startswith(message)

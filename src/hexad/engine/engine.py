@@ -113,6 +113,7 @@ class Engine(State):
         self.guard = FaultGuard(self.config.faults)
         self.after_passes: Callable[[], None] | None = None
         self._begun = 0
+        self._reduced = False  # there are gradients for an update
         self._heap = Heap()
         self._recorded: tuple[float, list[tuple[float, float]]] | None = None
         self._executors: dict[tuple[bool, int], Executor[Any]] = {}
@@ -156,7 +157,7 @@ class Engine(State):
             raise HexadError(f"begin: found {microbatches} microbatches, expected at least 1")
         if self._full:
             self.gatherer.settle()
-        self._begun = microbatches or 0
+        self._begun, self._reduced = microbatches or 0, False
         self.gradients.begin(microbatches)
 
     def extend(self) -> None:
@@ -203,8 +204,18 @@ class Engine(State):
         return self._executor(len(microbatches), training=False).run(list(microbatches))
 
     def reduce(self) -> None:
-        """Wait until gradients are summed over data and context ranks, and sum those that are partial."""
-        self._begun = 0
+        """Wait until gradients are summed over data and context ranks, and sum those that are partial.
+
+        Raises:
+            HexadError: before all backward passes that :meth:`begin` was called with.
+        """
+        missing = self.gradients.missing
+        if missing:
+            raise HexadError(
+                f"reduce: found {missing} backward passes less than begin was called with; call begin with "
+                "their number, or None"
+            )
+        self._begun, self._reduced = 0, True
         self.gradients.finish()
         self.gatherer.release_frozen()
 
@@ -217,13 +228,23 @@ class Engine(State):
             divisor: what the losses have not been divided by yet.
 
         A norm that is not finite, or a veto, leaves everything unchanged but the loss scale.
+
+        Raises:
+            HexadError: without :meth:`reduce` since the last update, or a rate that is none.
         """
+        if not self._reduced:
+            raise HexadError("update: found no reduced gradients; call begin, accumulate and reduce before")
+        own = self.optimizer.rule.has_rate
+        if own != (lr is None) or not (lr is None or 0 <= lr < math.inf):
+            expected = "None: the optimizer's groups have rates" if own else "a number that is not negative"
+            raise HexadError(f"update: found lr {lr}, expected {expected}")
         return self._update(lr, veto, divisor)[0]
 
     def _update(
         self, lr: float | None, veto: Pending | None, divisor: float, further: Tensor | None = None
     ) -> tuple[float, bool, list[float]]:
         """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
+        self._reduced = False
         scale = self.scaler.scale * divisor
         norm, updated, numbers = self.optimizer.step(lr, scale, self.gatherer.publish, veto, further)
         self.scaler.update(not math.isfinite(norm))

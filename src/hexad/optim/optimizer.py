@@ -26,7 +26,12 @@ class Rule(ABC):
     """How master values change by their gradients, on this rank's shard of every bucket.
 
     Master values and state are where the buckets' master is: on the device, or in the host's memory.
+
+    Attributes:
+        has_rate: it has learning rates of its own.
     """
+
+    has_rate = False
 
     @abstractmethod
     def update(self, gradients: Iterator[Tensor], lr: float | None, factor: float, publish: Publish) -> None:

@@ -40,6 +40,8 @@ class TorchOptimizer(Rule):
         buckets: their ``traits.group`` is the number of the group.
     """
 
+    has_rate = True
+
     def __init__(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         self.optimizer, self.buckets = optimizer, buckets
         flat = is_elementwise(optimizer) or any(bucket.plan.shards > 1 for bucket in buckets)

@@ -149,6 +149,12 @@ class Gradients:
         """Whether anything has been contributed in this step."""
         return self._rounds.contributed()
 
+    @property
+    def missing(self) -> int:
+        """Backward passes that :meth:`begin` was called with and that contributed to no parameter; 0 where
+        their number is open, or with :attr:`extends`."""
+        return 0 if self.extends else self._rounds.missing()
+
     def finish(self) -> None:
         """Reduce what has not been reduced yet and wait for everything; a gradient that nothing contributed
         to is zero."""

@@ -63,6 +63,7 @@ class Rounds:
         self._left = [0] * count
         self._first = [True] * count
         self._missing = [0] * count
+        self._open = True
         self._due = [[0 for _ in plan.uses] for plan in buckets]
         self._fresh: list[list[bool]] = [[] for _ in buckets]
 
@@ -71,6 +72,7 @@ class Rounds:
         interrupted step has left is retired. None: by any number, so that nothing is reduced before
         :meth:`finish`, and all gradients are kept until then."""
         self._drain()
+        self._open = microbatches is None
         rounds, microbatches = (1, _ANY) if microbatches is None else (microbatches, microbatches)
         self._turn = len(self._buckets) - 1
         for bucket, plan in enumerate(self._buckets):
@@ -119,6 +121,14 @@ class Rounds:
     def contributed(self) -> bool:
         """Whether anything has been contributed to a gradient in this step."""
         return not all(self._first) or not all(map(all, self._fresh))
+
+    def missing(self) -> int:
+        """Microbatches of this step that no parameter has been contributed to by; 0 where their number is
+        open."""
+        if self._open:
+            return 0
+        pairs = (zip(due, plan.uses) for due, plan in zip(self._due, self._buckets))
+        return min((-(-due // uses) for pair in pairs for due, uses in pair if uses), default=0)
 
     def first(self, bucket: int) -> bool:
         """Whether nothing of the bucket has been reduced in this step."""

@@ -68,7 +68,7 @@ def generate(
         temperature: 0 selects the most likely token.
         top_k: sample the ``k`` most likely only; 0: all.
         top_p: sample the most likely up to this sum of probabilities only.
-        seed: of sampling; sample number ``n`` of a prompt draws with ``seed + n``.
+        seed: of sampling; the random numbers of a sample follow from it, the prompt and the sample's number.
         samples: texts for each prompt.
         stop: a text, or several, before which one ends; also special tokens.
         batch: texts written at once.

@@ -193,3 +193,9 @@ def test_byte_counts_ignore_ids_beyond_the_tokenizer() -> None:
     assert (total(scores).loss, total(scores).bits_per_byte) == (1.0, None)
     assert Score(1e6, 1).perplexity == math.inf
     assert Score(np.log(2.0), 1, 1).bits_per_byte == pytest.approx(1.0)
+
+
+def test_the_seed_of_a_run_does_not_change_what_it_is_evaluated_on(trained: RunFile) -> None:
+    options = ("evaluate", str(trained.directory), "--batches", "1", "--json")
+    losses = [json.loads(call(*options, f"run.seed={seed}").out)["results"] for seed in (1, 2, 77)]
+    assert losses[0] == losses[1] == losses[2]

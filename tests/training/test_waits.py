@@ -88,7 +88,7 @@ def test_an_update_is_a_kernel_per_bucket_and_one_to_publish_it(clip: float) -> 
         mock.patch.object(type(engine.optimizer), "gradient_norm", lambda self: torch.tensor(3.0)),
         mock.patch.object(torch, "_fused_adamw_", update),
     ):
-        engine.begin(1)
+        engine.begin(None)
         engine.reduce()
         with _Calls() as calls:
             engine.update(0.1)

@@ -48,9 +48,7 @@ if TYPE_CHECKING:
 @click.option(
     "--top-p", type=float, default=1.0, show_default=True, help="Sample the most likely up to this sum only."
 )
-@click.option(
-    "--seed", type=int, default=1234, show_default=True, help="Seed of sampling; sample n has seed + n."
-)
+@click.option("--seed", type=int, default=1234, show_default=True, help="Seed of sampling.")
 @nproc_option("tensor")
 @json_option
 def generate(source: str, nproc: int, prompt: tuple[str, ...], file: str | None, **options: Any) -> int:

@@ -30,7 +30,8 @@ class RunSettings(Settings):
     dir: Name = "runs/demo"
     """Directory for everything the run writes: resolved configuration, metrics, logs, checkpoints."""
     seed: Seed = 1234
-    """Seed of weights and data order. The same seed gives the same run in every layout."""
+    """Seed of weights and of the order of training data; data for validation have one order. The same seed
+    gives the same run in every layout."""
     steps: Positive = 200
     """Optimizer steps in total, counted from the first start."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Literal
 
 from hexad.comm import agreed
@@ -44,7 +45,7 @@ class Wanted:
 
     Attributes:
         tokens: new ids at most.
-        sampling: how they are chosen; sample number ``n`` of every prompt draws with ``sampling.seed + n``.
+        sampling: how they are chosen; every sample of every prompt has random numbers of its own.
         samples: of each prompt.
         stop: texts at which one ends.
         batch: texts written at once.
@@ -99,8 +100,8 @@ def write(
         def ended(row: int, new: list[int], group: list[tuple[int, int]] = group) -> bool:
             return new[-1] in ending[group[row][0]] or _stopped(tokenizer, new, stop)
 
-        seeds = [wanted.sampling.seed + sample for _, sample in group]
         numbers = [prompts[number] for number, _ in group]
+        seeds = [stream(wanted.sampling.seed, sample, ids) for (_, sample), ids in zip(group, numbers)]
         ids = generate_all(model, numbers, wanted.tokens, wanted.sampling, ended, seeds, pipeline)
         for (number, sample), new in zip(group, ids):
             text = tokenizer.decode(new)
@@ -109,6 +110,12 @@ def write(
             if places := [place for place in map(text.find, stop) if place >= 0]:
                 text, reason = text[: min(places)], "stop"
             yield Continuation(number, sample, text, new, reason)
+
+
+def stream(seed: int, sample: int, prompt: Sequence[int]) -> int:
+    """The seed of a sample's random numbers, which follows from its prompt's ids, not from other prompts."""
+    text = f"{seed} {sample} {' '.join(map(str, prompt))}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _stopped(tokenizer: Tokenizer, new: list[int], stop: Sequence[str]) -> bool:

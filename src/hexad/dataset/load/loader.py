@@ -230,6 +230,10 @@ def _report(setting: str, source: WholeSamples) -> None:
         )
 
 
+VALIDATION_SEED = 1234
+"""Of the order of data for validation and evaluation, whatever ``run.seed`` is, so that scores compare."""
+
+
 def loader_from_config(
     config: Config,
     data_rank: int,
@@ -241,8 +245,8 @@ def loader_from_config(
     """The loader that a configuration describes.
 
     Args:
-        config: resolved; uses ``data``, ``batch``, ``run.seed``, ``run.dir``, ``model.vocab``, and what
-            divides tokens among context ranks.
+        config: resolved; uses ``data``, ``batch``, ``run.seed`` (for ``train``), ``run.dir``,
+            ``model.vocab``, and what divides tokens among context ranks.
         data_rank, data_size: this rank's place on the data axis, and its degree.
         tokenizer: of ``data.tokenizer``; its vocabulary is the model's where ``model.vocab`` is ``auto``.
         which: ``train``, ``validation``, or ``validation.NAME`` of several sets.
@@ -267,7 +271,7 @@ def loader_from_config(
         too_long=config.data.too_long,
         micro=config.batch.micro,
         global_batch=config.batch.global_,
-        seed=config.run.seed,
+        seed=config.run.seed if which == "train" else VALIDATION_SEED,
         data_rank=data_rank,
         data_size=data_size,
         slicing=Slicing.of(config.parallel, config.model),

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config
+from hexad.config import Config, HexadError
 from hexad.engine.evaluation import Score, evaluate_weights
-from hexad.generation.generator import Sampling
+from hexad.generation.generator import asked_sampling
 from hexad.generation.texts import Continuation, Wanted, generated
 from hexad.launching.environment import environment
 from hexad.launching.launch import launch
@@ -81,7 +81,7 @@ def generate(
         HexadError: the model or a prompt cannot be used.
     """
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    wanted = Wanted(tokens, Sampling(temperature, top_k, top_p, seed), samples, texts, batch)
+    wanted = Wanted(tokens, asked_sampling(temperature, top_k, top_p, seed), samples, texts, batch)
     given = [prompts] if isinstance(prompts, str) else prompts
     entries: list[Prompt] = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in given]
     saved = generating_model(find_model(str(source)), overrides, environment().world)
@@ -111,6 +111,8 @@ def evaluate(
     Raises:
         HexadError: the model or the data cannot be used.
     """
+    if not isinstance(data, str | Mapping | None):
+        raise HexadError(f"data: found {data!r}, expected a prefix, or data sets by name: {{name: prefix}}")
     sets = {Path(data).name: data} if isinstance(data, str) else dict(data or {})
     model, tokenizer = evaluated_model(find_model(str(source)), sets, overrides, environment().world)
     with launch(model.config) as run:

@@ -58,8 +58,8 @@ ERRORS = [
     ("model.heads=7", "model.hidden: 256 is not divisible by model.heads 7"),
     ("model=3", "model: found 3, expected "),
     ("run.seed.x=3", "run.seed"),
-    ("run.seed", "run.seed: an override has the form name=value"),
-    ("=3", "an override has the form name=value"),
+    ("run.seed", "found 'run.seed', expected a setting name=value"),
+    ("=3", "found '=3', expected a setting name=value"),
     ("run.seed=[", "override run.seed, line 1"),
 ]  # fmt: skip
 

@@ -61,12 +61,40 @@ def test_callbacks_are_called_in_order(run_file: RunFile) -> None:
 def test_a_callback_stops_and_the_run_resumes(run_file: RunFile) -> None:
     called = Recorded(stop_at=1)
     outcome = hexad.train(hexad.load_config(run_file.path), callbacks=[called])
-    assert outcome.stopped_by == "callback" and 1 <= outcome.step < 4
+    assert (outcome.step, outcome.stopped_by) == (1, "callback")
     assert called.calls[-1] == ("end", outcome.step, "callback")
     assert run_file.checkpoints == [outcome.step]
     again = Recorded()
     assert hexad.train(run_file.path, callbacks=[again]).step == 4
     assert again.calls[0] == ("start", outcome.step, True)
+
+
+class Misspelt(hexad.Callback):
+    def on_steps(self, trainer: Any, metrics: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        ([print], "callbacks: found a builtin_function_or_method, expected instances of hexad.Callback"),
+        ([Recorded], "callbacks: found Recorded, expected instances of hexad.Callback"),
+        (Recorded(), "callbacks: found a Recorded, expected a list of hexad.Callback"),
+        ([Misspelt()], "callbacks: Misspelt has on_steps, which is never called (did you mean 'on_step'?)"),
+    ],
+)
+def test_what_is_no_callback_is_refused(run_file: RunFile, callbacks: Any, message: str) -> None:
+    with pytest.raises(HexadError) as caught:
+        hexad.train(run_file.path, callbacks=callbacks)
+    assert str(caught.value) == message
+
+
+def test_a_run_that_ends_inside_its_decay_says_so(
+    make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(run={"steps": 2}, lr_schedule={"warmup": 1, "decay_steps": 3})
+    with caplog.at_level("INFO", "hexad"):
+        hexad.train(run.path)
+    assert "the decay of the learning rate ends at step 3, after run.steps 2" in caplog.text
 
 
 def test_generate_and_evaluate(run_file: RunFile, data: str) -> None:
@@ -85,6 +113,12 @@ def test_generate_and_evaluate(run_file: RunFile, data: str) -> None:
         with pytest.raises(HexadError, match=f"^--{next(iter(wrong))}: found 0, expected at least 1"):
             hexad.generate(run_file.directory, "a", **wrong)
     assert hexad.generate(run_file.directory, "line", tokens=3, stop="never")[0].ended == "length"
+    with pytest.raises(HexadError, match=r"^--top-k: found 5 with temperature 0"):
+        hexad.generate(run_file.directory, "a", top_k=5)
+    with pytest.raises(HexadError, match=r"^data: found \['a'\], expected a prefix, or data sets by name"):
+        hexad.evaluate(run_file.directory, ["a"])  # type: ignore[arg-type]
+    with pytest.raises(HexadError, match=r"^overrides: found the text 'a=3', expected a list"):
+        hexad.generate(run_file.directory, "a", overrides="a=3")
     with pytest.raises(HexadError, match="neither a checkpoint nor a run"):
         hexad.generate("nowhere", "a")
 

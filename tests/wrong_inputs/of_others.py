@@ -48,6 +48,14 @@ DATA = (
         "--output: found '', expected a prefix such as data/train",
     ),
     (
+        "data build --input words.txt --output out.bin --tokenizer byte",
+        "--output: found 'out.bin', expected a prefix; leave out the '.bin': out",
+    ),
+    (
+        "data build --input /dev/zero --output out --tokenizer byte",
+        "/dev/zero: found a device, pipe or socket, expected a file or directory",
+    ),
+    (
         "data build --input words.txt --output folder/ --tokenizer byte",
         "--output: found 'folder/', expected a prefix such as data/train",
     ),
@@ -239,6 +247,9 @@ USE = (
         "generate trained --prompt a --temperature hot",
         "Invalid value for '--temperature': 'hot' is not a valid float",
     ),
+    ("generate trained --prompt a --top-k 5", "--top-k: found 5 with temperature 0, which takes"),
+    ("generate trained --prompt a --top-p 0.5", "--top-p: found 0.5 with temperature 0, which takes"),
+    ("generate trained --prompt \udcff", "--prompt: number 1 is not Unicode text"),
     ("generate trained --prompt a --top-k -1", "--top-k: found -1, expected 0 (all) or more"),
     ("generate trained --prompt a --top-p 0", "--top-p: found 0.0, expected a number above 0"),
     ("generate trained --prompt a --top-p 1.5", "--top-p: found 1.5, expected a number above 0"),
@@ -547,7 +558,7 @@ SHOW = (
     ("show trace no/such", "no/such: no traces in profile/"),
     ("demo --dir", "Option '--dir' requires an argument."),
     ("demo model.layer=2 --dir new-demo", "model.layer: unknown key"),
-    ("demo steps --dir new-demo", "steps: an override has the form name=value"),
+    ("demo steps --dir new-demo", "found 'steps', expected a setting name=value"),
     ("demo --dir 'a file'", "a file/data/tokenizer: cannot be written", True),
     ("demo --nproc 2", "No such option '--nproc'"),
 )

@@ -11,7 +11,7 @@ import click
 import yaml
 from pydantic import BaseModel
 
-from hexad.config import Config, ConfigError, HexadError, apply_override, dump_config
+from hexad.config import Config, ConfigError, HexadError, apply_overrides, dump_config
 from hexad.model.configuration import build_config, load_config
 from hexad.model.families import family, preset
 from hexad.planning import check_config, planned_layout
@@ -83,8 +83,7 @@ def first_run(
         HexadError: settings that do not fit each other or the ranks.
     """
     given = _given(name, data, validation, tokenizer)
-    for override in overrides:
-        apply_override(given, override)
+    apply_overrides(given, overrides)
     config = build_config(given)
     layout = planned_layout(config, ranks)
     batch = given.setdefault("batch", {})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from hexad.config import HexadError, apply_override
+from hexad.config import HexadError, apply_overrides
 from hexad.model.configuration import build_config, load_config
 from hexad.parallel.pipeline.simulate import TIMELINE
 
@@ -51,8 +51,7 @@ def _write_run(directory: Path, data: DemoData, overrides: tuple[str, ...]) -> P
     """Write ``run.yaml``: the settings, overrides included, and how to continue."""
     path = directory / "run.yaml"
     tree = _settings(directory, data)
-    for override in overrides:
-        apply_override(tree, override)
+    apply_overrides(tree, overrides)
     config = build_config(tree)
     steps, schedule = config.run.steps, config.lr_schedule
     on = f"run.steps={2 * steps}"

@@ -101,10 +101,10 @@ def _read_prompts(file: str | None) -> Iterator[dict[str, Any]]:
 
 
 def _wanted(request: dict[str, Any]) -> Wanted:
-    from hexad.generation.generator import Sampling
+    from hexad.generation.generator import asked_sampling
     from hexad.generation.texts import Wanted
 
-    sampling = Sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
+    sampling = asked_sampling(request["temperature"], request["top_k"], request["top_p"], request["seed"])
     return Wanted(request["tokens"], sampling, request["samples"], tuple(request["stop"]), request["batch"])
 
 

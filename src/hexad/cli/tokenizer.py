@@ -140,9 +140,10 @@ def show_command(spec: str, text: str | None, as_json: bool) -> None:
     }
     if text is not None:
         try:
-            (tokens,) = loaded.encode_offsets([text])
+            text.encode()
         except UnicodeEncodeError:
             raise HexadError("--text: found bytes that are not UTF-8") from None
+        (tokens,) = loaded.encode_offsets([text])
         facts["tokens"] = [{"id": int(token), "text": text[begin:end]} for token, begin, end in zip(*tokens)]
     names = ", ".join(f"{name} {number}" for name, number in loaded.specials.items())
     shown = {**facts, "special_tokens": names or "none", "bos": ", ".join(map(str, loaded.bos)) or "none"}

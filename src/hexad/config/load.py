@@ -56,8 +56,7 @@ def read_tree(
         tree = deepcopy(dict(path))  # overrides are set in place, at any depth
     else:
         tree = _read(Path(path))
-    for override in overrides:
-        apply_override(tree, override)
+    apply_overrides(tree, overrides)
     return tree
 
 
@@ -74,11 +73,22 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set ``a.b.c=value`` in a raw tree of settings, in place; the value is YAML."""
+def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> None:
+    """Set each ``a.b.c=value`` in a raw tree of settings, in place; the values are YAML.
+
+    Raises:
+        HexadError: something of another form.
+    """
+    if isinstance(overrides, str):
+        raise HexadError(f"overrides: found the text '{overrides}', expected a list: ['{overrides}']")
+    for override in overrides:
+        _apply(tree, override)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise ConfigError(override, "an override has the form name=value, such as parallel.tensor=2")
+        raise HexadError(f"found '{override}', expected a setting name=value, such as parallel.tensor=2")
     *parents, last = name.split(".")
     here = tree
     for part in parents:

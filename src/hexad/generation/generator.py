@@ -59,6 +59,21 @@ class Sampling:
             raise ConfigError("--seed", f"found {self.seed}, expected 0 to 2^63 - 1")
 
 
+def asked_sampling(temperature: float, top_k: int, top_p: float, seed: int) -> Sampling:
+    """The sampling that a user asks for.
+
+    Raises:
+        ConfigError: as for :class:`Sampling`, or ``top_k`` or ``top_p`` without a temperature.
+    """
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    if not temperature and (top_k or top_p < 1):
+        name, value = ("--top-k", top_k) if top_k else ("--top-p", top_p)
+        raise ConfigError(
+            name, f"found {value} with temperature 0, which takes the likeliest token; raise it"
+        )
+    return sampling
+
+
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """int64 ``[sequences]`` next tokens from ``[sequences, vocab]`` logits on the CPU."""
     if sampling.temperature == 0:

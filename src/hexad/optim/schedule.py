@@ -14,6 +14,11 @@ def decay_steps(schedule: LrScheduleSettings, total_steps: int) -> int:
     return max(1, total_steps // 5) if schedule.kind == "wsd" else total_steps
 
 
+def cut_short(schedule: LrScheduleSettings, total_steps: int) -> bool:
+    """Whether a run ends before its learning rate is ``min_lr``."""
+    return schedule.kind in ("linear", "cosine") and decay_steps(schedule, total_steps) > total_steps
+
+
 def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: int, step: int) -> float:
     """Learning rate of step ``step``, counted from 1.
 

@@ -11,7 +11,7 @@ from typing import Any
 from hexad.checkpoint.directory import check_same_model, find_checkpoint
 from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
 from hexad.checkpoint.manifest import read_manifest
-from hexad.config import Config, ConfigError, HexadError, apply_override, blaming
+from hexad.config import Config, ConfigError, HexadError, apply_overrides, blaming
 from hexad.config.schema import prefixes
 from hexad.dataset.build.records import check_messages
 from hexad.dataset.indexed import IndexedDataset
@@ -116,8 +116,7 @@ def saved_model(
         }
     tree |= {name: dict(group) for name, group in groups.items()}
     tree["data"] |= data or {}
-    for override in overrides:
-        apply_override(tree, override)
+    apply_overrides(tree, overrides)
     config = build_config(tree)
     if saved is not None:
         check_same_model(Path(source), saved, config)
@@ -132,7 +131,7 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
     Raises:
         HexadError: it cannot be read, or the overrides do not fit it or the ranks.
     """
-    overrides = tuple(overrides)
+    overrides = overrides if isinstance(overrides, str) else tuple(overrides)
     groups: dict[str, dict[str, Any]] = {name: {} for name in ("memory", "validate")}
     groups |= {"parallel": {"sequence": False}, "batch": {"micro": 1, "global": 1}}
     model = saved_model(source, overrides, groups)
@@ -231,9 +230,10 @@ def encoded(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> 
 
 def _ids(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
     try:
-        return tokenizer.encode(text)
-    except UnicodeEncodeError:  # half of a surrogate pair
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, or bytes on the command line that are not UTF-8
         raise ConfigError("--prompt", f"number {number} is not Unicode text: {ascii(text)[:60]}") from None
+    return tokenizer.encode(text)
 
 
 def ending_ids(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> list[frozenset[int]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hexad.config import Config
+from hexad.config import Config, HexadError, did_you_mean
 from hexad.engine.engine import Engine
 from hexad.engine.evaluation import Score
 from hexad.topology.mesh import Mesh
@@ -64,3 +64,27 @@ class Callback:
 
     def on_end(self, trainer: TrainerState, outcome: Outcome) -> None:
         """Called after the last step, or an early stop, when all is saved; not after an error."""
+
+
+def checked_callbacks(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """The callbacks, if they are some.
+
+    Raises:
+        HexadError: one that is no instance of :class:`Callback`, or has a method of another name that begins
+            with ``on_``.
+    """
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise HexadError(f"callbacks: found a {type(callbacks).__name__}, expected a list of hexad.Callback")
+    given = tuple(callbacks)
+    for callback in given:
+        if not isinstance(callback, Callback):
+            kind = callback.__name__ if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise HexadError(f"callbacks: found {kind}, expected instances of hexad.Callback")
+        for name in dir(callback):
+            if name.startswith("on_") and name not in known:
+                hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+                raise HexadError(
+                    f"callbacks: {type(callback).__name__} has {name}, which is never called{hint}"
+                )
+    return given

@@ -27,6 +27,7 @@ from hexad.launching.launch import Run, launch, naming_operators
 from hexad.launching.rendezvous import wait_idle
 from hexad.launching.stop import SAVE_FAILED, StopRequest
 from hexad.model.transformer import DTYPES
+from hexad.optim.schedule import cut_short
 from hexad.parallel.pipeline.simulate import TIMELINE
 from hexad.planning import check_vocab, working_layout
 from hexad.planning.costs import flops_per_token
@@ -34,7 +35,7 @@ from hexad.planning.machine import check_packages
 from hexad.topology.cluster import peak_flops
 from hexad.topology.mesh import Mesh
 
-from .callbacks import Callback, Outcome
+from .callbacks import Callback, Outcome, checked_callbacks
 from .pace import Pace, collected_by_step
 from .profile import StepProfile, timeline_text
 from .record import Metrics, Recorder
@@ -76,7 +77,7 @@ class Trainer:
     """The state of a run on one rank, of which callbacks see a :class:`~.callbacks.TrainerState`."""
 
     def __init__(self, run: Run, callbacks: Sequence[Callback] = ()) -> None:
-        self.run, self._callbacks = run, tuple(callbacks)
+        self.run, self._callbacks = run, checked_callbacks(callbacks)
         self.mesh = mesh = run.mesh
         self.config = config = run.resolved.config
         self.first = mesh.rank == 0
@@ -150,6 +151,11 @@ class Trainer:
         steps, warmup = config.run.steps, config.lr_schedule.warmup
         if warmup >= steps:
             log.info("lr_schedule.warmup %d is not over by run.steps %d", warmup, steps)
+        elif cut_short(config.lr_schedule, steps):
+            text = (
+                "the decay of the learning rate ends at step %d, after run.steps %d (lr_schedule.decay_steps)"
+            )
+            log.info(text, config.lr_schedule.decay_steps, steps)
         profiled = config.log.profile.start if config.log.profile else 0
         for name, step in (("timeline", config.log.timeline), ("profile.start", profiled)):
             if step > steps:
@@ -160,7 +166,8 @@ class Trainer:
             self._notify("on_start")
             while engine.step < steps:
                 collect(engine.step)
-                asking = stop.ask(self.saves.checkpointer.failed())
+                # While the step runs; callbacks may ask to stop after it.
+                asking = None if self._callbacks else stop.ask(self.saves.checkpointer.failed())
                 result, metrics = self._step()
                 action = self._action(result, metrics)
                 if action == "roll_back":
@@ -177,7 +184,7 @@ class Trainer:
                 every = config.log.check_replicas
                 if every and engine.step % every == 0:
                     engine.check_replicas()
-                signal = stop.answer(asking)
+                signal = stop.answer(asking or stop.ask(self.saves.checkpointer.failed()))
                 if signal == SAVE_FAILED:
                     self.saves.checkpointer.wait()
                     signal = None  # one that arrived meanwhile is handled after the next step
@@ -204,7 +211,7 @@ class Trainer:
             getattr(callback, event)(self, *facts)
 
     def stop(self) -> None:
-        """End the run after the step in progress or the next one, with a checkpoint; on any rank."""
+        """End the run after the step in progress, with a checkpoint; on any rank."""
         self._stopping.request()
 
     def _action(self, result: StepResult, metrics: Metrics) -> str | None:

@@ -141,6 +141,9 @@ def build(
     """
     if os.path.basename(prefix) in ("", ".", ".."):
         raise HexadError(f"--output: found '{prefix}', expected a prefix such as data/train")
+    name, ending = os.path.splitext(prefix)
+    if ending in (".bin", ".idx"):
+        raise HexadError(f"--output: found '{prefix}', expected a prefix; leave out the '{ending}': {name}")
     encoder = load_tokenizer(tokenizer)
     reading = reading_of(encoder, json_key, chat_template)
     files, left_out = find_files(inputs, include, exclude)

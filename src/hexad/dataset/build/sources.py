@@ -162,15 +162,17 @@ def find_files(
         The files, and how many the patterns left out.
 
     Raises:
-        HexadError: an input does not exist, or nothing is found.
+        HexadError: an input does not exist or is a device or pipe, or nothing is found.
     """
     files: list[Found] = []
     left_out = 0
     for given in map(Path, inputs):
         if given.is_dir():
             paths = [(path, path.relative_to(given)) for path in _walk(given)]
-        elif given.exists():
+        elif given.is_file():
             paths = [(given, given)]
+        elif given.exists():
+            raise HexadError(f"{given}: found a device, pipe or socket, expected a file or directory")
         else:
             raise HexadError(f"{given}: no such file or directory")
         for path, inside in paths:
@@ -196,7 +198,8 @@ def _matches(path: PurePath, patterns: Sequence[str]) -> bool:
 def _walk(directory: Path) -> Iterator[Path]:
     for parent, directories, names in os.walk(directory):
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        paths = (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())  # no pipes, which may never end
 
 
 def cut(files: Iterable[Found]) -> list[Piece]:

@@ -189,6 +189,58 @@ def test_parquet_holds_conversations_too(tmp_path: Path) -> None:
     assert (tmp_path / "p.mask").read_bytes() == (tmp_path / "d.mask").read_bytes() and lines.mask
 
 
+def test_records_of_other_forms_equal_their_messages(tmp_path: Path) -> None:
+    """ShareGPT's, Alpaca's and TRL's; of a list of messages as prompt no answer is trained."""
+    spec = chat_tokenizer(tmp_path / "tok", CHATML)
+    turns = [("one", "two"), ("three\nfour", "user")]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "system"}]
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    speakers = {"user": "human", "assistant": "gpt", "system": "system"}
+    shared = [{"from": speakers[m["role"]], "value": m["content"]} for m in messages]
+    forms: list[dict[str, Any]] = [
+        {"conversations": shared},
+        {"conversations": shared[1:], "system": "system"},
+        {"conversations": messages},
+        {
+            "instruction": "three",
+            "input": "four",
+            "output": "user",
+            "system": "system",
+            "history": [["one", "two"]],
+        },
+        {"prompt": messages[:4], "completion": messages[4:]},
+    ]
+    data = built(tmp_path, [{"messages": messages}, *forms], spec)
+    everything = trained(data, 0)
+    for document in range(1, len(forms) + 1):
+        assert data[document].tolist() == data[0].tolist()
+        if document < len(forms):
+            assert trained(data, document) == everything
+    last = trained(data, len(forms))
+    first = everything.index(True)
+    second = everything.index(True, everything.index(False, first))
+    assert last == [position >= second and yes for position, yes in enumerate(everything)]
+
+
+def test_of_a_template_that_marks_answers_those_of_the_prompt_are_not_trained(tmp_path: Path) -> None:
+    spec = chat_tokenizer(tmp_path / "tok", GENERATION)
+    messages = CONVERSATIONS[1]
+    data = built(
+        tmp_path, [{"messages": messages}, {"prompt": messages[:4], "completion": messages[4:]}], spec
+    )
+    assert data[0].tolist() == data[1].tolist()
+    ours = load_tokenizer(spec)
+    ids = [int(token) for token, yes in zip(data[1], trained(data, 1)) if yes]
+    assert ours.decode(ids) == "größer" and sum(trained(data, 0)) > len(ids)
+
+
+def test_tools_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    spec = chat_tokenizer(tmp_path / "tok", CHATML)
+    with pytest.raises(HexadError, match=r"in\.jsonl:1: has 'tools', which the chat template of .* does not"):
+        built(tmp_path, [{"messages": CONVERSATIONS[0], "tools": TOOLS}], spec)
+
+
 def _chat(*messages: Any) -> dict[str, Any]:
     return {"messages": list(messages)}
 
@@ -197,16 +249,20 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "number": ({"text": 5}, r"'text' is a number \(5\), expected text"),
     "null": ({"text": None}, "'text' is null, expected text"),
-    "no key": ({"body": "x"}, "none of 'text', 'messages', or 'prompt' and 'completion'; keys found: 'body'"),
+    "no key": ({"body": "x"}, "none of 'text', 'messages', .*; keys found: 'body'"),
     "two kinds": ({"text": "a", "messages": []}, "has 'messages' and 'text'; choose one with --json-key"),
     "no completion": ({"prompt": "a"}, "a 'prompt' without 'completion'"),
     "no prompt": ({"completion": "a"}, "a 'completion' without 'prompt'"),
     "empty completion": ({"prompt": "a", "completion": ""}, "'completion' is empty"),
-    "prompt of messages": ({"prompt": [USER], "completion": [ANSWER]}, "'prompt' is a list; .*'messages'"),
+    "prompt of messages": ({"prompt": [USER], "completion": "b"}, "'prompt' is a list, expected text"),
+    "empty answer": (_chat(USER, {"role": "assistant", "content": ""}), r"\[1\]: the answer is empty"),
+    "history": ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' is not a list of"),
+    "speaker": ({"conversations": [{"from": "bot", "value": "a"}]}, r"conversations\[0\]: role 'bot' is unk"),
+    "two forms": ({"instruction": "a", "output": "b", "text": "c"}, "has 'text' and 'instruction'; choose"),
     "empty": (_chat(), "'messages' is empty"),
     "no list": ({"messages": "hi"}, "'messages' is text, expected a list"),
     "no object": (_chat("hi"), r"messages\[0\] is text, expected \{'role': "),
-    "no role": (_chat({"from": "human", "value": "a"}), r"messages\[0\] has no 'role', .*'from', 'value'"),
+    "no role": (_chat({"speaker": "human", "text": "a"}), r"\[0\] has no 'role', .*'speaker', 'text'"),
     "role": (_chat({"role": "asistant", "content": "a"}), r"role 'asistant' is unknown .*mean 'assistant'"),
     "content": (_chat({"role": "user", "content": 3}), r"messages\[0\]: its content is a number \(3\)"),
     "no content": (_chat({"role": "user"}), r"messages\[0\] has no 'content'"),

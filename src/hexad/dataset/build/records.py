@@ -10,7 +10,12 @@ from .sources import Place, Record
 
 Span = tuple[int, int]
 
-_KEYS = ("messages", "prompt", "completion", "text")
+_KEYS = (
+    "messages", "prompt", "completion", "text", "conversations", "system", "instruction", "input", "output",
+    "history",
+)  # fmt: skip
+_SPEAKERS = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of roles that others have other names for."""
 _NAMES = {
     type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
     list: "a list", dict: "an object",
@@ -78,51 +83,103 @@ class Reading:
             if isinstance(value, list):
                 return self._conversation(self.key, content, place)
             return Document(_text(self.key, content, place))
-        kinds = [kind for kind in ("messages", "completion", "text") if kind in content]
+        kinds = [kind for kind in ("messages", "conversations", "completion", "text") if kind in content]
+        kinds += ["instruction"] * ("instruction" in content and "output" in content)
         if len(kinds) > 1:
             raise HexadError(
                 f"{place}: has {' and '.join(map(repr, kinds))}; choose one with --json-key, or remove one"
             )
-        if "messages" in content:
-            return self._conversation("messages", content, place)
+        for key in ("messages", "conversations"):
+            if key in content:
+                return self._conversation(key, content, place)
         if "completion" in content:
-            return _completion(content, place)
+            return self._completion(content, place)
+        if "instruction" in kinds:
+            return self._answered({**content, "messages": _instructed(content, place)}, "messages", 0, place)
         if "text" in content:
             return Document(_text("text", content, place))
         if "prompt" in content:
             raise HexadError(f"{place}: a 'prompt' without 'completion'; {_keys(content)}")
         raise HexadError(
-            f"{place}: none of 'text', 'messages', or 'prompt' and 'completion'; {_keys(content)}; choose "
-            "one with --json-key"
+            f"{place}: none of 'text', 'messages', 'conversations', 'prompt' and 'completion', or "
+            f"'instruction' and 'output'; {_keys(content)}; choose one with --json-key"
         )
 
     def _conversation(self, key: str, content: dict[str, Any], place: Place) -> Document:
         messages = content[key]
+        if isinstance(messages, list):
+            messages = [_named_as_here(message) for message in messages]
+            if key == "conversations" and content.get("system"):
+                messages = [{"role": "system", "content": _text("system", content, place)}, *messages]
+        return self._answered({**content, key: messages}, key, 0, place)
+
+    def _completion(self, content: dict[str, Any], place: Place) -> Document:
+        if "prompt" not in content:
+            raise HexadError(f"{place}: a 'completion' without 'prompt'; {_keys(content)}")
+        prompt, completion = content["prompt"], content["completion"]
+        if isinstance(prompt, list) and isinstance(completion, list):
+            for key in ("prompt", "completion"):
+                check_messages(key, content[key], place, self.template)
+            both = {**content, "completion": [*prompt, *completion]}
+            return self._answered(both, "completion", len(prompt), place)
+        prompt, completion = _text("prompt", content, place), _text("completion", content, place)
+        if not completion:
+            raise HexadError(f"{place}: 'completion' is empty: nothing to train on")
+        return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
+
+    def _answered(self, content: dict[str, Any], key: str, first: int, place: Place) -> Document:
+        """The document of a conversation, of which answers from message ``first`` on are trained."""
+        messages = content[key]
         check_messages(key, messages, place, self.template)
-        if not any(message["role"] == "assistant" for message in messages):
+        answers = [
+            number for number, message in enumerate(messages[first:], first) if message["role"] == "assistant"
+        ]
+        if not answers:
             raise HexadError(f"{place}: '{key}' has no message with role 'assistant': nothing to train on")
+        for number in answers:
+            if not any(value for name, value in messages[number].items() if name != "role"):
+                raise HexadError(f"{place}: {key}[{number}]: the answer is empty: nothing to train on")
         if self.template is None:
             raise HexadError(f"{place}: {self.no_template}")
         tools = content.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise HexadError(f"{place}: 'tools' is {_name(tools)}, expected a list of function schemas")
         try:
-            text, spans = self.template.conversation(messages, tools)
+            text, spans = self.template.conversation(messages, tools, first)
         except HexadError as error:
             raise HexadError(f"{place}: {error}") from None
         return Document(text, spans, framed=False)
 
 
-def _completion(content: dict[str, Any], place: Place) -> Document:
-    if "prompt" not in content:
-        raise HexadError(f"{place}: a 'completion' without 'prompt'; {_keys(content)}")
-    for key in ("prompt", "completion"):
-        if isinstance(content[key], list):
-            raise HexadError(f"{place}: '{key}' is a list; give conversations as one list under 'messages'")
-    prompt, completion = _text("prompt", content, place), _text("completion", content, place)
-    if not completion:
-        raise HexadError(f"{place}: 'completion' is empty: nothing to train on")
-    return Document(prompt + completion, ((len(prompt), len(prompt) + len(completion)),))
+def _named_as_here(message: Any) -> Any:
+    """A message of ShareGPT's form, ``{"from": ..., "value": ...}``, with the usual names; others as they
+    are."""
+    if not isinstance(message, dict) or set(message) != {"from", "value"}:
+        return message
+    speaker = message["from"]
+    return {
+        "role": _SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker,
+        "content": message["value"],
+    }
+
+
+def _instructed(content: dict[str, Any], place: Place) -> list[dict[str, Any]]:
+    """The messages of a record of Alpaca's form: ``instruction``, ``output``, and perhaps ``input``,
+    ``system`` and ``history`` (a list of questions with their answers)."""
+
+    def text(key: str) -> str:
+        return _text(key, content, place) if content.get(key) is not None else ""
+
+    history = content.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 for turn in history
+    ):
+        raise HexadError(f"{place}: 'history' is not a list of [question, answer]")
+    question = "\n".join(part for part in (text("instruction"), text("input")) if part)
+    messages = [{"role": "system", "content": text("system")}] if text("system") else []
+    for asked, answer in [*history, [question, text("output")]]:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return messages
 
 
 def _text(key: str, content: dict[str, Any], place: Place) -> str:

@@ -79,22 +79,37 @@ class ChatTemplate:
         return self._rendered(messages, None, prompt)[0]
 
     def conversation(
-        self, messages: Sequence[Message], tools: list[Any] | None = None
+        self, messages: Sequence[Message], tools: list[Any] | None = None, first: int = 0
     ) -> tuple[str, tuple[Span, ...]]:
-        """The text of a conversation, and the characters that the assistant writes, ends of turns included.
+        """The text of a conversation, and the characters that the assistant writes from message ``first`` on,
+        ends of turns included.
 
         They are the ``{% generation %}`` blocks of a template that has them. Of others, each answer is what
         the text up to it has beyond that of the messages before it, rendered with the beginning of an answer.
 
         Raises:
-            HexadError: as for :meth:`render`, or these texts do not continue one another.
+            HexadError: as for :meth:`render`, these texts do not continue one another, or the template has no
+                place for ``tools``.
         """
+        source = self._source(tools)
+        if tools and "tools" not in source:
+            raise HexadError(
+                f"has 'tools', which the chat template of {self.name} does not render; leave them out, or "
+                "give another template (--chat-template FILE)"
+            )
         text, blocks = self._rendered(messages, tools, False)
-        if _GENERATION.search(self._source(tools)):
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if _GENERATION.search(source):
+            if first and len(blocks) != len(answers):
+                raise HexadError(
+                    f"the chat template of {self.name} marks {len(blocks)} answers of {len(answers)}, so "
+                    "that those of the prompt cannot be told apart"
+                )
+            blocks = blocks[sum(number < first for number in answers) :] if first else blocks
             return text, tuple(span for span in blocks if span[0] < span[1])
         spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+        for number in answers:
+            if number < first:
                 continue
             before = self._rendered(messages[:number], tools, True)[0]
             last = number + 1 == len(messages)

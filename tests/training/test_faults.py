@@ -164,5 +164,5 @@ def test_a_signal_before_the_first_step_is_told_in_one_line(make_run: MakeRun, s
     os.kill(process.popen.pid, signal.SIGTERM)
     result = process.wait()
     assert result.status == 128 + signal.SIGTERM
-    assert result.error == "stopped by SIGTERM without saving"
+    assert result.error == "stopped by SIGTERM at once, without another save"
     assert not run.checkpoints

@@ -23,6 +23,8 @@ def test_a_cpu_is_refused(make_run: MakeRun) -> None:
     assert (result.status, result.error) == (2, REFUSED)
     assert not run.metrics
     assert run.train("--dry-run").status == 0
+    assert call("config", "check", str(run.path)).error == REFUSED
+    assert call("config", "check", str(run.path), "--elsewhere").status == 0
 
 
 def test_all_ranks_refuse_alike(make_run: MakeRun, pool: Pool) -> None:

@@ -522,6 +522,11 @@ CONFIG = (
     ("config check no.yaml", "no.yaml: no such configuration file"),
     ("config check dotted.yaml", "run.steps: unknown key"),
     ("config check null-group.yaml", "run: found None"),
+    ("config check run.yaml 'run.dir=a file'", "run.dir: cannot write to a file: a file is a file"),
+    ("config check run.yaml 'run.dir=a file/run'", "run.dir: cannot write to a file/run: a file is a file"),
+    ("config check changed.yaml model.hidden=32", "model.hidden: found 32, but checkpoint"),
+    ("config check run.yaml run.dir=new checkpoint.load=no/such", "checkpoint.load: no/such: neither a"),
+    ("config check run.yaml run.dir=new checkpoint.resume=must", "checkpoint.resume: found must, but"),
     ("config check run.yaml --world 0", "Invalid value for '--world': 0 is not in the range x>=1"),
     (
         "config check run.yaml --world 3 parallel.tensor=2",

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from hexad.comm import Trace, among_neighbours, from_first, gathered
-from hexad.config import AgreedError, Config, HexadError, blaming
+from hexad.config import AgreedError, Config
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
 
-from .directory import CheckpointDirectory, check_same_model, find_checkpoint, origin_of, write_manifest
+from .directory import CheckpointDirectory, check_same_model, origin_of, write_manifest
 from .index import Index
 from .kept_tokenizer import check_same_tokenizer, copy_into, saved_form
 from .manifest import Manifest, check_size
@@ -162,7 +162,7 @@ class Checkpointer:
         Raises:
             HexadError: ``must`` without a checkpoint, ``never`` with one, or as for :meth:`newest`.
         """
-        return chosen(self._to_start_from, self._axis, self.directory.path)
+        return chosen(lambda: self.directory.start(self.config.checkpoint), self._axis, self.directory.path)
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of this run, or None; all ranks together.
@@ -171,24 +171,6 @@ class Checkpointer:
             HexadError: the directory cannot be read, or some rank does not see the checkpoint.
         """
         return chosen(self.directory.newest, self._axis, self.directory.path)
-
-    def _to_start_from(self) -> Path | None:
-        resume, load = self.config.checkpoint.resume, self.config.checkpoint.load
-        newest = self.directory.newest()
-        where = self.directory.path
-        if resume == "never" and newest is not None:
-            raise HexadError(
-                f"checkpoint.resume: found never, but {where} holds {newest.name}; "
-                "choose another run.dir, remove it, or set checkpoint.resume=auto"
-            )
-        if newest is not None:
-            return newest
-        if resume == "must" and load is None:
-            raise HexadError(f"checkpoint.resume: found must, but {where} holds no complete checkpoint")
-        if load is None:
-            return None
-        with blaming("checkpoint.load"):
-            return find_checkpoint(load)
 
     def _write(
         self,

@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config, HexadError, dump_config
+from hexad.config import Config, HexadError, blaming, dump_config
+from hexad.config.schema import CheckpointSettings
 from hexad.dataset.files import sync_directory, write_durably
 from hexad.model.pretrained import FREE, TRAINED
 
@@ -41,6 +42,27 @@ class CheckpointDirectory:
         """The newest complete checkpoint, or None."""
         checkpoints = self.complete()
         return checkpoints[-1][1] if checkpoints else None
+
+    def start(self, settings: CheckpointSettings) -> Path | None:
+        """The checkpoint that a run starts from according to ``checkpoint.resume`` and ``checkpoint.load``.
+
+        Raises:
+            HexadError: ``must`` without a checkpoint, ``never`` with one, or there is none to load.
+        """
+        newest = self.newest()
+        if settings.resume == "never" and newest is not None:
+            raise HexadError(
+                f"checkpoint.resume: found never, but {self.path} holds {newest.name}; "
+                "choose another run.dir, remove it, or set checkpoint.resume=auto"
+            )
+        if newest is not None:
+            return newest
+        if settings.resume == "must" and settings.load is None:
+            raise HexadError(f"checkpoint.resume: found must, but {self.path} holds no complete checkpoint")
+        if settings.load is None:
+            return None
+        with blaming("checkpoint.load"):
+            return find_checkpoint(settings.load)
 
     def begin(self, step: int) -> Path:
         """An empty directory for the checkpoint of ``step``; leftovers of killed saves are removed."""

@@ -188,6 +188,11 @@ def check(
             "run.device",
             "found cuda, but no GPU is visible; use auto or cpu, or --elsewhere to check for another machine",
         )
+    if given.precision.dtype == "fp8" and not elsewhere:
+        from hexad.launching.environment import environment
+        from hexad.launching.launch import check_device, pick_device
+
+        check_device(given, pick_device(given.run.device, environment()))
     sizing = given.data.train is None
     checked = check_without_data if sizing else check_machine
     resolved = resolve(given, layout, None if elsewhere else checked(given))

@@ -225,7 +225,7 @@ def run_local(arguments: Sequence[str], ranks: int, restarts: int = 0) -> LocalO
             return _outcome(agent.run(), agent)
         except SignalException as error:  # SIGHUP, SIGQUIT, or before the ranks were started
             name = signal.Signals(error.sigval).name
-            return LocalOutcome(128 + error.sigval, f"stopped by {name} without saving")
+            return LocalOutcome(128 + error.sigval, f"stopped by {name} at once, without another save")
         finally:
             handler.shutdown()
             for number, action in previous.items():
@@ -238,7 +238,7 @@ def _outcome(result: RunResult, agent: _Agent) -> LocalOutcome:
     # Ranks that did not handle signals yet, or received two.
     asked = agent.asked
     if asked and any(failure.exitcode in (-signal.SIGTERM, -asked) for failure in result.failures.values()):
-        return LocalOutcome(128 + asked, f"stopped by {asked.name} without saving")
+        return LocalOutcome(128 + asked, f"stopped by {asked.name} at once, without another save")
     outcome = agent.failure(result)
     if outcome.status == USER_ERROR or not agent.restarts:
         return outcome

@@ -2,10 +2,11 @@
 process is started."""
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import yaml
 
-from hexad.checkpoint.directory import CheckpointDirectory
+from hexad.checkpoint.directory import CheckpointDirectory, check_same_model
 from hexad.checkpoint.kept_tokenizer import check_same_tokenizer, tokenizer_of_run, training_templates
 from hexad.config import Config, ConfigError, blaming
 from hexad.config.schema import prefixes
@@ -15,28 +16,37 @@ from hexad.dataset.text.tokenizer import Tokenizer, bos_ids, load_tokenizer
 
 
 def check_machine(config: Config) -> int:
-    """As :func:`check_packages`, :func:`check_data` and :func:`check_resumed`, in turn."""
+    """As :func:`check_packages`, :func:`check_data` and :func:`check_start`, in turn."""
     check_packages(config)
     vocab = check_data(config)
-    check_resumed(config)
+    check_start(config)
     return vocab
 
 
-def check_resumed(config: Config) -> None:
-    """Refuse a tokenizer of other ids than that of the checkpoint to resume from.
+def check_start(config: Config) -> None:
+    """Refuse what a run cannot begin with: a run directory that is none, a checkpoint that is missing, of
+    another model or of a tokenizer with other ids.
 
     What cannot be read is left to whoever loads the checkpoint.
 
     Raises:
-        ConfigError: naming both tokenizers.
+        HexadError: naming the setting.
     """
+    directory = Path(config.run.dir)
+    there = next((path for path in (directory, *directory.parents) if path.exists()), None)
+    if there is not None and not there.is_dir():
+        raise ConfigError("run.dir", f"cannot write to {directory}: {there} is a file")
     try:
-        newest = CheckpointDirectory(config.run.dir).newest()
-        tree = newest and yaml.safe_load((newest / "config.yaml").read_text(encoding="utf-8"))
+        path = CheckpointDirectory(directory).start(config.checkpoint)
+        tree = path and yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return
-    if newest is not None and isinstance(tree, dict) and config.checkpoint.resume != "never":
-        check_same_tokenizer(newest, tree, tokenizer_of_run(config))
+    if path is None or not isinstance(tree, dict):
+        return
+    vocab = tree.get("model", {}).get("vocab") if config.model.vocab == "auto" else config.model.vocab
+    model = config.model.model_copy(update={"vocab": vocab})
+    check_same_model(path, tree, config.model_copy(update={"model": model}))
+    check_same_tokenizer(path, tree, tokenizer_of_run(config))
 
 
 def check_packages(config: Config) -> None:
@@ -86,6 +96,7 @@ def check_data(config: Config) -> int:
 def check_without_data(config: Config) -> int:
     """As :func:`check_machine`, before there are data; returns the tokenizer's vocabulary size."""
     check_packages(config)
+    check_start(config)
     return _tokenizer(config).vocab_size
 
 

@@ -83,8 +83,8 @@ class Reading:
             if isinstance(value, list):
                 return self._conversation(self.key, content, place)
             return Document(_text(self.key, content, place))
-        kinds = [kind for kind in ("messages", "conversations", "completion", "text") if kind in content]
-        kinds += ["instruction"] * ("instruction" in content and "output" in content)
+        known = ("messages", "conversations", "completion", "text", "instruction")
+        kinds = [kind for kind in known if kind in content and (kind != "instruction" or "output" in content)]
         if len(kinds) > 1:
             raise HexadError(
                 f"{place}: has {' and '.join(map(repr, kinds))}; choose one with --json-key, or remove one"

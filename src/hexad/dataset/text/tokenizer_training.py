@@ -21,7 +21,7 @@ class _Listing(ChatTemplate):
     """A chat template that renders the messages' texts only, from which a tokenizer learns."""
 
     def conversation(
-        self, messages: Sequence[Any], tools: list[Any] | None = None
+        self, messages: Sequence[Any], tools: list[Any] | None = None, first: int = 0
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         contents = (message.get("content") or "" for message in messages)
         texts = (

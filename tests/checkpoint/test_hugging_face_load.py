@@ -316,3 +316,33 @@ def in_own_directory(rank: int, world: int, path: str, where: str, port: int) ->
         return train_rank(rank, world, [path, "parallel.data=2"], port)
     finally:
         os.chdir(before)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["hf", "imported"])
+def test_what_the_source_says_beside_its_weights_is_exported(tmp_path: Path, ours: bool) -> None:
+    """Also after the source is gone, of a model that was tuned twice, and with adapters."""
+    directory = theirs.save("llama", tmp_path / "hf")
+    generation = {"eos_token_id": [0, 2], "pad_token_id": 3, "temperature": 0.6, "do_sample": True}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
+    settings = json.loads((directory / "config.json").read_text())
+    changed = {**settings, "pretraining_tp": 2, "pad_token_id": 3, "eos_token_id": [0, 2]}
+    (directory / "config.json").write_text(json.dumps(changed))
+    load = f"hf:{directory}"
+    if ours:
+        convert("import", directory, tmp_path / "ours")
+        load = str(tmp_path / "ours")
+    first = run_on(tmp_path, load)
+    assert first.train("run.steps=1", "precision.dtype=fp32").status == 0
+    second = run_on(tmp_path, str(first.directory))
+    tree = yaml.safe_load(second.path.read_text())
+    tree["model"]["lora"] = {"rank": 2}
+    second.path.write_text(yaml.safe_dump(tree))
+    assert second.train("run.steps=1", "precision.dtype=fp32").status == 0
+    shutil.rmtree(directory)
+    for number, run in enumerate((first, second)):
+        convert("export", run.directory, tmp_path / f"out{number}")
+        exported = json.loads((tmp_path / f"out{number}" / "config.json").read_text())
+        kept = {name: exported[name] for name in ("pretraining_tp", "pad_token_id", "eos_token_id")}
+        assert kept == {"pretraining_tp": 2, "pad_token_id": 3, "eos_token_id": [0, 2]}
+        written = json.loads((tmp_path / f"out{number}" / "generation_config.json").read_text())
+        assert written == generation

@@ -1,18 +1,20 @@
 """The tokenizer that a run and its checkpoints keep, so that both work without the original. No torch.
 
 ``run.dir/tokenizer`` holds a copy of the files of ``data.tokenizer``, and so does every checkpoint, which its
-manifest covers. Its chat template is that of the training data. What a run saves of its configuration names
-the run's copy, and every other path absolutely.
+manifest covers. Its chat template is that of the training data. ``tokenizer/model`` has what a published
+model that the run started from says beside its weights, for its export. What a run saves of its configuration
+names the run's copy, and every other path absolutely.
 """
 
 import json
 import logging
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config, ConfigError, blaming
+from hexad.config import Config, ConfigError, HexadError, blaming
 from hexad.config.load import anchored
 from hexad.config.schema import prefixes
 from hexad.dataset.files import sync_directory, write_durably
@@ -26,14 +28,18 @@ from hexad.dataset.text.tokenizer import (
     vocabulary_file,
 )
 from hexad.model.hugging_face import CONFIG_FILE
+from hexad.model.pretrained import hugging_face_directory
 
-from .hugging_face.files import byte_tokenizer_files, has_tokenizer, tokenizer_files
+from .directory import find_checkpoint
+from .hugging_face.files import GENERATION_FILE, byte_tokenizer_files, has_tokenizer, tokenizer_files
 from .index import FileRecord
 
 log = logging.getLogger("hexad")
 
 FOLDER = "tokenizer"
 """Of the copy, in a run directory and in a checkpoint."""
+MODEL = "model"
+"""Of the files of the model that a run started from, in :data:`FOLDER`."""
 _ORIGIN = ".origin"
 """Beside the run's copy: the paths it stands for."""
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -71,9 +77,13 @@ def keep_tokenizer(config: Config) -> None:
     """
     folder = Path(config.run.dir) / FOLDER
     templates = training_templates(config)
-    if config.data.tokenizer == "byte" and templates is None:
+    model = _of_model(config.model.load) or {
+        name: content for name, content in _content(folder).items() if name.startswith(f"{MODEL}/")
+    }
+    plain = config.data.tokenizer == "byte" and templates is None
+    if plain and not model:
         return
-    files = _kept_files(config.data.tokenizer, templates, folder)
+    files = model if plain else {**_kept_files(config.data.tokenizer, templates, folder), **model}
     if _content(folder) != files:
         _replace(folder, files)
 
@@ -104,6 +114,31 @@ def _kept_files(given: str, templates: Mapping[str, str] | None, folder: Path) -
     return others | template_files(templates)
 
 
+def _of_model(load: str | None) -> dict[str, bytes]:
+    """What the model that a run starts from says beside its weights; nothing where it is not there, or no
+    longer."""
+    if load is None:
+        return {}
+    folder = hugging_face_directory(load)
+    if folder is None:
+        with suppress(HexadError):
+            source = find_checkpoint(load)
+            folder = model_files(str(source), str(source / FOLDER))
+    files = [folder / name for name in (CONFIG_FILE, GENERATION_FILE)] if folder is not None else []
+    return {f"{MODEL}/{file.name}": file.read_bytes() for file in files if file.is_file()}
+
+
+def model_files(source: str, tokenizer: str) -> Path | None:
+    """The directory with what a published model says beside its weights: ``hf:DIR``, what a checkpoint keeps
+    of the model that its run started from, or the tokenizer's own; None: there is none."""
+    folder = hugging_face_directory(source) or Path(source) / FOLDER / MODEL
+    if folder.is_dir():
+        return folder
+    if tokenizer == "byte":
+        return None
+    return Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+
+
 def _replace(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a folder that takes the place of one by a rename."""
     partial, old = folder.with_name(f".{FOLDER}.partial"), folder.with_name(f".{FOLDER}.old")
@@ -125,9 +160,9 @@ def copy_into(checkpoint: Path, run_dir: str) -> dict[str, FileRecord]:
         OSError: they cannot be written.
     """
     kept = Path(run_dir) / FOLDER
-    if not has_tokenizer(kept):
-        return {}
     files = _content(kept)
+    if not files:
+        return {}
     files.pop(_ORIGIN, None)
     return keep_files(checkpoint, files)
 

@@ -208,6 +208,7 @@ def export_command(
     from hexad.checkpoint.directory import find_checkpoint
     from hexad.checkpoint.hugging_face.exporting import export_adapters, export_model, saved_config
     from hexad.checkpoint.hugging_face.files import parse_size
+    from hexad.checkpoint.kept_tokenizer import model_files
     from hexad.checkpoint.merged import opened_weights
     from hexad.checkpoint.reader import Checkpoint
 
@@ -220,7 +221,8 @@ def export_command(
             exported = export_adapters(opened, config, to, dtype)
         else:
             with opened_weights(opened, config, base) as weights:
-                exported = export_model(weights, config, to, dtype, limit, _end_of_document(config))
+                beside = model_files(str(path), config.data.tokenizer)
+                exported = export_model(weights, config, to, dtype, limit, _end_of_document(config), beside)
     where = Path(target).resolve()
     answer(
         as_json,

@@ -158,5 +158,5 @@ def generated(
             "(model.max_positions)"
         )
     model = load_model(resolved.config, saved.weights, mesh, resolved.plan.layers)
-    ends = agreed(lambda: ending_ids(prompts, saved.config, tokenizer), mesh.world)
+    ends = agreed(lambda: ending_ids(prompts, saved, tokenizer), mesh.world)
     yield from write(model, tokenizer, ids, wanted, mesh.pipeline, ends)

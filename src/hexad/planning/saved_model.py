@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.checkpoint.directory import check_same_model, find_checkpoint
-from hexad.checkpoint.kept_tokenizer import tokenizer_of_checkpoint
+from hexad.checkpoint.kept_tokenizer import model_files, tokenizer_of_checkpoint
 from hexad.checkpoint.manifest import read_manifest
 from hexad.config import Config, ConfigError, HexadError, apply_overrides, blaming
 from hexad.config.schema import prefixes
@@ -236,16 +236,17 @@ def _ids(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
     return tokenizer.encode(text)
 
 
-def ending_ids(prompts: Sequence[Prompt], config: Config, tokenizer: Tokenizer) -> list[frozenset[int]]:
-    """The ids that end the text of each prompt: those of ``generation_config.json`` beside the tokenizer, and
-    for a conversation the token with which its template ends an answer."""
-    common = frozenset(_generation_ends(Path(config.data.tokenizer)))
-    template = _template(prompts, config)
+def ending_ids(prompts: Sequence[Prompt], saved: SavedModel, tokenizer: Tokenizer) -> list[frozenset[int]]:
+    """The ids that end the text of each prompt: those of the model's ``generation_config.json``, and for a
+    conversation the token with which its template ends an answer."""
+    common = frozenset(_generation_ends(model_files(saved.source, saved.config.data.tokenizer)))
+    template = _template(prompts, saved.config)
     return [common | _answer_end(template, prompt, tokenizer) for prompt in prompts]
 
 
-def _generation_ends(tokenizer: Path) -> list[int]:
-    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
+def _generation_ends(folder: Path | None) -> list[int]:
+    if folder is None:
+        return []
     try:
         tree = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
         ends = tree.get("eos_token_id")

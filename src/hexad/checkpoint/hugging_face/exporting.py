@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hexad.config import Config, HexadError
 from hexad.config.model import ModelSettings
+from hexad.dataset.files import write_durably
 from hexad.model.configuration import build_config
 from hexad.model.families import Family
 from hexad.model.hugging_face import CONFIG_FILE, architecture, config_json
@@ -24,7 +25,7 @@ from ..kept_tokenizer import copied_files, tokenizer_of_checkpoint, write_files
 from ..merged import Weights
 from ..reader import Checkpoint
 from ..tensor_file import Entry, TensorFileWriter, dtype_name
-from .files import GENERATION_FILE, appearing, has_tokenizer, special_tokens, write_json
+from .files import GENERATION_FILE, appearing, has_tokenizer, other_settings, special_tokens, write_json
 from .names import PublishedTensor, published_tensors
 from .weights import INDEX_FILE, SINGLE_FILE, row_slices
 
@@ -74,7 +75,13 @@ def saved_config(checkpoint: Checkpoint) -> Config:
 
 
 def export_model(
-    weights: Weights, config: Config, to: Path, dtype: str, shard_bytes: int, eod: int | None
+    weights: Weights,
+    config: Config,
+    to: Path,
+    dtype: str,
+    shard_bytes: int,
+    eod: int | None,
+    beside: Path | None = None,
 ) -> Exported:
     """Write a Hugging Face directory with the weights of a checkpoint, slice by slice.
 
@@ -85,6 +92,7 @@ def export_model(
         dtype: a key of :data:`DTYPES`, or ``auto``: as in training; of an imported model, unchanged.
         shard_bytes: largest size of a weights' file, unless a single tensor is larger.
         eod: id of the tokenizer's end-of-document token, if it is known.
+        beside: directory with what the model's ``config.json`` and ``generation_config.json`` have besides.
 
     Raises:
         HexadError: ``transformers`` has no such model; the checkpoint is damaged; a value is beyond the range
@@ -117,7 +125,7 @@ def export_model(
             total = sum(target.nbytes for target in targets)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             write_json(partial / INDEX_FILE, index)
-        notes += _write_beside(partial, config, word, eod)
+        notes += _write_beside(partial, config, word, eod, beside)
     parameters = sum(torch.Size(target.shape).numel() for target in targets)
     return Exported(kind.name, word, list(shards), parameters, notes)
 
@@ -183,15 +191,19 @@ def _converted(values: Tensor, target: _Target) -> Tensor:
     return converted
 
 
-def _write_beside(directory: Path, config: Config, dtype: str, eod: int | None) -> list[str]:
+def _write_beside(
+    directory: Path, config: Config, dtype: str, eod: int | None, folder: Path | None
+) -> list[str]:
     """Write tokenizer and configurations beside the weights; returns notes on what is missing."""
     given = Path(config.data.tokenizer)
     files = copied_files(config.data.tokenizer)
     files.pop(CONFIG_FILE, None)  # the model's own is written
     write_files(files, directory)
-    folder = None if config.data.tokenizer == "byte" else given if given.is_dir() else given.parent
     special: dict[str, Any] = special_tokens(folder, eod)
-    write_json(directory / CONFIG_FILE, config_json(config.model, dtype, special))
+    ours = config_json(config.model, dtype, special)
+    write_json(directory / CONFIG_FILE, {**other_settings(folder, str(ours["model_type"])), **ours})
+    if folder is not None and (folder / GENERATION_FILE).is_file():
+        write_durably(directory / GENERATION_FILE, (folder / GENERATION_FILE).read_bytes())
     if not (directory / GENERATION_FILE).exists() and special["eos_token_id"] is not None:
         known = {key: value for key, value in special.items() if value is not None}
         write_json(directory / GENERATION_FILE, {"_from_model_config": True, **known})

@@ -153,6 +153,7 @@ def test_init_writes_what_was_asked_for_and_can_be_trained_from(tmp_path: Path) 
     options = ("--preset", "gpt2", "--data", "d/train", "--validation", "d/val", "--nproc", "6")
     result = call("config", "init", str(path), *options, "parallel.tensor=2", "model.dropout=0.1")
     assert result.status == 0, result.err
+    assert "data.tokenizer is byte" in result.out
     config = load_config(path)
     assert (config.model.preset, config.model.dropout, config.data.sequence) == ("gpt2", 0.1, 1024)
     assert (config.data.train, config.data.validation, config.validate_.every) == ("d/train", "d/val", 100)

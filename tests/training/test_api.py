@@ -97,6 +97,13 @@ def test_a_run_that_ends_inside_its_decay_says_so(
     assert "the decay of the learning rate ends at step 3, after run.steps 2" in caplog.text
 
 
+def test_adapters_of_random_weights_are_reported(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run(run={"steps": 1}, model={"lora": {}})
+    with caplog.at_level("WARNING", "hexad"):
+        hexad.train(run.path)
+    assert "model.lora adapts weights that are drawn at random" in caplog.text
+
+
 def test_generate_and_evaluate(run_file: RunFile, data: str) -> None:
     hexad.train(run_file.path)
     texts = hexad.generate(

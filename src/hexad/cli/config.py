@@ -141,6 +141,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 NO_DATA = "note: data.train is null; name the prefix that 'hexad data build' wrote"
+_BYTES = "note: data.tokenizer is byte, of 257 ids; model.preset was published with a tokenizer of its own"
 
 
 @click.group("config")
@@ -206,8 +207,14 @@ def check(
         f"{path}: valid for {layout.world} rank(s){degrees_text(sizes)}",
         *summary_lines(given, resolved, ranks),
         *([NO_DATA] if sizing else []),
+        *_of_bytes(given),
         *(["", dump_config(resolved.config).rstrip("\n")] if complete else []),
     )
+
+
+def _of_bytes(config: Config) -> list[str]:
+    """A note where a published model would be trained on bytes."""
+    return [_BYTES] if config.model.preset is not None and config.data.tokenizer == "byte" else []
 
 
 @config.command("presets")
@@ -300,4 +307,5 @@ def init(
         {"path": path, "config": config.model_dump(mode="json", by_alias=True)},
         f"wrote {path}; next: hexad config check {name}{check}, then hexad train {name}{start}",
         *([NO_DATA] if config.data.train is None else []),
+        *_of_bytes(config),
     )

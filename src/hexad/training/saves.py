@@ -142,7 +142,9 @@ class Saves:
             with_weights = f" with the weights of {model.load}"
             if self._adapters and not self.run.mesh.rank and (notice := removal_notice(base)):
                 log.warning("%s", notice)
-        elif not self._adapters:
+        elif self._adapters:
+            log.warning("model.lora adapts weights that are drawn at random: model.load names none")
+        else:
             engine.initialise()
         parameters, trained = parameter_count(model), trained_count(model)
         part = f", {trained:,} trained" if trained != parameters else ""

@@ -50,6 +50,21 @@ def check_tied(one_rank: bool, zero: int) -> None:
         )
 
 
+def _of_flags() -> dict[str, Any]:
+    """The arguments of :class:`GPTModel` that the flags decide."""
+    args = get_args()
+    return {
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "fp16_lm_cross_entropy": False,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+        "rope_scaling": args.use_rope_scaling,
+    }
+
+
 class GPTModel(Transformer):
     """The model of ``get_args()``, or this rank's current pipeline stage of it.
 
@@ -96,7 +111,6 @@ class GPTModel(Transformer):
         check_spec(transformer_layer_spec)
         if config is not None:
             check_config(config)
-        args = get_args()
         given = {
             "vocab_size": vocab_size,
             "max_sequence_length": max_sequence_length,
@@ -107,17 +121,7 @@ class GPTModel(Transformer):
             "rotary_base": rotary_base,
             "rope_scaling": rope_scaling,
         }
-        known = {
-            "vocab_size": args.padded_vocab_size,
-            "max_sequence_length": args.max_position_embeddings,
-            "fp16_lm_cross_entropy": False,
-            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
-            "position_embedding_type": args.position_embedding_type,
-            "rotary_percent": args.rotary_percent,
-            "rotary_base": args.rotary_base,
-            "rope_scaling": args.use_rope_scaling,
-        }
-        check_agrees("GPTModel", given, known)
+        check_agrees("GPTModel", given, _of_flags())
         resolved, mesh = resolved_model(), parallel_state.get_mesh()
         settings, plan = resolved.config, resolved.plan
         if mesh.context.size > 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hexad.config import Config, HexadError
-from hexad.engine.evaluation import Score, evaluate_weights
+from hexad.engine.evaluation import Progress, Score, evaluate_weights
 from hexad.generation.generator import asked_sampling
 from hexad.generation.texts import Continuation, Wanted, generated
 from hexad.launching.environment import environment
@@ -95,6 +95,7 @@ def evaluate(
     *,
     batches: int | None = None,
     overrides: Iterable[str] = (),
+    progress: Progress | None = None,
 ) -> dict[str, Score]:
     """Loss, perplexity and bits per byte of a saved model.
 
@@ -104,6 +105,8 @@ def evaluate(
         batches: global batches of each set; None: all samples, each once; of a blend, until one
             of its members is used up.
         overrides: of the saved settings, as in ``parallel.tensor=2``.
+        progress: called on every rank after each batch with the data set's name, the samples that are done,
+            and all of them.
 
     Returns:
         The score of each data set, by name; the same on every rank.
@@ -116,4 +119,4 @@ def evaluate(
     sets = {Path(data).name: data} if isinstance(data, str) else dict(data or {})
     model, tokenizer = evaluated_model(find_model(str(source)), sets, overrides, environment().world)
     with launch(model.config) as run:
-        return evaluate_weights(run.resolved, run.mesh, model.weights, tokenizer, batches)
+        return evaluate_weights(run.resolved, run.mesh, model.weights, tokenizer, batches, progress)

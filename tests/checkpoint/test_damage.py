@@ -182,7 +182,7 @@ def test_inspect_shows_what_it_holds(two: tuple[Path, Path], capsys: pytest.Capt
     assert command(["checkpoint", "inspect", str(two[0])]) == 0
     out = capsys.readouterr().out
     assert f"{two[0]}: step 2, 8 samples" in out
-    assert "written by 4 rank(s) (pipeline 2, data 2, zero 3, schedule zb_v, virtual_stages 2)" in out
+    assert "written by 4 ranks (pipeline 2, data 2, zero 3, schedule zb_v, virtual_stages 2)" in out
     assert re.search(r"model\.layers\.0\.ffn\.up\.weight +float64 +28 x 20\n", out)
     assert "schedule: zb_v" in out  # the configuration
     assert command(["checkpoint", "inspect", str(two[0]), "--json"]) == 0

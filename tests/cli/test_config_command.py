@@ -111,7 +111,7 @@ def test_the_summary_has_the_published_size(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {preset: llama3-8b}\nbatch: {micro: 1, global: 64}\ndata: {sequence: 8192}\n"
-        "parallel: {tensor: 4, pipeline: 2, data: 4, zero: 1}\nrun: {steps: 1000}\n"
+        "parallel: {tensor: 4, pipeline: 2, data: 4, zero: 1}\nrun: {steps: 1000, dir: none}\n"
     )
     text = call("config", "check", str(path)).out
     assert "note: data.train is null" in text

@@ -61,6 +61,18 @@ def test_no_torch_and_errors_come_before_torch(tmp_path: Path) -> None:
         assert result == (0 if arguments in GOOD else 2, []), arguments
 
 
+def test_a_full_disk_is_said_in_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "hexad.cli.main", "config", "presets"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "the output cannot be written: No space left on device" in ended.stderr
+
+
 def test_help_says_where_the_traceback_of_a_rank_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["--help"]) == 0
     assert "run.dir/log-rankN.txt" in "".join(capsys.readouterr().out.split())  # wherever it is wrapped

@@ -102,7 +102,7 @@ def test_schedules_and_worlds_that_nobody_can_list_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("override", "says"), [
-    ("batch.global=1048577", "makes 1048577 microbatches in a step on 1 stage.s., more than 1048576 in all"),
+    ("batch.global=1048577", "makes 1048577 microbatches in a step on 1 stage, more than 1048576 in all"),
     ("parallel.pipeline=60000", "found 60000 stages"),
 ])  # fmt: skip
 def test_what_would_take_minutes_is_refused_at_once(override: str, says: str) -> None:

@@ -195,6 +195,19 @@ def test_byte_counts_ignore_ids_beyond_the_tokenizer() -> None:
     assert Score(np.log(2.0), 1, 1).bits_per_byte == pytest.approx(1.0)
 
 
+def test_progress_is_said_into_pipes(
+    trained: RunFile, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hexad.cli.evaluate._Lines.SECONDS", 0.0)
+    size = trained.metrics[0]["samples"]
+    evaluated(None, trained.newest, 1, batches=3)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "samples" in line]
+    expected = [
+        f"{name}: {size * n} of {size * 3} samples, 0:00:00 left" for name in ("one", "two") for n in (2, 3)
+    ]
+    assert lines == expected
+
+
 def test_the_seed_of_a_run_does_not_change_what_it_is_evaluated_on(trained: RunFile) -> None:
     options = ("evaluate", str(trained.directory), "--batches", "1", "--json")
     losses = [json.loads(call(*options, f"run.seed={seed}").out)["results"] for seed in (1, 2, 77)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
@@ -18,6 +19,7 @@ from hexad.dataset.text.tokenizer import load_tokenizer
 from hexad.engine.engine import Engine
 from hexad.model.configuration import load_config
 from hexad.planning.costs import flops_per_token, parameter_count
+from hexad.training.record import MetricsFile
 
 from ..pool import Pool
 from .command import FOUR, Process, RunFile, call
@@ -127,6 +129,32 @@ def test_log_every(make_run: MakeRun, alone: RunFile) -> None:
     assert [(m["step"], m["loss"]) for m in run.metrics] == [(n, alone.losses[n - 1]) for n in (3, 6, 8)]
 
 
+def test_metrics_wait_for_space(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk, here a limit of file sizes, stops no run; what could not be written is written later."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.write({"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (path.stat().st_size, path.stat().st_size + 5):  # no byte more; a part of a line
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            file.write({"step": 2})
+            file.write({"step": 3})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert path.read_text() == '{"step": 1}\n'
+        file.rewind(1)
+    assert caplog.text.count("cannot be written: ") == 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
+    try:
+        file.write({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    file.write({"step": 3})
+    file.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
 def test_tensorboard(make_run: MakeRun) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -223,7 +251,7 @@ def test_config_show_and_check(make_run: MakeRun) -> None:
     assert json.loads(call("config", "show", path, "--json").out)["model"]["hidden"] == 16
     good = call("config", "check", path, *FOUR)
     first, *facts = good.out.splitlines()
-    assert first == f"{path}: valid for 4 rank(s): tensor 2 x data 2"
+    assert first == f"{path}: valid for 4 ranks: tensor 2 x data 2"
     assert [line.split()[0] for line in facts[:6]] == [
         "parameters", "tokens", "ranks", "step", "precision", "memory"
     ]  # fmt: skip

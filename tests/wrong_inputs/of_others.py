@@ -61,7 +61,7 @@ DATA = (
     ),
     (
         "data build --input words.txt --output out --tokenizer byte --include '*.md'",
-        "words.txt: all 1 files are left out by --include and --exclude",
+        "words.txt: --include and --exclude leave out all there is, 1 file",
     ),
     ("data build --input not-json.jsonl --output out --tokenizer byte", "not-json.jsonl:2: not valid JSON"),
     ("data build --input number.jsonl --output out --tokenizer byte", "number.jsonl:1: 'text' is a number"),
@@ -474,7 +474,7 @@ SHOW = (
     ("show schedule --microbatches 0", "Invalid value for '--microbatches': 0 is not in the range x>=1"),
     (
         "show schedule --pipeline 64 --microbatches 100000000",
-        "--schedule: found 100000000 microbatches on 64 stage(s), expected at most 1048576 pairs of them",
+        "--schedule: found 100000000 microbatches on 64 stages, expected at most 1048576 pairs of them",
     ),
     ("show schedule --schedule 1f1b --virtual-stages 2", "--schedule: 1f1b has one stage per rank"),
     ("show schedule --memory 2", "--memory: found 2; it applies only to --schedule auto"),

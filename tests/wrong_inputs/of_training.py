@@ -470,7 +470,7 @@ TRAIN = (
     ("train --dry-run --json run.yaml model.layer=2", "model.layer: unknown key"),
     (
         "train --dry-run run.yaml batch.global=16777216 parallel.pipeline=2",
-        "batch.global: found 16777216, which makes 16777216 microbatches in a step on 2 stage(s)",
+        "batch.global: found 16777216, which makes 16777216 microbatches in a step on 2 stages",
     ),
 )
 

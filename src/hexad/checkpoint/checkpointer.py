@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from hexad.comm import Trace, among_neighbours, from_first, gathered
-from hexad.config import AgreedError, Config
+from hexad.config import AgreedError, Config, one_line
 from hexad.topology.cluster import host_identity
 from hexad.topology.mesh import Mesh
 
@@ -243,7 +243,8 @@ class Checkpointer:
         except OSError as error:
             what = f"checkpoint of step {step}" if step is not None else "checkpoint"
             raise AgreedError(
-                f"{what}: cannot be written to {self.directory.path}: {error}; earlier checkpoints are intact"
+                f"{what}: cannot be written to {self.directory.path}: {one_line(error)}; "
+                "earlier checkpoints are intact"
             ) from error
 
 

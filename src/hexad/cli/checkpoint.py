@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hexad.config import HexadError
+from hexad.config import HexadError, counted
 
 from .options import answer, json_option, print_json
 
@@ -45,12 +45,14 @@ def inspect(directory: str, as_json: bool) -> None:
         print_json({"path": str(path), **_document(manifest)})
         return
     origin = manifest.origin
-    click.echo(f"{path}: step {manifest.step}, {manifest.samples} samples")
+    click.echo(f"{path}: step {manifest.step}, {counted(manifest.samples, 'sample')}")
     saved_at = datetime.fromtimestamp(origin["saved_at"], UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     click.echo(f"saved {saved_at} ({origin['reason']}), hexad {origin['hexad']}, torch {origin['torch']}")
-    click.echo(f"written by {origin['world']} rank(s){_layout(origin['layout'])}; any layout can load it")
+    click.echo(
+        f"written by {counted(origin['world'], 'rank')}{_layout(origin['layout'])}; any layout can load it"
+    )
     size = sum(record.size for record in manifest.files.values())
-    click.echo(f"{len(manifest.files)} files, {size / 2**20:,.1f} MiB")
+    click.echo(f"{counted(len(manifest.files), 'file')}, {size / 2**20:,.1f} MiB")
     for name, tensor in sorted(manifest.tensors.items()):
         click.echo(f"  {name:44s} {tensor.dtype:10s} {' x '.join(map(str, tensor.shape))}")
     click.echo(yaml.safe_dump(manifest.config, sort_keys=False, width=110), nl=False)
@@ -228,7 +230,7 @@ def export_command(
         as_json,
         {"path": str(where), "checkpoint": str(path), **asdict(exported)},
         f"{where}: {exported.family}, {exported.parameters:,} parameters in {exported.dtype}, "
-        f"{len(exported.files)} file(s) of weights, from {path}",
+        f"{counted(len(exported.files), 'file')} of weights, from {path}",
         *(f"note: {note}" for note in exported.notes),
     )
 

@@ -11,7 +11,7 @@ import click
 import yaml
 from pydantic import BaseModel
 
-from hexad.config import Config, ConfigError, HexadError, apply_overrides, dump_config
+from hexad.config import Config, ConfigError, HexadError, apply_overrides, counted, dump_config
 from hexad.model.configuration import build_config, load_config
 from hexad.model.families import family, preset
 from hexad.planning import check_config, planned_layout
@@ -204,7 +204,7 @@ def check(
     answer(
         as_json,
         {"ok": True, "world": layout.world, "degrees": sizes, "summary": facts} | tree,
-        f"{path}: valid for {layout.world} rank(s){degrees_text(sizes)}",
+        f"{path}: valid for {counted(layout.world, 'rank')}{degrees_text(sizes)}",
         *summary_lines(given, resolved, ranks),
         *([NO_DATA] if sizing else []),
         *_of_bytes(given),
@@ -267,7 +267,7 @@ def from_deepspeed(path: str, overrides: tuple[str, ...], world: int, lenient: b
     answer(
         as_json,
         {"config": settings, "notes": notes},
-        f"# From {path}, for {world} data rank(s). Add model, data and run.steps.",
+        f"# From {path}, for {counted(world, 'data rank')}. Add model, data and run.steps.",
         *(f"# {note}" for note in notes),
         yaml.safe_dump(settings, sort_keys=False, width=110).rstrip("\n"),
     )

@@ -140,18 +140,21 @@ def build_command(
 
 
 def _sentence(summary: BuildSummary) -> str:
+    from hexad.config.errors import counted
+
     names = {"empty": "without text", "binary": "binary", "not UTF-8": "not UTF-8"}
     counts = ", ".join(
         f"{summary.skipped_kinds[k]:,} {n}" for k, n in names.items() if k in summary.skipped_kinds
     )
     skipped = f"; skipped: {counts}" if counts else ""
-    left_out = f"; {summary.left_out:,} files left out by pattern" if summary.left_out else ""
+    left_out = f"; {counted(summary.left_out, 'file')} left out by pattern" if summary.left_out else ""
     trained = ""
     if summary.trained is not None:
         part = summary.trained / summary.tokens
         trained = f", of which {summary.trained:,} ({part:.0%}) are trained ({summary.prefix}.mask)"
+    documents = counted(summary.documents, "document")
     return (
-        f"{summary.prefix}.bin and .idx: {summary.documents:,} documents, {summary.tokens:,} tokens{trained} "
+        f"{summary.prefix}.bin and .idx: {documents}, {summary.tokens:,} tokens{trained} "
         f"({summary.dtype}, vocabulary {summary.vocab:,}) from {summary.bytes_read:,} bytes"
         f"{skipped}{left_out}"
     )

@@ -1,5 +1,7 @@
 """``hexad evaluate``: loss, perplexity and bits per byte of a run, a checkpoint or a published model."""
 
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,25 @@ def _refuse_setting(name: str, prefix: str) -> None:
         raise HexadError(f"--data: found '{name}={prefix}', but {idx_path(prefix)}: no such file{hint}")
 
 
+class _Lines:
+    """A line on stderr every few seconds, with the time that is left."""
+
+    SECONDS = 10.0
+
+    def __init__(self) -> None:
+        self._name, self._began, self._last = "", 0.0, 0.0
+
+    def __call__(self, name: str, done: int, samples: int) -> None:
+        now = time.monotonic()
+        if name != self._name:  # after the first batch, which compiles and allocates
+            self._name, self._began, self._last, self._first = name, now, now, done
+        elif now - self._last > self.SECONDS:
+            self._last = now
+            rate = (done - self._first) / (now - self._began)
+            left = timedelta(seconds=round((samples - done) / rate))
+            click.echo(f"{name}: {done:,} of {samples:,} samples, {left} left", err=True)
+
+
 def evaluate_here(request: dict[str, Any]) -> None:
     """Be one rank of the evaluation; the first prints the result."""
     from hexad.api import evaluate as scores_of
@@ -90,7 +111,8 @@ def evaluate_here(request: dict[str, Any]) -> None:
     from hexad.launching.environment import environment
 
     source, data, batches, overrides = (request[key] for key in ("source", "data", "batches", "overrides"))
-    scores = scores_of(source, data, batches=batches, overrides=overrides)
+    progress = None if environment().rank else _Lines()
+    scores = scores_of(source, data, batches=batches, overrides=overrides, progress=progress)
     if environment().rank:
         return
     if request["as_json"]:

@@ -1,5 +1,6 @@
 """The ``hexad`` command. Subcommands are imported when they are called, so that help starts fast."""
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -95,6 +96,10 @@ def run(arguments: list[str]) -> int:
         return 130
     except BrokenPipeError:
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        return fail_once(f"the output cannot be written: {error.strerror}", debug)
 
 
 if __name__ == "__main__":

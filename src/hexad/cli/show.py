@@ -366,7 +366,8 @@ def schedule_command(
     shows one step as planned and as measured. A configuration without parallel.data is shown in the smallest
     world that its degrees allow.
     """
-    choice = chosen(settings, {name: value for name, value in options.items() if value is not None})
+    with Console(stderr=True).status("Building the schedule"):  # up to a million passes: half a minute
+        choice = chosen(settings, {name: value for name, value in options.items() if value is not None})
     if save:
         write_schedule(choice.charts[0].timeline.schedule, save)
         click.echo(f"wrote {save}", err=True)

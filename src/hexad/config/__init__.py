@@ -1,5 +1,14 @@
 """One tree of typed settings, its file format, and the errors a user can cause."""
 
-from .errors import USER_ERROR, AgreedError, ConfigError, HexadError, blaming, did_you_mean, one_line
+from .errors import (
+    USER_ERROR,
+    AgreedError,
+    ConfigError,
+    HexadError,
+    blaming,
+    counted,
+    did_you_mean,
+    one_line,
+)
 from .load import Wording, apply_overrides, dump_config, key_names, parse_config, read_tree, setting_names
 from .schema import Config

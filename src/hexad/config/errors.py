@@ -61,8 +61,15 @@ def blaming(field: str) -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """The text of another package's error, for a message."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The text of another package's or the operating system's error, for a message."""
+    text = getattr(error, "strerror", None) or str(error)  # without the number that str() gives
+    return " ".join(text.split()) or type(error).__name__
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 rank``, ``1,024 ranks``, ``2 microbatches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

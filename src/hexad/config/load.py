@@ -66,7 +66,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise HexadError(f"{path}: no such configuration file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise HexadError(f"{path}: cannot be read: {error}") from None
+        raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
     tree = _parse_yaml(text, str(path)) or {}
     if not isinstance(tree, dict):
         raise HexadError(f"{path}: found a {type(tree).__name__}, expected a mapping of settings")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ from hexad.topology.mesh import Mesh
 from .engine import Engine
 
 log = logging.getLogger("hexad")
+
+Progress = Callable[[str, int, int], None]
+"""Takes a data set's name, the samples that are done, and all of them."""
 
 
 @dataclass(frozen=True)
@@ -100,17 +104,26 @@ class ValidationSets:
         for loader in self._loaders.values():
             loader.close()
 
-    def scores(self, engine: Engine, batches: int | None) -> dict[str, Score]:
+    def scores(
+        self, engine: Engine, batches: int | None, progress: Progress | None = None
+    ) -> dict[str, Score]:
         """Evaluate on each, all ranks together.
 
         Args:
             engine: whose model.
             batches: global batches of each set, from its first sample on; None: all samples, each
                 once; of a blend, until one of its members is used up.
+            progress: called after each batch with the set's name, the samples done and all samples.
         """
-        return {name: self._score(engine, loader, batches) for name, loader in self._loaders.items()}
+        progress = progress or (lambda *_: None)
+        return {
+            name: self._score(engine, loader, batches, partial(progress, name))
+            for name, loader in self._loaders.items()
+        }
 
-    def _score(self, engine: Engine, loader: DataLoader, batches: int | None) -> Score:
+    def _score(
+        self, engine: Engine, loader: DataLoader, batches: int | None, progress: Callable[[int, int], None]
+    ) -> Score:
         size = loader.global_batch
         end = loader.samples if batches is None else batches * size
         loss_sum, targets, count = 0.0, 0, 0
@@ -121,6 +134,7 @@ class ValidationSets:
             batch_sum, batch_targets = engine.evaluate(batch)
             loss_sum, targets = loss_sum + batch_sum, targets + batch_targets
             count += sum(map(self._count, batch))
+            progress(min(first + size, end), end)
         total = torch.tensor(count, dtype=torch.int64, device=self._mesh.device)
         total = all_reduce(total, self._mesh.gradient_axis())
         return Score(loss_sum, targets, None if self._bytes is None else int(total))
@@ -152,10 +166,16 @@ def total(scores: Mapping[str, Score]) -> Score:
 
 
 def evaluate_weights(
-    resolved: Resolved, mesh: Mesh, source: Path | str, tokenizer: Tokenizer, batches: int | None
+    resolved: Resolved,
+    mesh: Mesh,
+    source: Path | str,
+    tokenizer: Tokenizer,
+    batches: int | None,
+    progress: Progress | None = None,
 ) -> dict[str, Score]:
     """Evaluate the weights of a checkpoint, or of ``hf:DIR``, on ``data.validation``, all ranks together: in
-    any layout, without gradients or optimizer state. ``batches``: see :meth:`ValidationSets.scores`.
+    any layout, without gradients or optimizer state. ``batches`` and ``progress``: see
+    :meth:`ValidationSets.scores`.
 
     Raises:
         AgreedError: the weights or the data cannot be used.
@@ -166,6 +186,6 @@ def evaluate_weights(
         load_model_weights(source, engine.config, engine.weights(adapters=True), mesh.world)
         engine.publish()
         agreed(sets.prepare, mesh.world)
-        return sets.scores(engine, batches)
+        return sets.scores(engine, batches, progress)
     finally:
         sets.close()

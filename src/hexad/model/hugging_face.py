@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hexad.config import ConfigError, HexadError
+from hexad.config import ConfigError, HexadError, one_line
 from hexad.config.model import ModelSettings
 
 from .families import Family, families, family
@@ -75,7 +75,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise HexadError(f"{directory}: not a Hugging Face model: {CONFIG_FILE} is missing") from None
     except (OSError, ValueError) as error:
-        raise HexadError(f"{path}: cannot be read: {error}") from None
+        raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
     if not isinstance(raw, dict):
         raise HexadError(f"{path}: found a {type(raw).__name__}, expected an object of settings")
     return raw

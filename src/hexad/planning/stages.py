@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hexad.config import Config, ConfigError, blaming
+from hexad.config import Config, ConfigError, blaming, counted
 from hexad.model.inventory import ModelInventory
 from hexad.parallel.pipeline.partition import LayerCosts, partition
 from hexad.parallel.pipeline.schedule import Schedule, read_schedule
@@ -121,9 +121,9 @@ def _schedule(config: Config, pipeline: int, microbatches: int) -> Schedule:
         most = max(MOST_PASSES // stages, 1) * (config.batch.global_ // microbatches)
         raise ConfigError(
             "batch.global",
-            f"found {config.batch.global_}, which makes {microbatches} microbatches in a step on {stages} "
-            f"stage(s), more than {MOST_PASSES} in all; raise batch.micro or the data degree, or use at most "
-            f"{most}",
+            f"found {config.batch.global_}, which makes {microbatches} microbatches in a step on "
+            f"{counted(stages, 'stage')}, more than {MOST_PASSES} in all; raise batch.micro or the data "
+            f"degree, or use at most {most}",
         )
     return _by_name(config, pipeline, microbatches)
 

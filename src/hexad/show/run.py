@@ -16,7 +16,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 
 from .figure import GREY, PALETTE, styled
 
@@ -68,7 +68,9 @@ def read_metrics(directory: str | Path) -> Metrics:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise HexadError(f"{path}: cannot be read; is it of a run that has started? ({error})") from None
+        raise HexadError(
+            f"{path}: cannot be read; is it of a run that has started? ({one_line(error)})"
+        ) from None
     steps: dict[int, Mapping[str, Any]] = {}
     # What follows the last newline was being written when the run was stopped.
     for number, line in enumerate(text.split("\n")[:-1], 1):

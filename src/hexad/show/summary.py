@@ -11,7 +11,7 @@ import yaml
 
 from hexad.checkpoint.directory import CheckpointDirectory
 from hexad.checkpoint.kept_tokenizer import saved_form
-from hexad.config import Config, HexadError
+from hexad.config import Config, HexadError, counted
 from hexad.planning import Resolved
 from hexad.planning.costs import parameter_count, trained_count
 from hexad.planning.memory import MemoryPlan, largest
@@ -102,7 +102,8 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
     if given.precision.dtype == "auto":
         auto = " (auto: of this CPU)" if where == "CPU" else " (auto: of a GPU; run.device=cpu: of this CPU)"
     state = f", zero {facts['zero']}" if facts["zero"] else ""
-    passes = f"{facts['microbatches']:,} microbatches of {config.batch.micro} sequence(s) on each data rank"
+    sequences = counted(config.batch.micro, "sequence")
+    passes = f"{counted(facts['microbatches'], 'microbatch')} of {sequences} on each data rank"
     schedule = f", schedule {facts['schedule']}" if facts["schedule"] else ""
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
     unit, name = (2**30, "GiB") if memory["total"] >= 2**30 else (2**20, "MiB")

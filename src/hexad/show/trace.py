@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 
 Span = tuple[float, float]
 """Beginning and end, in microseconds."""
@@ -70,7 +70,7 @@ def _read(path: Path) -> RankTrace:
         with gzip.open(path, "rt", encoding="utf-8") as stream:
             events = json.load(stream)["traceEvents"]
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise HexadError(f"{path}: not a trace of torch's profiler: {error}") from None
+        raise HexadError(f"{path}: not a trace of torch's profiler: {one_line(error)}") from None
     rank = int(path.name.removeprefix("rank-").removesuffix(".json.gz"))
     return summarise(rank, [event for event in events if event.get("ph") == "X"])
 

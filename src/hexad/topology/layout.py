@@ -23,7 +23,7 @@ from itertools import product
 from math import gcd, prod
 from typing import Any, Literal, NamedTuple
 
-from hexad.config import ConfigError, did_you_mean
+from hexad.config import ConfigError, counted, did_you_mean
 from hexad.config.schema import ParallelSettings
 
 MOST_RANKS = 2**22
@@ -241,7 +241,7 @@ class Layout:
                 "parallel.data",
                 f"found {self.data}, but world {self.world} / (tensor {self.tensor} x context {self.context} "
                 f"x pipeline {self.pipeline}) = {self.world // model}; use {self.world // model} or auto, "
-                f"or start {_ranks(model * int(self.data))}",
+                f"or start {counted(model * int(self.data), 'rank')}",
             )
         return self.world // model
 
@@ -336,10 +336,6 @@ def _numbers(digits: list[Digit]) -> Iterator[int]:
     """Every value that ``digits`` (fastest first) can add to a rank, ascending."""
     slowest_first = (range(0, degree * stride, stride) for degree, stride in reversed(digits))
     return map(sum, product(*slowest_first))
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def nearest_multiples(factor: int, value: int) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import sys
 import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hexad.config import Config, HexadError
 
 Metrics = dict[str, Any]
+log = logging.getLogger("hexad")
 
 
 class Sink(Protocol):
@@ -36,29 +41,52 @@ class Sink(Protocol):
 class MetricsFile:
     """``metrics.jsonl``: one JSON object per logged step.
 
-    Lines of steps after ``last_step`` (of a run that died, about to be repeated) are removed.
+    Lines of steps after ``last_step`` (of a run that died, about to be repeated) are removed. Lines that
+    cannot be written, as on a full disk, wait in memory for the next step, so that training goes on.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._waiting: list[bytes] = []
+        self._file = path.open("ab", buffering=0)
         self.rewind(last_step)
 
     def write(self, metrics: Metrics) -> None:
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        self._waiting.append(json.dumps(metrics).encode() + b"\n")
+        self._flush()
+
+    def _flush(self) -> None:
+        content = b"".join(self._waiting)
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size)
+            if len(self._waiting) == 1:
+                text = (
+                    "%s: cannot be written: %s; training goes on, and the lines are written once they can be"
+                )
+                log.warning(text, self._path, error.strerror)
+        else:
+            self._waiting.clear()
 
     def rewind(self, last_step: int) -> None:
         self._file.close()
+        self._waiting = [line for line in self._waiting if _step(line.decode()) <= last_step]
         lines = self._path.read_text(encoding="utf-8").splitlines()
         temporary = self._path.with_suffix(".partial")
         temporary.write_text(
             "".join(f"{line}\n" for line in lines if _step(line) <= last_step), encoding="utf-8"
         )
         os.replace(temporary, self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
+        self._flush()
+        if self._waiting:
+            log.warning("%s: the last %d steps are missing", self._path, len(self._waiting))
         self._file.close()
 
 
@@ -153,9 +181,9 @@ class ProgressLine:
         last = metrics["step"] == self._steps
         if not self._console.is_terminal and (last or now - self._last > self._PLAIN_SECONDS):
             self._last = now
-            left = (self._steps - metrics["step"]) * metrics["step_seconds"]
+            left = timedelta(seconds=round((self._steps - metrics["step"]) * metrics["step_seconds"]))
             print(
-                f"step {metrics['step']}/{self._steps}  {text}  {left:.0f} s left",
+                f"step {metrics['step']}/{self._steps}  {text}  {left} left",
                 file=sys.stderr,
                 flush=True,
             )
@@ -175,7 +203,7 @@ class Recorder:
         try:
             self._sinks: list[Sink] = [MetricsFile(directory / "metrics.jsonl", last_step)]
         except OSError as error:
-            raise HexadError(f"run.dir: {error}") from None
+            raise HexadError(f"run.dir: {error.filename}: cannot be written: {error.strerror}") from None
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(directory / "tensorboard"))
         if config.log.wandb is not None:

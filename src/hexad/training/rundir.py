@@ -5,9 +5,10 @@ import logging
 import os
 import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from operator import or_
 from pathlib import Path
+from typing import TextIO
 
 from hexad.comm import from_first, merged
 from hexad.config import ConfigError
@@ -74,17 +75,30 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
 
+class _LogFile(logging.StreamHandler[TextIO]):
+    """Writes to ``log-rankN.txt``, as long as its disk has space: training goes on without."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing."""
+
+
+def _close(file: TextIO) -> None:
+    with suppress(OSError):  # a full disk
+        file.close()
+
+
 def _log_to_file(path: Path, run: Run, timeout: float, stack: ExitStack) -> None:
     """Messages, and the stacks of a crash or a stall, are written to ``log-rankN.txt``; the first rank's
     messages to stderr too."""
     try:
-        file = stack.enter_context(path.open("a", encoding="utf-8"))
+        file = path.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError("run.dir", f"cannot write {path}: {error.strerror}") from None
+    stack.callback(_close, file)
     faulthandler.enable(file)
     stack.callback(faulthandler.disable)
     stack.push(lambda kind, error, trace: traceback.print_exception(error, file=file) if error else None)
-    handlers: list[logging.Handler] = [logging.StreamHandler(file)]
+    handlers: list[logging.Handler] = [_LogFile(file)]
     if run.mesh.rank == 0:
         handlers.append(_Stderr())
     for handler in handlers:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 from hexad.dataset.files import reporting, write_durably
 from hexad.dataset.text.tokenizer import BYTE_END, byte_backend, vocabulary_files
 from hexad.model.hugging_face import CONFIG_FILE
@@ -88,7 +88,7 @@ def special_tokens(directory: Path | None, eod: int | None) -> dict[str, Any]:
             content = json.loads(path.read_text(encoding="utf-8"))
             return {key: content.get(key) for key in SPECIAL}
         except (OSError, ValueError, AttributeError) as error:
-            raise HexadError(f"{path}: cannot be read: {error}") from None
+            raise HexadError(f"{path}: cannot be read: {one_line(error)}") from None
     return dict.fromkeys(SPECIAL) | {"eos_token_id": eod}
 
 

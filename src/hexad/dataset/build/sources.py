@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
-from hexad.config.errors import HexadError, one_line
+from hexad.config.errors import HexadError, counted, one_line
 
 from ..files import reporting
 
@@ -181,7 +181,7 @@ def find_files(
             else:
                 files.append(Found(path, not given.is_dir()))
     if not files:
-        what = f"all {left_out} files are left out by --include and --exclude"
+        what = f"--include and --exclude leave out all there is, {counted(left_out, 'file')}"
         raise HexadError(f"{', '.join(map(str, inputs))}: {what if left_out else 'no files found'}")
     return files, left_out
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hexad.config import HexadError
+from hexad.config import HexadError, one_line
 
 KINDS = ("F", "B", "W", "BW")
 
@@ -187,7 +187,7 @@ def read_schedule(path: str | Path) -> Schedule:
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     except (OSError, ValueError) as error:
-        raise ScheduleError(f"{path}: cannot be read as a schedule: {error}") from None
+        raise ScheduleError(f"{path}: cannot be read as a schedule: {one_line(error)}") from None
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from hexad.config import did_you_mean
+from hexad.config import counted, did_you_mean
 
 from ..schedule import Schedule, ScheduleError
 from ..simulate import Costs
@@ -71,7 +71,7 @@ def build_schedule(
             raise ScheduleError(f"found {count} {what}, expected at least 1")
     if microbatches * pipeline * per_rank > MOST_PASSES:
         raise ScheduleError(
-            f"found {microbatches} microbatches on {pipeline * per_rank} stage(s), expected at most "
+            f"found {microbatches} microbatches on {counted(pipeline * per_rank, 'stage')}, expected at most "
             f"{MOST_PASSES} pairs of them"
         )
     if group is not None and (name != "interleaved" or group < 1):

@@ -157,19 +157,25 @@ def dualpipe_v(pipeline: int, microbatches: int) -> Schedule:
 
 
 def _v_schedule(
-    name: str, pipeline: int, microbatches: int, order: Callable[[int, int, int], _Order]
+    name: str, pipeline: int, microbatches: int, add_all: Callable[[_Order, int, int, int], None]
 ) -> Schedule:
     """The beginning of a step that is long enough for every phase of an order."""
     planned = max(microbatches, 2 * pipeline)
-    ranks = tuple(tuple(order(pipeline, rank, planned).actions) for rank in range(pipeline))
-    return Schedule(name, planned, v_shaped(pipeline), ranks).first(microbatches)
+    orders = [_Order(pipeline, rank, microbatches) for rank in range(pipeline)]
+    for rank, order in enumerate(orders):
+        add_all(order, pipeline, rank, planned)
+    return Schedule(name, microbatches, v_shaped(pipeline), tuple(tuple(order.actions) for order in orders))
 
 
 class _Order:
-    """Builds the actions of one rank; microbatches of each kind and stage are numbered from 0."""
+    """Builds the actions of one rank; microbatches of each kind and stage are numbered from 0.
 
-    def __init__(self, pipeline: int, rank: int) -> None:
+    Those of microbatches from ``limit`` are left out, which keeps the order of the others valid.
+    """
+
+    def __init__(self, pipeline: int, rank: int, limit: int) -> None:
         self.actions: list[Action] = []
+        self._limit = limit
         self.owed: deque[tuple[int, int]] = deque()
         self._stages = {"0": rank, "1": 2 * pipeline - 1 - rank}
         self._counts: dict[tuple[str, int], int] = {}
@@ -194,11 +200,11 @@ class _Order:
                     self._counts[key] = number + 1
                     if kind == "B":
                         self.owed.append((stage, number))
-                self.actions.append(Action(kind, stage, number))
+                if number < self._limit:
+                    self.actions.append(Action(kind, stage, number))
 
 
-def _zb_v(pipeline: int, rank: int, microbatches: int) -> _Order:
-    order = _Order(pipeline, rank)
+def _zb_v(order: _Order, pipeline: int, rank: int, microbatches: int) -> None:
     after = pipeline - rank
     order.add("F0", 2 * after - 1)
     order.add("F1 F0", rank)
@@ -210,11 +216,9 @@ def _zb_v(pipeline: int, rank: int, microbatches: int) -> _Order:
     order.add("B0 W0", after)
     order.add("W1", rank)
     order.add("W0", rank)
-    return order
 
 
-def _dualpipe_v(pipeline: int, rank: int, microbatches: int) -> _Order:
-    order = _Order(pipeline, rank)
+def _dualpipe_v(order: _Order, pipeline: int, rank: int, microbatches: int) -> None:
     after = pipeline - rank - 1
     order.add("F0", 2 * after)
     order.add("F0 F1", rank + 1)
@@ -227,7 +231,6 @@ def _dualpipe_v(pipeline: int, rank: int, microbatches: int) -> _Order:
     order.add("B1 B0", rank - (rank + 1) // 2)
     order.add("W B0", after)
     order.add("W", rank + 1)
-    return order
 
 
 ONE_STAGE = {"1f1b": one_forward_one_backward, "zb_h1": zb_h1, "zb_h2": zb_h2}

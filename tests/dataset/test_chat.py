@@ -62,6 +62,19 @@ def test_answers_of_templates_without_generation_blocks(tmp_path: Path) -> None:
         assert marked == expected
 
 
+def test_a_call_without_words_has_no_content(tmp_path: Path) -> None:
+    source = (
+        "{% for m in messages %}{{ m.content if m.content is defined else 'c' }}{% endfor %}"
+        "{% if add_generation_prompt %}{% endif %}"
+    )
+    spec = chat_tokenizer(tmp_path / "tok", source)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, ANSWER]
+    data = built(tmp_path, [{"messages": messages}], spec)
+    expected = AutoTokenizer.from_pretrained(spec).apply_chat_template(messages, return_dict=False)
+    assert data[0].tolist() == expected
+
+
 @pytest.mark.parametrize("form", ["files", "list"])
 def test_named_templates(tmp_path: Path, form: str) -> None:
     """As in transformers, ``tool_use`` is that of conversations with tools."""
@@ -266,6 +279,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "role": (_chat({"role": "asistant", "content": "a"}), r"role 'asistant' is unknown .*mean 'assistant'"),
     "content": (_chat({"role": "user", "content": 3}), r"messages\[0\]: its content is a number \(3\)"),
     "no content": (_chat({"role": "user"}), r"messages\[0\] has no 'content'"),
+    "null content": (_chat({"role": "user", "content": None}), r"messages\[0\]: its content is null, exp"),
+    "silent call": (_chat(USER, {**ANSWER, "content": None, "tool_calls": [1]}), r"\[1\] has no content"),
     "image": (_chat({"role": "user", "content": [{"type": "image"}]}), "a part of type 'image', expected"),
     "no answer": (_chat(USER), "'messages' has no message with role 'assistant'"),
     "surrogate": ({"text": "a\ud800"}, r"\\ud800 is a lone surrogate"),
@@ -279,7 +294,7 @@ def test_mistakes_name_the_line(tmp_path: Path, name: str) -> None:
     if not spec.exists():
         strict = (
             "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-            "{{ raise_exception('roles must\n alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+            "{{ raise_exception('roles must\n alternate') }}{% endif %}{{ m.content + '' }}{% endfor %}"
         )
         chat_tokenizer(spec, strict)
     record, message = MISTAKES[name]

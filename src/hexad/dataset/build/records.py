@@ -221,7 +221,11 @@ def _message_problem(message: Any, template: ChatTemplate | None) -> str | None:
         return f": role '{role}' is unknown" + (did_you_mean(role, roles) or f"; known: {', '.join(roles)}")
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
-        return f" has no 'content'; {_keys(message)}"
+        return (
+            ": its content is null, expected text"
+            if "content" in message
+            else (f" has no 'content'; {_keys(message)}")
+        )
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text":

@@ -155,8 +155,10 @@ class ChatTemplate:
             for part in template.generate(**variables):
                 parts += [part]  # one at a time: blocks are placed after those before
         except Exception as error:  # a template may raise anything
+            silent = [n for n, message in enumerate(messages) if message.get("content") is None]
+            hint = f'; messages[{silent[0]}] has no content: the template may need ""' if silent else ""
             raise HexadError(
-                f"the chat template of {self.name} refuses the conversation: {one_line(error)}"
+                f"the chat template of {self.name} refuses the conversation: {one_line(error)}{hint}"
             ) from None
         return "".join(parts), blocks
 

@@ -39,7 +39,9 @@ def preset(name: str) -> Shape:
     """
     known = presets()
     if name not in known:
-        hint = did_you_mean(name, known) or f"; known: {', '.join(sorted(known))}"
+        # Of other makers are sizes that look alike, but never what was meant.
+        alike = [other for other in known if other[:1] == name[:1].lower()]
+        hint = did_you_mean(name.lower(), alike) or f"; known: {', '.join(sorted(known))}"
         raise ConfigError("model.preset", f"unknown preset '{name}'{hint}")
     return known[name]
 

@@ -48,7 +48,7 @@ FAMILY = replace(
     also={"attention_bias": (True, False)},  # it has its biases whatever the key says
     read=unused_window,
     write=lambda model: {"use_sliding_window": False},
-    contexts={"qwen2.5": 32768},
+    contexts={"qwen2.5-": 32768} | dict.fromkeys([f"qwen2.5-{size}b" for size in (7, 14, 32, 72)], 131072),
     presets={
         "qwen2.5-0.5b": _qwen25((24, 896, 14, 2, 4864), vocab=151936, tied=True),
         "qwen2.5-1.5b": _qwen25((28, 1536, 12, 2, 8960), vocab=151936, tied=True),

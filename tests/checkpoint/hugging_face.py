@@ -29,6 +29,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {**_ROTARY, "tie_word_embeddings": True, "rope_parameters": _LLAMA3, "num_key_value_heads": 6},
     ),
+    "qwen2, yarn": ("qwen2", {**_ROTARY, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        "beta_fast": 3.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}}),
+    "phi3, longrope": ("phi3", {**_ROTARY, "pad_token_id": None, "original_max_position_embeddings": 10,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.2],
+                            "long_factor": [1.5, 2.5, 4.5]}}),
     "mistral": ("mistral", {**_ROTARY, "head_dim": 10, "sliding_window": None, "rms_norm_eps": 1e-5}),
     "mistral, window": ("mistral", {**_ROTARY, "sliding_window": 7}),
     "phi3, window": ("phi3", {**_ROTARY, "pad_token_id": None, "sliding_window": 13}),

@@ -70,6 +70,7 @@ def plain(directory: Path) -> dict[str, Any]:
     tree: dict[str, Any] = transformers.AutoConfig.from_pretrained(directory).to_dict()
     # The last is in rope_parameters, and beside them where transformers 4 looks for it.
     spare = ("_name_or_path", "transformers_version", "partial_rotary_factor")
+    (tree.get("rope_parameters") or {}).pop("type", None)  # the older name of rope_type, beside it
     return {key: value for key, value in tree.items() if key not in spare}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hexad.config import HexadError
 from hexad.model.families import families, family
@@ -36,8 +38,18 @@ SPELLINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, {"rope_theta": 7.0}),
     ("llama", {"rope_scaling": {"type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
                                 "high_freq_factor": 4.0}, "rope_theta": 5e5, "max_position_embeddings": 77},
-     {"rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     {"rope_scaling": {"type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                        "original_positions": 77}}),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+     {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_positions": 32768, "truncate": True}}),
+    ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 40.0, "truncate": False, "mscale": 2.0,
+                                "mscale_all_dim": 1.0, "original_max_position_embeddings": 512}},
+     {"rope_scaling": {"type": "yarn", "factor": 40.0, "original_positions": 512, "truncate": False,
+                       "attention_factor": (0.2 * log(40) + 1) / (0.1 * log(40) + 1)}}),
+    ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
+              "original_max_position_embeddings": 4096, "max_position_embeddings": 131072},
+     {"rope_scaling": {"type": "longrope", "factor": 32.0, "original_positions": 4096,
+                       "short_factors": [1.0] * 48, "long_factors": [2.0] * 48}}),
     ("llama", {"num_attention_heads": 8, "hidden_size": 80}, {"head_dim": 10, "kv_heads": 8}),
     ("llama", {"torch_dtype": "bfloat16", "pretraining_tp": 2, "_name_or_path": "x"}, {"family": "llama"}),
     ("mistral", {"sliding_window": None, "hidden_size": 64}, {"head_dim": 2, "sliding_window": None}),
@@ -62,9 +74,11 @@ def test_spellings(family: str, keys: dict[str, Any], wanted: dict[str, Any]) ->
         rope = config.rope_parameters
         assert rope["rope_theta"] == ours["rope_theta"]
         scaling = ours["rope_scaling"]
-        assert (rope["rope_type"] == "llama3") == (scaling is not None)
+        assert rope["rope_type"] == ("default" if scaling is None else scaling.get("type", "llama3"))
         if scaling is not None:
             assert rope["original_max_position_embeddings"] == scaling["original_positions"]
+        if scaling is not None and "attention_factor" in scaling:
+            assert ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)[1] == scaling["attention_factor"]
         assert config.num_key_value_heads == ours["kv_heads"]
 
 
@@ -80,8 +94,14 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 31, "sliding_window": 8},
      "sliding_window: found 8"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: found "),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-     'rope_scaling.rope_type: found "yarn", which is not supported; supported: default, llama3'),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+     'rope_scaling.rope_type: found "dynamic", which is not supported; supported: default, llama3, yarn, long'),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0}},
+     "rope_scaling.beta_fast: found 0, expected a number above 0"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},
+     "rope_scaling.short_factor: found null, expected a list of numbers"),
+    ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0, "2"]}},
+     'rope_scaling.short_factor[1]: found "2", expected a number above 0'),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 4.0}}, 'rope_scaling.rope_type: found "linear"'),
     ("qwen2", {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}},
      "rope_parameters.mrope_section: found [1, 2]"),

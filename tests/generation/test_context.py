@@ -29,6 +29,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "kv_heads": 2, "sliding_window": 5},
     "phi3": {"family": "phi3", "sliding_window": 3},
     "qwen3": {"family": "qwen3", "kv_heads": 2},
+    "longrope": {
+        "family": "llama",
+        "head_dim": 8,
+        "rope_scaling": {
+            "type": "longrope",
+            "original_positions": 6,
+            "short_factors": [1, 1.2, 1.4, 2],
+            "long_factors": [1.5, 2, 4, 8],
+        },
+    },
 }
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6], [8, 9, 7], [9, 3]]
 LENGTHS = [8, 3, 8, 5, 1]
@@ -118,7 +128,7 @@ def check(pool: Pool, names: Sequence[str], layout: Degrees) -> None:
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        (Degrees(2), ["gpt2", "mistral", "qwen3"]),
+        (Degrees(2), ["gpt2", "mistral", "qwen3", "longrope"]),
         (Degrees(4, "ulysses"), ["llama", "mistral"]),
         (Degrees(4, "ulysses_ring", 2), ["llama", "phi3"]),
         (Degrees(2, "all_gather", tensor=2), ["llama"]),

@@ -22,11 +22,19 @@ TOLERANCE = 1e-10
 VOCAB, LENGTH, LAYERS, HIDDEN, HEADS = 103, 23, 3, 48, 6
 
 _SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 16}
+_YARN = {"type": "yarn", "factor": 4.0, "original_positions": 16, "beta_fast": 3.0, "beta_slow": 0.5}
+_LONG = {"type": "longrope", "factor": 4.0, "short_factors": [1.0, 1.1, 1.3, 1.5],
+         "long_factors": [1.0, 1.7, 2.9, 4.3]}  # fmt: skip
 _LLAMA = {"layers": LAYERS, "hidden": HIDDEN, "heads": HEADS, "kv_heads": 2, "ffn_hidden": 80, "vocab": VOCAB}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_LLAMA},
     "llama-tied": {"family": "llama", **_LLAMA, "tied_embeddings": True},
     "llama3.1": {"family": "llama", **_LLAMA, "rope_theta": 500000.0, "rope_scaling": _SCALING},
+    "yarn": {"family": "qwen2", **_LLAMA, "rope_theta": 100.0, "rope_scaling": _YARN},
+    "yarn, not whole": {"family": "llama", **_LLAMA, "rope_theta": 50.0, "rope_scaling": {
+        **_YARN, "truncate": False, "attention_factor": 0.7}},
+    "longrope, short": {"family": "phi3", **_LLAMA, "rope_scaling": {**_LONG, "original_positions": LENGTH}},
+    "longrope, long": {"family": "phi3", **_LLAMA, "rope_scaling": {**_LONG, "original_positions": 22}},
     "mistral": {"family": "mistral", **_LLAMA, "head_dim": 10},
     "mistral-window": {"family": "mistral", **_LLAMA, "sliding_window": 6},
     "phi3-window": {"family": "phi3", **_LLAMA, "sliding_window": 11},
@@ -79,10 +87,10 @@ def oracle(name: str) -> transformers.PreTrainedModel:
     else:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
         if model.rope_scaling is not None:
-            scaling = model.rope_scaling
-            rope |= {"rope_type": "llama3", "factor": scaling.factor,
-                     "low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor,
-                     "original_max_position_embeddings": scaling.original_positions}  # fmt: skip
+            names = {"type": "rope_type", "original_positions": "original_max_position_embeddings",
+                     "short_factors": "short_factor", "long_factors": "long_factor"}  # fmt: skip
+            given = CASES[name]["rope_scaling"] | {"type": model.rope_scaling.type}
+            rope |= {names.get(key, key): value for key, value in given.items()}
         further: dict[str, Any] = {}
         if model.family == "granite":
             names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -90,6 +98,8 @@ def oracle(name: str) -> transformers.PreTrainedModel:
         elif model.family == "phi3":
             rope["partial_rotary_factor"] = model.rotary_fraction
             further = {"pad_token_id": None, "eos_token_id": None}
+            if model.rope_scaling is not None:
+                further["original_max_position_embeddings"] = model.rope_scaling.original_positions
         if model.family in ("mistral", "phi3"):
             further["sliding_window"] = model.sliding_window
         if model.head_dim != HIDDEN // HEADS:

@@ -104,6 +104,22 @@ TRAIN = (
         "model.rope_scaling.factor: found 0, expected greater than 0",
     ),
     (
+        "train run.yaml model.rope_scaling.type=yarn model.rope_scaling.low_freq_factor=2",
+        "model.rope_scaling.low_freq_factor: found 2.0, which type yarn does not use; remove it",
+    ),
+    (
+        "train run.yaml model.rope_scaling.type=yarn model.rope_scaling.beta_fast=1",
+        "model.rope_scaling.beta_fast: found 1.0, expected more than beta_slow 1.0",
+    ),
+    (
+        "train run.yaml model.rope_scaling.type=longrope model.rope_scaling.short_factors=[1]",
+        "model.rope_scaling.short_factors: found 1 number, expected ",
+    ),
+    (
+        "train run.yaml model.rope_scaling.type=ntk",
+        "model.rope_scaling.type: found 'ntk', expected 'llama3', 'yarn' or 'longrope'",
+    ),
+    (
         "train run.yaml model.rope_scaling.high_freq_factor=0.5",
         "model.rope_scaling.high_freq_factor: found 0.5, expected more than low_freq_factor 1.0",
     ),

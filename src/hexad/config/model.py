@@ -1,6 +1,6 @@
 """The settings of the model, and the kinds of values, with their bounds, that all settings have."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -55,16 +55,41 @@ class Settings(BaseModel):
 
 
 class RopeScaling(Settings):
-    """Llama-3 scaling of rotary frequencies (Llama 3.1 model card; ``rope_type: llama3``)."""
+    """Scaling of rotary frequencies for sequences longer than those of the first training phase."""
 
+    type: Literal["llama3", "yarn", "longrope"] = "llama3"
+    """How: as Llama 3.1 (its model card), YaRN (Peng et al., arXiv 2309.00071) or LongRoPE (Ding et al.,
+    arXiv 2402.13753; Phi-3)."""
     factor: PositiveFloat = 8.0
-    """Factor by which low frequencies are slowed down."""
-    low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above ``original_positions / low_freq_factor`` are scaled fully."""
-    high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below ``original_positions / high_freq_factor`` are left alone."""
+    """How much longer sequences become. llama3 and yarn slow low frequencies down by it."""
     original_positions: Positive = 8192
     """Sequence length of the first training phase, in tokens."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: wavelengths above ``original_positions / low_freq_factor`` are scaled fully."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: wavelengths below ``original_positions / high_freq_factor`` are left alone."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: frequencies that turn more often than this in ``original_positions`` are left alone."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: those that turn less often are scaled fully."""
+    truncate: bool = True
+    """yarn: whether the range between the two is widened to whole frequencies."""
+    short_factors: tuple[PositiveFloat, ...] = ()
+    """longrope: what every frequency is divided by in documents of up to ``original_positions`` tokens; half
+    as many numbers as elements of a head are rotated."""
+    long_factors: tuple[PositiveFloat, ...] = ()
+    """longrope: the same in longer documents."""
+    attention_factor: PositiveFloat | Literal["auto"] = "auto"
+    """yarn and longrope: what rotated queries and keys are multiplied by. ``auto``, as in the papers:
+    ``0.1 ln(factor) + 1`` or ``sqrt(1 + ln(factor) / ln(original_positions))``; 1 up to a factor of 1."""
+
+    _COMMON: ClassVar = ("type", "factor", "original_positions")
+    USED: ClassVar[dict[str, tuple[str, ...]]] = {
+        "llama3": (*_COMMON, "low_freq_factor", "high_freq_factor"),
+        "yarn": (*_COMMON, "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        "longrope": (*_COMMON, "short_factors", "long_factors", "attention_factor"),
+    }
+    """The settings of each type."""
 
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "gpt2", "mixtral", "qwen3_moe"]
@@ -126,7 +151,7 @@ class ModelSettings(Settings):
     rope_theta: PositiveFloat = 10000.0
     """Base of the rotary position frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Llama-3 frequency scaling, or null."""
+    """Scaling of these frequencies for longer sequences, or null."""
     rotary_fraction: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Part of each query and key head that is rotated, from its first element on (partial rotary factor)."""
     sliding_window: Positive | None = None

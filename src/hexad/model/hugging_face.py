@@ -6,11 +6,12 @@ mean what they mean to ``transformers``; the tests compare them with its classes
 
 import json
 from collections.abc import Callable, Mapping
+from math import log
 from pathlib import Path
 from typing import Any
 
 from hexad.config import ConfigError, HexadError, one_line
-from hexad.config.model import ModelSettings
+from hexad.config.model import ModelSettings, RopeScaling
 
 from .families import Family, families, family
 from .families.family import ConfigFile
@@ -52,13 +53,12 @@ _READERS: dict[str, Callable[[ConfigFile, str], Any]] = {
 }
 """How settings are read that are no plain numbers from 0."""
 
-LLAMA3 = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_positions",
+_ROPE_KEYS = {
+    "original_positions": "original_max_position_embeddings",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
 }
-"""Llama 3's scaling of rotary frequencies: their keys -> the settings of ``model.rope_scaling``."""
+"""Settings of ``model.rope_scaling`` whose keys in ``config.json`` have other names."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -133,32 +133,63 @@ def _refuse_unsupported(keys: ConfigFile, kind: Family) -> None:
 
 
 def _rope(keys: ConfigFile, partial: bool) -> dict[str, Any]:
-    """Base of the frequencies, what of a head is rotated (``partial``: may be less than all), and Llama 3's
-    scaling, from the keys of transformers 5 or before."""
+    """Base of the frequencies, what of a head is rotated (``partial``: may be less than all), and the scaling
+    for longer sequences, from the keys of transformers 5 or before."""
     raw = keys.raw
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(name) or {}
     if not isinstance(rope, dict):
         raise keys.problem(name, "expected an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise keys.problem(f"{name}.rope_type", "which is not supported; supported: default, llama3", kind)
+    kind = "longrope" if kind == "su" else kind  # its name at first
+    if kind != "default" and kind not in RopeScaling.USED:
+        choices = ", ".join(["default", *RopeScaling.USED])
+        raise keys.problem(f"{name}.rope_type", f"which is not supported; supported: {choices}", kind)
     theta = keys.above_zero("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    known = {"rope_type", "type", "rope_theta", *(LLAMA3 if kind == "llama3" else ())}
-    for key, value in rope.items():
-        if key not in known and not (key == "partial_rotary_factor" and (partial or value in (None, 1.0))):
-            raise keys.problem(f"{name}.{key}", f"which is not supported with rope_type {kind}", value)
     settings: dict[str, Any] = {"rope_theta": float(theta), "rope_scaling": None}
     if partial:
         fraction = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
         settings["rotary_fraction"] = 1.0 if fraction is None else fraction
-    if kind == "default":
-        return settings
-    rope = {"original_max_position_embeddings": raw["max_position_embeddings"], **rope}
-    if raw.get("original_max_position_embeddings") is not None:  # which transformers prefers
-        rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
-    scaling = {ours: keys.above_zero(f"{name}.{key}", rope.get(key)) for key, ours in LLAMA3.items()}
-    return {**settings, "rope_scaling": scaling}
+    known = {"rope_type", "type", "rope_theta"}
+    if kind != "default":
+        settings["rope_scaling"] = _scaling(keys, name, kind, rope)
+        known |= {_ROPE_KEYS.get(ours, ours) for ours in RopeScaling.USED[kind]}
+        known |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+    for key, value in rope.items():
+        if key not in known and not (key == "partial_rotary_factor" and (partial or value in (None, 1.0))):
+            raise keys.problem(f"{name}.{key}", f"which is not supported with rope_type {kind}", value)
+    return settings
+
+
+def _scaling(keys: ConfigFile, name: str, kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of ``model.rope_scaling``, from the object that stands at ``name``."""
+    positions = keys.raw["max_position_embeddings"]
+    original = keys.raw.get("original_max_position_embeddings")  # which transformers prefers
+    if original is None:
+        original = rope.get("original_max_position_embeddings", positions)
+    values = {key: value for key, value in rope.items() if value is not None}
+    values["original_max_position_embeddings"] = original
+    if kind != "llama3":
+        values.setdefault("factor", positions / original)
+    settings: dict[str, Any] = {"type": kind}
+    for ours in RopeScaling.USED[kind][1:]:
+        theirs = _ROPE_KEYS.get(ours, ours)
+        value, here = values.get(theirs), f"{name}.{theirs}"
+        if ours.endswith("_factors"):
+            if not isinstance(value, list):
+                raise keys.problem(here, "expected a list of numbers", value)
+            settings[ours] = [keys.above_zero(f"{here}[{n}]", number) for n, number in enumerate(value)]
+        elif ours == "truncate":
+            settings[ours] = value is not False
+        elif value is not None or kind == "llama3":
+            settings[ours] = keys.above_zero(here, value)
+    scales = values.get("mscale"), values.get("mscale_all_dim")
+    if "attention_factor" not in settings and all(scales) and settings["factor"] > 1:
+        one, other = (
+            0.1 * keys.above_zero(f"{name}.mscale", s) * log(settings["factor"]) + 1 for s in scales
+        )
+        settings["attention_factor"] = one / other
+    return settings
 
 
 def architecture(model: ModelSettings) -> Family:
@@ -218,7 +249,7 @@ def config_json(model: ModelSettings, dtype: str, special: Mapping[str, Any]) ->
         "architectures": [kind.classes[0]],
         "model_type": kind.name,
         **written,
-        **(_rope_json(model) if kind.rotary else {}),
+        **(_rope_json(model, kind) if kind.rotary else {}),
         **kind.fixed,
         **kind.write(model),
         **{key: special.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
@@ -227,9 +258,23 @@ def config_json(model: ModelSettings, dtype: str, special: Mapping[str, Any]) ->
     }
 
 
-def _rope_json(model: ModelSettings) -> dict[str, Any]:
-    scaling: dict[str, Any] | None = None
-    if model.rope_scaling is not None:
-        named = {theirs: getattr(model.rope_scaling, ours) for theirs, ours in LLAMA3.items()}
-        scaling = {"rope_type": "llama3", **named}
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+def _rope_json(model: ModelSettings, kind: Family) -> dict[str, Any]:
+    own = model.rope_scaling
+    if own is None:
+        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+    if own.type not in kind.scalings:
+        raise ConfigError(
+            "model.rope_scaling.type",
+            f"found {own.type}, but {kind.classes[0]} of transformers has {', '.join(kind.scalings)} only",
+        )
+    values = {_ROPE_KEYS.get(ours, ours): getattr(own, ours) for ours in RopeScaling.USED[own.type][1:]}
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    if values.get("attention_factor") == "auto":
+        del values["attention_factor"]
+    if own.type != "longrope":
+        return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": own.type, **values}}
+    # Versions of Phi3Config expect these three keys alone, and the original length outside.
+    outside = {"original_max_position_embeddings": values.pop("original_max_position_embeddings")}
+    if own.factor * own.original_positions == model.max_positions:
+        del values["factor"]
+    return {"rope_theta": model.rope_theta, "rope_scaling": {"type": own.type, **values}, **outside}

@@ -1,6 +1,7 @@
 """Where each token stands: batch geometry, document boundaries, rotary angles."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +42,83 @@ class Geometry:
     auxiliary: Auxiliary | None = None
 
 
-def rotary_frequencies(model: ModelSettings, device: torch.device) -> Tensor:
-    """float32 ``[rotary width / 2]`` angular frequencies, in radians per token."""
-    width = model.rotary_width
-    exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
-    frequencies = 1.0 / (model.rope_theta**exponents)
-    return frequencies if model.rope_scaling is None else _llama3_scaled(frequencies, model.rope_scaling)
+class Rotary:
+    """The rotary factors of a model's positions.
+
+    Angles are float32 in every precision, the convention of published checkpoints.
+    """
+
+    def __init__(self, model: ModelSettings, device: torch.device) -> None:
+        width, scaling = model.rotary_width, model.rope_scaling
+        exponents = torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
+        periods = model.rope_theta**exponents  # tokens per radian
+        self._frequencies = 1.0 / periods
+        self._long: Tensor | None = None  # of documents of more than _short tokens
+        self._short = 0
+        self._amplitude = 1.0 if scaling is None else _amplitude(scaling)
+        if scaling is None:
+            return
+        if scaling.type == "llama3":
+            self._frequencies = _llama3_scaled(self._frequencies, scaling)
+        elif scaling.type == "yarn":
+            self._frequencies = _yarn_scaled(periods, scaling, model.rope_theta)
+        else:
+            short, long = (
+                1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * periods)
+                for factors in (scaling.short_factors, scaling.long_factors)
+            )
+            self._frequencies, self._long, self._short = short, long, scaling.original_positions
+
+    def factors(
+        self, positions: Tensor, lengths: Callable[[], Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """``cos, sin``, ``[tokens, 1, rotary width / 2]``.
+
+        Args:
+            positions: int64 ``[tokens]``, of each token in its document.
+            lengths: int64 ``[tokens]``, of that document, if they matter.
+            dtype: of the result.
+        """
+        frequencies = self._frequencies
+        if self._long is not None:
+            frequencies = torch.where((lengths() > self._short)[:, None, None], self._long, frequencies)
+        angles = positions.float()[:, None, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._amplitude != 1.0:
+            cos, sin = cos * self._amplitude, sin * self._amplitude
+        return cos.to(dtype), sin.to(dtype)
+
+
+def _amplitude(scaling: RopeScaling) -> float:
+    """What cos and sin are multiplied by."""
+    if scaling.type == "llama3":
+        return 1.0
+    if scaling.attention_factor != "auto":
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    if scaling.type == "yarn":
+        return 0.1 * math.log(scaling.factor) + 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_positions))
+
+
+def _yarn_scaled(periods: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, blend in between (section 3.2 of YaRN)."""
+    width = 2 * len(periods)
+
+    def index(turns: float) -> float:
+        """Of the frequency that turns so often in the original length, times two."""
+        return width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    if first == last:
+        last += 0.001
+    indexes = torch.arange(len(periods), dtype=torch.float32, device=periods.device)
+    kept = 1 - ((indexes - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -59,10 +131,3 @@ def _llama3_scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     low = wavelengths > scaling.original_positions / scaling.low_freq_factor
     high = wavelengths < scaling.original_positions / scaling.high_freq_factor
     return torch.where(low, frequencies / scaling.factor, torch.where(high, frequencies, blended))
-
-
-def rotary_factors(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``cos, sin`` of shape ``[tokens, 1, rotary width / 2]``. Angles are float32 in every precision, the
-    convention of published checkpoints."""
-    angles = positions.float()[:, None, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)

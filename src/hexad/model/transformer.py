@@ -1,6 +1,7 @@
 """The transformer, for every family, written as for one device."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -27,7 +28,7 @@ from .feedforward import FeedForward
 from .feedforward_inventory import FeedForwardSpec
 from .inventory import ModelInventory, PositionsSpec, StageSpec
 from .norms import Norm
-from .positions import Geometry, rotary_factors, rotary_frequencies
+from .positions import Geometry, Rotary
 from .recompute import Recompute
 from .residual import Residual
 
@@ -133,14 +134,14 @@ class Transformer(nn.Module):
         self.vocab, self.hidden = int(model.vocab), model.hidden
         self.dropper = Dropper(model.dropout, -1, Site.EMBEDDING, shard.device, shard.compiled)
         self.embedding = self.positions = self.norm = self.head = None
-        self.frequencies: Tensor | None = None
+        self.rotary: Rotary | None = None
         if stage.embedding is not None:
             self.embedding = VocabParallelEmbedding(stage.embedding, shard)
             tied = self.embedding.weight
         if stage.positions is not None:
             self.positions = Positions(stage.positions, shard)
         if stage.rotary:
-            self.frequencies = rotary_frequencies(model, shard.device)
+            self.rotary = Rotary(model, shard.device)
         self.layers = nn.ModuleDict()
         for position, number in enumerate(stage.layers):
             # Names keep the layer's global number, on whatever stage it is.
@@ -230,8 +231,9 @@ class Transformer(nn.Module):
         positions = spans.positions(tokens.device) if start is None else start
         whole = None if spans.slice is None else spans.slice.grouped(self.shard.ulysses.size)
         cos = sin = None
-        if self.frequencies is not None:
-            cos, sin = rotary_factors(positions, self.frequencies, self.dtype)
+        if self.rotary is not None:
+            lengths = partial(spans.lengths, tokens.device) if start is None else lambda: start + 1
+            cos, sin = self.rotary.factors(positions, lengths, self.dtype)
         keys = self._keys(spans, whole, key)
         return Geometry(spans, positions, cos, sin, *keys, slice=whole, auxiliary=auxiliary)
 

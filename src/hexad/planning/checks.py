@@ -5,8 +5,8 @@ from itertools import chain
 from math import lcm
 from typing import Any
 
-from hexad.config import Config, ConfigError
-from hexad.config.model import ModelSettings
+from hexad.config import Config, ConfigError, counted
+from hexad.config.model import ModelSettings, RopeScaling
 from hexad.config.schema import FaultSettings
 from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
@@ -233,12 +233,7 @@ def _model(config: Config) -> Iterator[ConfigError]:
             f"found {sequence}, more than the model's {model.max_positions} positions "
             f"(model.max_positions){larger}",
         )
-    scaling = model.rope_scaling
-    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
-        yield ConfigError(
-            "model.rope_scaling.high_freq_factor",
-            f"found {scaling.high_freq_factor}, expected more than low_freq_factor {scaling.low_freq_factor}",
-        )
+    yield from _rope_scaling(model)
     yield from _trained(model)
     if not rotary and (model.rope_scaling is not None or model.qk_norm):
         field = "model.rope_scaling" if model.rope_scaling is not None else "model.qk_norm"
@@ -249,6 +244,27 @@ def _model(config: Config) -> Iterator[ConfigError]:
             f"found {model.rotary_fraction}, but {model.family} has learned positions, not rotary ones; "
             "remove it",
         )
+
+
+def _rope_scaling(model: ModelSettings) -> Iterator[ConfigError]:
+    scaling, field = model.rope_scaling, "model.rope_scaling."
+    if scaling is None:
+        return
+    defaults, used = RopeScaling(), RopeScaling.USED[scaling.type]
+    for name in RopeScaling.model_fields:
+        value = getattr(scaling, name)
+        if name not in used and value != getattr(defaults, name):
+            problem = f"found {value}, which type {scaling.type} does not use; remove it"
+            yield ConfigError(field + name, problem)
+        if name in used and name.endswith("_factors") and len(value) != model.rotary_width // 2:
+            problem = f"found {counted(len(value), 'number')}, expected {model.rotary_width // 2}"
+            yield ConfigError(field + name, f"{problem}: half of the elements of a head that are rotated")
+    pair = {"llama3": ("high_freq_factor", "low_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
+    if scaling.type in pair:
+        large, small = (getattr(scaling, name) for name in pair[scaling.type])
+        if large <= small:
+            name, other = pair[scaling.type]
+            yield ConfigError(field + name, f"found {large}, expected more than {other} {small}")
 
 
 def _trained(model: ModelSettings) -> Iterator[ConfigError]:

@@ -14,6 +14,7 @@ from hexad.compat.megatron.arguments import derive, parse
 from hexad.compat.megatron.flags import FLAGS, GROUPS
 from hexad.compat.megatron.translate import LineTranslation, translate
 from hexad.config import ConfigError, setting_names
+from hexad.config.model import RopeScaling
 from hexad.model.configuration import build_config
 from hexad.model.families import preset
 from hexad.optim.schedule import learning_rate
@@ -134,7 +135,7 @@ def test_llama3_70b() -> None:
     names = ("family", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "rope_theta")
     assert {name: getattr(config.model, name) for name in names} == {name: shape[name] for name in names}
     assert config.model.rope_scaling is not None
-    assert config.model.rope_scaling.model_dump() == shape["rope_scaling"]
+    assert config.model.rope_scaling == RopeScaling(**shape["rope_scaling"])
     assert (config.parallel.virtual_stages, config.parallel.schedule) == (5, "interleaved")
     assert config.parallel.order == "tensor-context-expert-pipeline-data"
     assert (config.memory.recompute, config.memory.recompute_layers) == ("full", 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hexad.config import HexadError
-from hexad.config.model import ModelSettings
+from hexad.config.model import ModelSettings, RopeScaling
 
 
 class ConfigFile:
@@ -91,6 +91,7 @@ class Family:
         base: what all published names but the head's begin with; files saved without the head lack it.
         layer: what a layer's published names begin with, after ``base``.
         transposed: matrices of layers are stored as ``[in, out]``.
+        scalings: types of ``model.rope_scaling`` that its configuration class accepts.
         buffers: pattern of stored tensors, after ``base``, that are no weights.
         keys: setting -> key of ``config.json``.
         absent: what ``transformers`` takes for keys that a ``config.json`` lacks.
@@ -121,6 +122,7 @@ class Family:
     base: str = "model."
     layer: str = "layers.{}."
     transposed: bool = False
+    scalings: tuple[str, ...] = tuple(RopeScaling.USED)
     buffers: str = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     aliases: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)

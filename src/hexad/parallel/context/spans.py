@@ -61,10 +61,19 @@ class Spans:
             numbers = torch.arange(tokens, device=device) if self.numbers is None else self.numbers
             return numbers % (tokens // self.sequences)
         starts = self.offsets(device).long()
-        # Without the size of its result, repeat_interleave would wait for the device.
-        firsts = starts[:-1].repeat_interleave(starts.diff(), output_size=tokens)
-        positions = torch.arange(tokens, device=device) - firsts
+        positions = torch.arange(tokens, device=device) - self._of_tokens(starts[:-1], starts)
         return positions if self.numbers is None else positions[self.numbers]
+
+    def lengths(self, device: torch.device) -> Tensor:
+        """int64 ``[tokens]``: the tokens of the sequence, or document, of each of this rank's tokens."""
+        starts = self.offsets(device).long()
+        lengths = self._of_tokens(starts.diff(), starts)
+        return lengths if self.numbers is None else lengths[self.numbers]
+
+    def _of_tokens(self, values: Tensor, starts: Tensor) -> Tensor:
+        """The value of every token's span."""
+        # Without the size of its result, repeat_interleave would wait for the device.
+        return values.repeat_interleave(starts.diff(), output_size=self.tokens)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -95,7 +95,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
      "sliding_window: found 8"),
     ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: found "),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
-     'rope_scaling.rope_type: found "dynamic", which is not supported; supported: default, llama3, yarn, long'),
+     'rope_scaling.rope_type: found "dynamic", which is not supported; supported: default, llama3, yarn'),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 0}},
      "rope_scaling.beta_fast: found 0, expected a number above 0"),
     ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}},

@@ -34,7 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "rope_scaling": {
             "type": "longrope",
-            "original_positions": 6,
+            "original_positions": 2,
             "short_factors": [1, 1.2, 1.4, 2],
             "long_factors": [1.5, 2, 4, 8],
         },

@@ -259,6 +259,8 @@ def _rope_scaling(model: ModelSettings) -> Iterator[ConfigError]:
         if name in used and name.endswith("_factors") and len(value) != model.rotary_width // 2:
             problem = f"found {counted(len(value), 'number')}, expected {model.rotary_width // 2}"
             yield ConfigError(field + name, f"{problem}: half of the elements of a head that are rotated")
+    if scaling.type == "longrope" and scaling.original_positions == 1:
+        yield ConfigError(f"{field}original_positions", "found 1, expected at least 2")
     pair = {"llama3": ("high_freq_factor", "low_freq_factor"), "yarn": ("beta_fast", "beta_slow")}
     if scaling.type in pair:
         large, small = (getattr(scaling, name) for name in pair[scaling.type])

@@ -28,7 +28,7 @@ WRONG = [
                      "nested: run: {steps: ...}"),
     ("model: {rope_scaling.factor: 2}", "nested: rope_scaling: {factor: ...}"),
     ("run:", "run: found None, expected settings such as dir, seed, steps; to keep the defaults, leave out"),
-    ("model: {rope_scaling: 3}", "model.rope_scaling: found 3, expected settings such as factor, "),
+    ("model: {rope_scaling: 3}", "model.rope_scaling: found 3, expected settings such as type, factor, "),
     ("model: {heads: 4, hidden: 64, ffn_hidden: 12}\nparallel: {tensor: 3}", "; use 1, 2 or 4"),
 ]  # fmt: skip
 

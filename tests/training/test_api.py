@@ -109,8 +109,8 @@ def test_generate_and_evaluate(run_file: RunFile, data: str) -> None:
     texts = hexad.generate(
         run_file.directory, ["line", {"prompt": "x"}], tokens=3, samples=2, temperature=1.0
     )
-    assert [(text.prompt, text.sample, len(text.tokens)) for text in texts] == [
-        (0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3),
+    assert [(text.number, text.prompt, text.sample, len(text.tokens)) for text in texts] == [
+        (0, "line", 0, 3), (0, "line", 1, 3), (1, "x", 0, 3), (1, "x", 1, 3),
     ]  # fmt: skip
     assert hexad.generate(run_file.directory, "line", tokens=3)[0].ended == "length"
     scores = hexad.evaluate(run_file.directory, {"a": data, "b": data}, batches=1)

@@ -300,12 +300,20 @@ def init(
         path, overrides = "run.yaml", (path, *overrides)
     text, config = first_run(preset, data, validation, tokenizer, nproc, overrides)
     write_new(Path(path), text)
-    check, start = (f" --{option} {nproc}" if nproc else "" for option in ("world", "nproc"))
     name = quote(path)
+    check, start = f"hexad config check {name}", f"hexad train {name}"
+    if nproc:
+        check += f" --world {nproc}"
+        # More than any host has: one per GPU, on each of several hosts.
+        start = (
+            f"{start} --nproc {nproc}"
+            if nproc <= 16
+            else f"{start}, started on {nproc:,} ranks by torchrun or srun"
+        )
     answer(
         as_json,
         {"path": path, "config": config.model_dump(mode="json", by_alias=True)},
-        f"wrote {path}; next: hexad config check {name}{check}, then hexad train {name}{start}",
+        f"wrote {path}; next: {check}, then {start}",
         *([NO_DATA] if config.data.train is None else []),
         *_of_bytes(config),
     )

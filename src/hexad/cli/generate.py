@@ -129,7 +129,7 @@ def _print(request: dict[str, Any], texts: Iterable[Continuation]) -> None:
     several = request["lines"] or len(request["prompts"]) * request["samples"] > 1
     documents = []
     for text in texts:
-        entry = request["prompts"][text.prompt]
+        entry = request["prompts"][text.number]
         document = {**entry, "text": text.text, "tokens": text.tokens, "ended": text.ended}
         if request["samples"] > 1:
             document["sample"] = text.sample
@@ -138,8 +138,9 @@ def _print(request: dict[str, Any], texts: Iterable[Continuation]) -> None:
         elif request["lines"]:
             click.echo(json.dumps(document, ensure_ascii=False))
         else:
-            if several and (text.prompt or text.sample):
+            if several and (text.number or text.sample):
                 click.echo("---")
             click.echo(entry["prompt"] + text.text)
     if request["as_json"]:
-        click.echo(json.dumps({"results": documents} if several else documents[0]))
+        alone = {} if several else documents[0]  # its keys stand outside too
+        click.echo(json.dumps({**alone, "results": documents}))

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 from hexad.comm import agreed
 from hexad.config import ConfigError
@@ -25,18 +25,20 @@ class Continuation:
     """One text that a model has written.
 
     Attributes:
-        prompt: its number among the prompts.
+        number: of its prompt, among the prompts.
         sample: its number among those of the prompt.
         text: without the prompt, and without what ended it.
         tokens: the new ids, with what ended them.
         ended: by a token that ends a ``document`` or an answer, a ``stop`` text, or the ``length``.
+        prompt: the text or the messages that it continues; None where ids were given.
     """
 
-    prompt: int
+    number: int
     sample: int
     text: str
     tokens: list[int]
     ended: Literal["document", "stop", "length"]
+    prompt: Any = None
 
 
 @dataclass(frozen=True)
@@ -159,4 +161,6 @@ def generated(
         )
     model = load_model(resolved.config, saved.weights, mesh, resolved.plan.layers)
     ends = agreed(lambda: ending_ids(prompts, saved, tokenizer), mesh.world)
-    yield from write(model, tokenizer, ids, wanted, mesh.pipeline, ends)
+    for text in write(model, tokenizer, ids, wanted, mesh.pipeline, ends):
+        entry = prompts[text.number]
+        yield replace(text, prompt=entry["prompt"] if "prompt" in entry else entry["messages"])

@@ -69,7 +69,8 @@ def read_metrics(directory: str | Path) -> Metrics:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise HexadError(
-            f"{path}: cannot be read; is it of a run that has started? ({one_line(error)})"
+            f"{path}: cannot be read: {one_line(error)}; runs of hexad train write it, a custom loop its own "
+            "records"
         ) from None
     steps: dict[int, Mapping[str, Any]] = {}
     # What follows the last newline was being written when the run was stopped.

@@ -98,6 +98,7 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
     model, memory = config.model, facts["memory_bytes"]
     shape = f"{model.layers} layers, hidden {model.hidden:,}, {model.heads} heads, vocabulary {model.vocab:,}"
     where = facts["device"].upper()
+    memory_of = "the host's" if where == "CPU" else "a GPU's"  # which need not be here
     auto = ""
     if given.precision.dtype == "auto":
         auto = " (auto: of this CPU)" if where == "CPU" else " (auto: of a GPU; run.device=cpu: of this CPU)"
@@ -119,7 +120,7 @@ def summary_lines(given: Config, resolved: Resolved, ranks: Sequence[MemoryPlan]
         "ranks": f"{facts['ranks']:,}{degrees_text(facts['degrees'])}{state}",
         "step": f"{passes}{schedule}",
         "precision": f"{facts['dtype']}{auto}",
-        "memory": f"{most}{memory['total'] / unit:,.2f} {name} per rank in the {where}'s memory{host}",
+        "memory": f"{most}{memory['total'] / unit:,.2f} {name} per rank in {memory_of} memory{host}",
         "": f"of which {parts}",
         **({"time": _time(facts, config.run.dir)} if facts["step_seconds"] and facts["steps_left"] else {}),
     }

@@ -1,12 +1,14 @@
 """``hexad show layout``: its JSON, its pictures and its errors; and how fast all of ``show`` starts."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hexad.show.figure import pale_colours
 from hexad.show.layout import MOST_COLUMNS, MOST_ROWS, MOST_STAGES, grids, layout_figure
 from hexad.topology.layout import AXES, Layout
 
@@ -71,9 +73,15 @@ def test_pictures_show_every_rank(tmp_path: Path) -> None:
     for ending in (".svg", ".html"):
         labels = labels_of(*arguments, file=tmp_path / f"layout{ending}")
         assert {str(rank) for rank in range(64)} | {"stage 3", "data 3, context 1"} <= set(labels)
+    assert "<title>rank 63: stage 3, data 3, context 1</title>" in (tmp_path / "layout.html").read_text()
     assert "<title>world 64, order tensor-context" in (tmp_path / "layout.html").read_text()
     width, height = png_size("layout", *options(WORLDS[1]), file=tmp_path / "layout.png")
     assert width > 600 and height > 300
+
+
+def test_stages_have_colours_of_their_own() -> None:
+    colours = pale_colours(32)
+    assert len(set(colours)) == 32 and all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
 
 
 def test_a_picture_of_a_large_world_is_not_wider_than_a_page() -> None:

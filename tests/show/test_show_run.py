@@ -9,6 +9,7 @@ import pytest
 
 from hexad.show.run import read_metrics, readable_bytes, run_figure
 
+from ..training.command import call
 from .common import document_of, error_of, labels_of, png_size, text_of
 
 
@@ -83,7 +84,28 @@ def test_pictures_are_written(directory: Path) -> None:
     reference = ("--reference", "unigram entropy=5.25")
     labels = labels_of("run", directory, *reference, file=directory / "run.html")
     assert {"training", "validation", "skipped step", "unigram entropy: 5.250", "41.0 MB"} <= set(labels)
+    page = (directory / "run.html").read_text()
+    assert "<title>step 3: loss " in page and "<title>tensor: 41,000,000 bytes</title>" in page
     assert png_size("run", directory, file=directory / "run.png")[0] == 1500
+
+
+def test_names_in_any_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Characters that no font here has are reported in one line; a page leaves them to the browser."""
+    named = tmp_path / "走\U00013000"
+    named.mkdir()
+    write(named, [line(step) for step in (1, 2, 3)])
+    labels = labels_of("run", named, file=tmp_path / "run.svg")
+    assert "走\U00013000: loss, nats per target token" in labels
+    for ending, note in ((".svg", False), (".png", True)):
+        result = call("show", "run", str(named), "--output", str(tmp_path / f"run{ending}"))
+        assert ("of this picture; a browser has them" in result.err) == note
+        assert "Warning" not in result.err + capfd.readouterr().err
+
+
+def test_steps_are_whole_numbers(directory: Path) -> None:
+    write(directory, [line(step) for step in (1, 2, 3)])
+    for axes in run_figure(read_metrics(directory)).axes[:3]:
+        assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 def test_the_picture_shows_what_was_logged(directory: Path) -> None:

@@ -179,9 +179,14 @@ def test_pictures_are_written(tmp_path: Path) -> None:
     title = "zb_v: pipeline 4, stages 8, microbatches 8"
     for ending in (".svg", ".html"):
         labels = labels_of(*options, file=tmp_path / f"a{ending}")
-        assert {title, "rank 3", "F, forward", "idle", "idle 0.0%, peak activations 8"} <= set(labels)
+        assert {title, "rank 3", "F, forward", "idle 0.0%, peak activations 8"} <= set(labels)
+        assert "idle" not in labels  # in the legend: there is none
         assert sum(label.isdigit() for label in labels) >= 4 * 2 * 3 * 8
-    assert f"<title>{title}</title>" in (tmp_path / "a.html").read_text()
+    page = (tmp_path / "a.html").read_text()
+    assert f"<title>{title}</title>" in page
+    assert page.count("<g><title>rank ") == 4 * 2 * 3 * 8
+    assert "<title>rank 3: weight gradient of microbatch 7 in stage 3, 25 to 25.5</title>" in page
+    assert "idle" in labels_of("schedule", file=tmp_path / "c.svg")
     labels_of(*options, file=tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     width, height = png_size(*options, file=tmp_path / "a.png")
@@ -209,9 +214,9 @@ def test_every_action_is_a_box_with_its_number(name: str) -> None:
 
 
 def test_large_schedules_are_cut_and_say_so() -> None:
-    (axes,) = schedule_figure([chart_of("1f1b", 64, 256)]).axes
+    (axes,) = schedule_figure([chart_of("1f1b", 64, 1256)]).axes
     assert [len(row) for row in boxes_of(axes)] == [MOST_ACTIONS] * MOST_RANKS
-    assert "first 32 of 64 ranks and the first 256 of 512 actions" in axes.get_xlabel()
+    assert "first 32 of 64 ranks and the first 256 of 2512 actions" in axes.get_xlabel()
     assert not axes.texts  # no room for numbers
 
 

@@ -18,7 +18,7 @@ from hexad.parallel.context.slice import Balance, Slice, Slicing
 from hexad.planning import Resolved
 from hexad.planning.memory import execution
 
-from .figure import PALE_GREY, PALETTE, styled
+from .figure import PALE_GREY, PALETTE, styled, tip
 from .memory import memory_title
 
 if TYPE_CHECKING:
@@ -285,6 +285,8 @@ def _balances(division: Division) -> Table:
 
 MOST_BOUNDARIES = 200
 """Documents whose beginnings are drawn; lines of more would hide the tokens."""
+_MOST_TIPS = 100
+"""Runs of a rank that a page describes where the pointer rests on them."""
 _COLUMNS = 2000
 """Parts of the microbatch that have a colour of their own: that of the token in their middle."""
 
@@ -311,6 +313,10 @@ def context_figure(division: Division) -> Figure:
     axes.set_facecolor(PALE_GREY)
     extent = (0, slice_.tokens, ranks - 0.5, -0.5)
     image = axes.imshow(held, "YlGnBu", aspect="auto", interpolation="nearest", vmin=0, extent=extent)
+    for rank, runs in enumerate(slice_.runs[:ranks]):
+        for begin, end in runs[:_MOST_TIPS]:
+            text = f"rank {rank}: tokens {begin:,} to {end - 1:,}, {end - begin:,} in all"
+            tip(axes, begin, end, rank - 0.4, rank + 0.4, text)
     axes.hlines(np.arange(1, ranks) - 0.5, 0, slice_.tokens, color="white", linewidth=3)
     omitted = f"; shown: the first {MOST_RANKS} of {slice_.ranks} ranks" if slice_.ranks > ranks else ""
     lines = ""

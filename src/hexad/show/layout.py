@@ -7,7 +7,7 @@ that differ only along the fastest axis in use, usually ``tensor``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import cycle, islice, product
+from itertools import islice, product
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hexad.topology.layout import AXES, DENSE_AXES, EXPERT_AXES, Layout
 
-from .figure import PALE, styled
+from .figure import pale_colours, styled, tip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +94,7 @@ def layout_text(layout: Layout) -> RenderableType:
     digits = len(str(layout.world - 1))
     for grid in grids(layout):
         panels = []
-        for stage, (panel, colour) in enumerate(zip(grid.ranks, cycle(PALE))):
+        for stage, (panel, colour) in enumerate(zip(grid.ranks, pale_colours(len(grid.ranks)))):
             table = Table("", f"stage {stage}", box=None, header_style="dim")
             for label, ranks in zip(grid.rows, panel):
                 numbers = Text(" ".join(f"{rank:{digits}}" for rank in ranks), f"black on {colour}")
@@ -140,7 +140,7 @@ def _draw_grid(part: SubFigure, grid: Grid, across: int, down: int) -> None:
     title = grid.title + (f"\n{grid.omitted}" if grid.omitted else "")
     part.suptitle(title, x=0.02, ha="left", size=10)
     panels: list[Axes] = list(part.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat)
-    for stage, (axes, ranks, colour) in enumerate(zip(panels, grid.ranks, cycle(PALE))):
+    for stage, (axes, ranks, colour) in enumerate(zip(panels, grid.ranks, pale_colours(len(grid.ranks)))):
         axes.pcolormesh(ranks, cmap=ListedColormap([colour]), edgecolors="white", linewidth=1.5)
         axes.set_title(f"stage {stage}", size=9)
         axes.set_xticks([])
@@ -149,6 +149,7 @@ def _draw_grid(part: SubFigure, grid: Grid, across: int, down: int) -> None:
         for y, row in enumerate(ranks):
             for x, rank in enumerate(row):
                 axes.text(x + 0.5, y + 0.5, str(rank), ha="center", va="center")
+                tip(axes, x, x + 1, y, y + 1, f"rank {rank}: stage {stage}, {grid.rows[y]}")
     panels[0].invert_yaxis()
     for axes in panels[len(grid.ranks) :]:
         axes.set_visible(False)

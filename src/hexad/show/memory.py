@@ -14,7 +14,7 @@ from hexad.planning import Resolved
 from hexad.planning.memory import MemoryPlan, largest
 from hexad.topology.devices import Gpu
 
-from .figure import PALETTE, styled
+from .figure import PALETTE, styled, tip_bars
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,6 +148,7 @@ def memory_figure(ranks: Sequence[MemoryPlan], title: str = "", device: Device |
     for part, colour in zip(shown[0], _COLOURS):
         heights = [sizes[part] / _GIB for sizes in shown]
         bars = axes.bar(labels, heights, 0.7, tops, label=part, color=colour)
+        tip_bars(bars, (f"rank {rank}, {part}: {_number(size)} GiB" for rank, size in zip(labels, heights)))
         tops = [top + height for top, height in zip(tops, heights)]
     plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # readable on the device's line too
     axes.bar_label(bars, [_number(top) for top in tops], padding=3, bbox=plain)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hexad.config import HexadError, one_line
 
-from .figure import GREY, PALETTE, styled
+from .figure import GREY, PALETTE, styled, tip, tip_bars
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -193,9 +193,13 @@ def run_figure(metrics: Metrics, references: Mapping[str, float] | None = None) 
     axes.set_title("Bytes sent per step by one rank" if counts else "Nothing was sent to other ranks")
     bars = axes.barh(list(counts), list(counts.values()), 0.6, color=PALETTE[0])
     axes.bar_label(bars, list(map(readable_bytes, counts.values())), padding=3)
+    tip_bars(bars, (f"{axis}: {int(count):,} bytes" for axis, count in counts.items()))
     axes.margins(x=0.25)  # room for the numbers
     axes.set_xticks([])
     axes.invert_yaxis()
+    if not counts:
+        axes.set_yticks([])
+        axes.spines[:].set_visible(False)
     return figure
 
 
@@ -217,8 +221,7 @@ def _draw_loss(axes: Axes, metrics: Metrics, references: Mapping[str, float]) ->
         bottom = axes.get_xaxis_transform()  # y from 0 to 1
         axes.vlines(metrics.skipped, 0, 0.03, linewidth=1, color=GREY, transform=bottom, label="skipped step")
     axes.legend(loc="upper right")
-    axes.grid(axis="y")
-    axes.set_xlabel("step")
+    _label_steps(axes, "loss", steps, losses)
 
 
 def _draw_series(axes: Axes, title: str, steps: list[int], values: list[float]) -> None:
@@ -228,5 +231,22 @@ def _draw_series(axes: Axes, title: str, steps: list[int], values: list[float]) 
         axes.set_yscale("log")  # one outlier does not flatten all else
     else:
         axes.set_ylim(bottom=0)
+    _label_steps(axes, title.lower(), steps, values)
+
+
+_MOST_TIPS = 400
+
+
+def _label_steps(axes: Axes, name: str, steps: Sequence[int], values: Sequence[float]) -> None:
+    """Label the axis of steps, and each value where the pointer rests above or below it."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.grid(axis="y")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    every = -(-len(steps) // _MOST_TIPS) or 1
+    points = list(zip(steps, values))[::every]
+    shown = [step for step, _ in points]
+    bounds = [(one + other) / 2 for one, other in pairwise([-1, *shown, 2 * steps[-1]])] if points else []
+    for (step, value), (left, right) in zip(points, pairwise(bounds)):
+        tip(axes, left, right, 0, 1, f"step {step:,}: {name} {value:,.5g}", whole_height=True)

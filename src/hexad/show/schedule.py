@@ -23,7 +23,7 @@ from hexad.parallel.pipeline.schedule import Action, Schedule
 from hexad.parallel.pipeline.simulate import Timeline
 from hexad.parallel.pipeline.validate import validate
 
-from .figure import PALE, PALE_GREY, PALETTE, styled
+from .figure import PALE, PALE_GREY, PALETTE, styled, tip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,7 +153,8 @@ def schedule_text(charts: Sequence[Chart], width: int, note: str = "") -> Render
     legend = Text()
     for kind in first.kinds():
         legend.append(f" {kind} ", f"black on {COLOURS[kind][0]}").append(f" {MEANINGS[kind]}   ")
-    legend.append("· idle")
+    if any(chart.idle(rank) > _LEAST_IDLE for chart in charts for rank in range(schedule.pipeline)):
+        legend.append("· idle")
     if schedule.stages > schedule.pipeline:
         legend.append("   (lower case: a rank's every second stage)")
     parts: list[RenderableType] = [Text(first.title + note, style="bold"), legend]
@@ -185,6 +186,12 @@ def _row(boxes: Sequence[Box], scale: float, columns: int) -> Text:
     return row.append("·" * (columns - len(row)), "dim")
 
 
+_LEAST_IDLE = 1e-6
+"""Parts of the time below this are rounding."""
+
+_POINTS = 8.5 / 0.08
+"""Points of a digit that is an inch wide."""
+
 MOST_ACTIONS = 256
 """Actions of a rank that are drawn: the first so many."""
 
@@ -215,7 +222,8 @@ def schedule_figure(charts: Sequence[Chart], note: str = "") -> Figure:
     unit = f", {first.unit}" if first.unit else ""
     panels[-1].set(xlabel=f"time{unit}{'; shown: ' if shown else ''}{' and '.join(shown)}", xlim=(0, end))
     legend = [Patch(color=COLOURS[kind][0], label=f"{kind}, {MEANINGS[kind]}") for kind in first.kinds()]
-    legend.append(Patch(color=PALE_GREY, label="idle"))
+    if any(chart.idle(rank) > _LEAST_IDLE for chart in charts for rank in range(ranks)):
+        legend.append(Patch(color=PALE_GREY, label="idle"))
     if schedule.stages > schedule.pipeline:
         legend.append(Patch(alpha=0, label="dark: a rank's every second stage"))
     figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), frameon=False)
@@ -225,7 +233,12 @@ def schedule_figure(charts: Sequence[Chart], note: str = "") -> Figure:
 def _draw(axes: Axes, chart: Chart, count: int, scale: float) -> None:
     """The first ``count`` ranks of a chart; ``scale`` is in inches per unit of time."""
     ranks = range(count)
-    axes.barh(ranks, chart.timeline.makespan, 0.88, color=PALE_GREY)
+    idle = [rank for rank in ranks if chart.idle(rank) > _LEAST_IDLE]
+    axes.barh(idle, chart.timeline.makespan, 0.88, color=PALE_GREY)
+    # One size for all numbers: that in which the longest fits a short action, if it can be read.
+    longest = len(str(chart.timeline.schedule.microbatches - 1))
+    size = max(4.0, min(8.5, _POINTS * chart.short() * scale / longest))
+    unit = f" {chart.unit}" if chart.unit else ""
     border = min(0.8, 8 * scale * chart.short())  # narrow boxes have thin borders
     for rank in ranks:
         boxes = chart.boxes(rank)[:MOST_ACTIONS]
@@ -234,10 +247,14 @@ def _draw(axes: Axes, chart: Chart, count: int, scale: float) -> None:
         axes.broken_barh(
             places, (rank - 0.44, 0.88), facecolors=colours, edgecolors="white", linewidth=border
         )
-        for box in boxes:
+        for box, action in zip(boxes, chart.timeline.schedule.ranks[rank]):
             number = str(box.microbatch)
-            if (box.end - box.start) * scale > 0.08 * len(number):  # inches that the digits take
-                axes.text((box.start + box.end) / 2, rank, number, ha="center", va="center_baseline")
+            if (box.end - box.start) * scale * _POINTS >= size * longest:
+                middle = (box.start + box.end) / 2
+                axes.text(middle, rank, number, ha="center", va="center_baseline", size=size)
+            what = f"{MEANINGS[action.kind]} of microbatch {number} in stage {action.stage}"
+            when = f"{box.start:.4g} to {box.end:.4g}{unit}"
+            tip(axes, box.start, box.end, rank - 0.44, rank + 0.44, f"rank {rank}: {what}, {when}")
     axes.set_title(chart.facts)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.set_ylim(count - 0.5, -0.5)

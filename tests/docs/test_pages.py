@@ -15,7 +15,7 @@ from hexad.config import Config, setting_names
 from ..training.command import call, write_run
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"<!-- tested -->\s*\n```(bash|python)\n(.*?)\n```", re.DOTALL)
+BLOCK = re.compile(r"<!-- tested(?:: (\d) ranks)? -->\s*\n```(bash|python)\n(.*?)\n```", re.DOTALL)
 PAGES = {
     str(path.relative_to(ROOT)): blocks
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
@@ -62,10 +62,14 @@ def test_marked_commands_run(page: str, tmp_path: Path) -> None:
         prepare(tmp_path)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path}
-    for language, block in PAGES[page]:
-        command = [sys.executable, "-c"] if language == "python" else ["bash", "-euo", "pipefail", "-c"]
+    for ranks, language, block in PAGES[page]:
+        command = ["bash", "-euo", "pipefail", "-c", block]
+        if language == "python":
+            (tmp_path / "block.py").write_text(block, encoding="utf-8")
+            start = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks else []
+            command = [sys.executable, *start, "block.py"]
         result = subprocess.run(
-            [*command, block],
+            command,
             cwd=tmp_path,
             env=environment,
             capture_output=True,

@@ -25,6 +25,22 @@ from .test_modules import EXPERTS, ROWS, WIDTH, Experts, module_config, samples_
 FLOAT = torch.float64
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Conv1d, nn.Bilinear])
+def test_inputs_of_another_format_than_16_bit_weights_are_named(kind: type[nn.Module]) -> None:
+    module = kind(3, 1) if kind is nn.Linear else kind(3, 3, 1)
+
+    def loss(module: nn.Module, batch: torch.Tensor, inputs: Any, scale: Any) -> torch.Tensor:
+        return module(*[batch] * (2 if isinstance(module, nn.Bilinear) else 1)).sum()
+
+    engine = Engine(module, mesh_of(), module_config(0, precision={"dtype": "bf16"}), compute=loss)
+    engine.begin(1)
+    with pytest.raises(HexadError, match=r"^precision\.dtype bf16: the modules' weights have this format"):
+        engine.accumulate([torch.ones(3, 3)])
+    engine.begin(1)
+    with pytest.raises(RuntimeError, match=r"size|shape|channels"):  # other errors stay what they are
+        engine.accumulate([torch.ones(2, 2, 5, dtype=torch.bfloat16)])
+
+
 def mesh_of(**degrees: int) -> Mesh:
     return Mesh.create(Layout(world=dist.get_world_size() if dist.is_initialized() else 1, **degrees), CPU)
 

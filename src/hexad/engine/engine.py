@@ -24,13 +24,9 @@ from hexad.topology.mesh import Mesh
 
 from .faults import Fault, FaultGuard, StepResult
 from .language import LanguageModel, compute
-from .modules import Ties, checked, with_common_dtype
+from .modules import Compute, Ties, checked, compute_of_modules, with_common_dtype
 from .state import Heap, State
 
-Compute = Callable[[nn.Module, Any, Tensor | None, float | None], Tensor]
-"""What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
-first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
-scalar."""
 Boundary = Callable[[Any, int], Tensor]
 """Makes an empty tensor like what a stage, given by its number, computes of a microbatch."""
 
@@ -103,7 +99,8 @@ class Engine(State):
             self.plan = plan or plan_of_modules(config, mesh.layout)
             alone = {mesh.pipeline.rank: stages} if isinstance(stages, nn.Module) else None
             self.stages = alone or dict(stages)  # type: ignore[arg-type]
-            self._compute, self._boundary = compute, boundary
+            self._compute = compute_of_modules(compute, config.precision.dtype)
+            self._boundary = boundary
         described = self.language is not None
         super().__init__(self.stages, self.plan, self.config, self.mesh, training, described, optimizer, ties)
         self.step = self.updates = self.samples = 0

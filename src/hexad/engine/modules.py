@@ -9,8 +9,9 @@ complete on every rank at any ``parallel.zero``.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import zip_longest
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from hexad.checkpoint.tensor_file import Chunk, dtype_name
 from hexad.comm import agreed, broadcast, merged
-from hexad.config import Config, ConfigError, HexadError
+from hexad.config import Config, ConfigError, HexadError, one_line
 from hexad.parallel.inventory import Grid
 from hexad.parallel.rectangle import Rectangle
 from hexad.parallel.sharding import Declared, ShardedModule, stage_parameters
@@ -77,6 +78,11 @@ class Untrained:
         tensor: Tensor = getattr(self.module, self.attribute)
         return tensor
 
+
+Compute = Callable[[nn.Module, Any, Tensor | None, float | None], Tensor]
+"""What a stage computes, given itself, a microbatch, what the stage before computed of it (None on the
+first), and the factor of the loss in the backward pass (None in evaluation): a tensor, on the last stage a
+scalar."""
 
 Ties = Mapping[nn.Parameter, tuple[str, bool]]
 """Plain parameters that several stages have alike: the name of what they have in common, and whether this is
@@ -228,6 +234,27 @@ def checked(config: Config | None, mesh: Mesh, boundary: bool) -> Config:
         )
     config = with_common_dtype(config, mesh)
     return config.model_copy(update={"parallel": resolved_parallel(config, mesh.layout)})
+
+
+_FORMATS_DIFFER = re.compile(r"must have the same dtype|should be the same|expected scalar type|ound dtype")
+"""Of PyTorch's messages."""
+
+
+def compute_of_modules(compute: Compute, dtype: str) -> Compute:
+    """``compute``, whose error says so where 16-bit weights meet inputs of another format."""
+
+    def computed(stage: nn.Module, batch: Any, inputs: Tensor | None, scale: float | None) -> Tensor:
+        try:
+            return compute(stage, batch, inputs, scale)
+        except RuntimeError as error:
+            if dtype not in ("bf16", "fp16") or not _FORMATS_DIFFER.search(str(error)):
+                raise
+            raise HexadError(
+                f"precision.dtype {dtype}: the modules' weights have this format, what they are given has "
+                f"not ({one_line(error)}); convert it: x.to(next(module.parameters()).dtype), or use fp32"
+            ) from error
+
+    return computed
 
 
 def _untrained(stages: Mapping[int, nn.Module], declared: set[nn.Parameter]) -> list[Untrained]:

@@ -327,7 +327,7 @@ def test_flags_without_effect_are_reported_once() -> None:
         [*SMALL, "--use-flash-attn", "--no-rope-fusion", "--use-flash-attn", "--log-progress"]
     )
     assert len(translation.notes) == base + 2
-    assert any("--use-flash-attn, --no-rope-fusion: no effect" in note for note in translation.notes)
+    assert any("--no-rope-fusion, --use-flash-attn: no effect" in note for note in translation.notes)
     assert resolved(translation).config == resolved(translate(SMALL)).config
     assert yaml.safe_load(translation.yaml()) == translation.tree and "# --log-progress" in translation.yaml()
 

@@ -15,6 +15,7 @@ NEEDS = [
     ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
     ("--profile-step-start 3 --profile-step-end 4", "--profile"),
     ("--lr-wsd-decay-iters 3", "--lr-decay-style WSD"),
+    ("--decoupled-min-lr 1e-5", "--decoupled-lr"),
     ("--hierarchical-context-parallel-sizes 2", "--context-parallel-size"),
     ("--sequence-parallel", "--tensor-model-parallel-size"),
     ("--recompute-method uniform", "--recompute-granularity full"),

@@ -14,7 +14,6 @@ from hexad.config.schema import MemorySettings
 from hexad.engine.engine import Engine
 from hexad.engine.faults import StepResult
 from hexad.model.transformer import DTYPES
-from hexad.optim.schedule import learning_rate
 from hexad.topology.mesh import Mesh
 
 from . import parallel_state
@@ -130,14 +129,14 @@ class ScriptEngine(GPTEngine):
         loss = loss if total is None else loss + total
         loss = all_reduce(all_reduce(loss, axis), self.mesh.pipeline) / (count * axis.size)
         config, scale = self.config, self.scaler.scale
-        lr = learning_rate(config.lr_schedule, config.optimizer.lr, config.run.steps, self.step + 1)
-        norm, updated, sums = self._update(lr, None, 1.0, loss)
+        rates = self._rates()
+        norm, updated, sums = self._update(rates, None, 1.0, loss)
         self.samples += config.batch.global_
         fault = self._fault(norm, updated)
         self.guard.record(self.step, sums[0], updated, fault)
         targets = config.batch.global_ * config.data.sequence
         pairs = targets * config.data.sequence
-        return StepResult(self.step, sums[0], norm, lr, targets, pairs, not updated, scale, fault)
+        return StepResult(self.step, sums[0], norm, rates.lr, targets, pairs, not updated, scale, fault)
 
     def evaluate(self, microbatches: Sequence[Any]) -> tuple[float, int]:
         """(sum of losses, what they are divided by) over data ranks; changes nothing."""

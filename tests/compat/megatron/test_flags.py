@@ -79,6 +79,21 @@ REFUSED = [
         "--recompute-activations --recompute-method block",
         "--recompute-method: found block with --recompute-activations",
     ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-virtual-stages-per-pipeline-rank: found beside --pipeline-model-parallel-layout; give one",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-virtual-stages-per-pipeline-rank: found beside --num-layers-per-virtual-pipeline-stage; give",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 "
+        "--account-for-loss-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split: found beside --decoder-last-pipeline-num-layers; give one",
+    ),
     ("--train-iters 0", "--train-iters: found 0, expected at least 1"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size: found 0, expected at least 1"),
     ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size: found 0, expected at least 1"),

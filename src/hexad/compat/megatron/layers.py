@@ -50,14 +50,33 @@ class ModelParallelConfig:
     tensor_model_parallel_size: int | None = None
 
 
+_OTHERS = {
+    "stride": 1,
+    "is_expert": False,
+    "disable_grad_reduce": False,
+    "keep_master_weight_for_test": None,
+    "tp_comm_buffer_name": None,
+}
+"""Further arguments of the linear layers -> the only value that is supported; None: any, without effect."""
+
+
 class _Layer(ShardedModule):
     """The base class of the parallel linear layers."""
 
     weight: nn.Parameter
 
-    def __init__(self, config: Any, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        config: Any,
+        skip_bias_add: bool,
+        group: dist.ProcessGroup | None,
+        others: dict[str, Any],
+    ) -> None:
         super().__init__(_shard(self, config, group, getattr(config, "sequence_parallel", False)))
-        self.config = config
+        self._check_others(others)
+        self.input_size, self.output_size = sizes
+        self.config, self.skip_bias_add, self.group = config, skip_bias_add, group
 
     def _weight(self, shape: tuple[int, int], dim: int, init_method: Initialise | None) -> None:
         """Create the matrix, sharded along ``dim``."""
@@ -83,10 +102,13 @@ class _Layer(ShardedModule):
                 f"{type(self).__name__}: found {size}, which does not divide by {ranks} tensor ranks"
             )
 
-    def _refuse(self, **unsupported: Any) -> None:
-        """Refuse arguments that Hexad has no equivalent for, where they are set."""
-        for name, value in unsupported.items():
-            if value:
+    def _check_others(self, given: dict[str, Any]) -> None:
+        """Refuse other arguments than Megatron-LM's, and those that Hexad has no equivalent for, where they
+        are set."""
+        for name, value in given.items():
+            if name not in _OTHERS:
+                raise TypeError(f"{type(self).__name__}: unexpected argument {name!r}")
+            if _OTHERS[name] not in (None, value):
                 raise HexadError(
                     f"{type(self).__name__}: found {name} {value!r}; it is not supported: leave it out"
                 )
@@ -127,9 +149,9 @@ class ColumnParallelLinear(_Layer):
         gather_output: return all outputs on every rank.
         skip_bias_add: return the bias instead of adding it.
         skip_weight_param_allocation: the weight is an argument of every call.
-        stride, is_expert, disable_grad_reduce: defaults only.
-        keep_master_weight_for_test, tp_comm_buffer_name: have no effect.
         tp_group: of :mod:`~hexad.compat.megatron.parallel_state`.
+        others: Megatron-LM's ``stride``, ``is_expert`` and ``disable_grad_reduce``, by default only;
+            ``keep_master_weight_for_test`` and ``tp_comm_buffer_name``, without effect.
 
     Attributes:
         weight: ``[output_size / size, input_size]``; None with ``skip_weight_param_allocation``.
@@ -150,20 +172,14 @@ class ColumnParallelLinear(_Layer):
         init_method: Initialise | None = None,
         bias: bool = True,
         gather_output: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        disable_grad_reduce: bool = False,
         tp_group: dist.ProcessGroup | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(config, tp_group)
-        self._refuse(stride=stride - 1, is_expert=is_expert, disable_grad_reduce=disable_grad_reduce)
-        self.input_size, self.output_size = input_size, output_size
+        super().__init__((input_size, output_size), config, skip_bias_add, tp_group, others)
         self.output_size_per_partition = output_size // self.shard.tensor.size
-        self.gather_output, self.skip_bias_add, self.group = gather_output, skip_bias_add, tp_group
+        self.gather_output = gather_output
         if skip_weight_param_allocation:
             self._divisible(output_size)
             self.register_parameter("weight", None)
@@ -209,8 +225,7 @@ class RowParallelLinear(_Layer):
         config: as of :class:`ColumnParallelLinear`; in sequence parallel the output is sharded over tokens.
         bias: whether there is one; it is added after the sum.
         input_is_parallel: the input is this rank's features; otherwise all, of which it takes its own.
-        init_method, skip_bias_add, stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name,
-            tp_group: as of :class:`ColumnParallelLinear`.
+        init_method, skip_bias_add, tp_group, others: as of :class:`ColumnParallelLinear`.
 
     Attributes:
         weight: ``[output_size, input_size / size]``.
@@ -233,19 +248,14 @@ class RowParallelLinear(_Layer):
         bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
         tp_group: dist.ProcessGroup | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(config, tp_group)
-        self._refuse(stride=stride - 1, is_expert=is_expert)
+        super().__init__((input_size, output_size), config, skip_bias_add, tp_group, others)
         if self.shard.sequence and not input_is_parallel:
             raise HexadError("RowParallelLinear: sequence parallel needs input_is_parallel True")
-        self.input_size, self.output_size = input_size, output_size
         self.input_size_per_partition = input_size // self.shard.tensor.size
-        self.input_is_parallel, self.skip_bias_add, self.group = input_is_parallel, skip_bias_add, tp_group
+        self.input_is_parallel = input_is_parallel
         self._weight((output_size, input_size), 1, init_method)
         if bias:
             self._bias(output_size, divided=False)

@@ -21,6 +21,7 @@ from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec
 from hexad.parallel.tensor.linear import column_linear, row_linear
 
 from . import parallel_state
+from .installed import check_arguments
 from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
 
 Initialise = Callable[[Tensor], object]
@@ -50,33 +51,18 @@ class ModelParallelConfig:
     tensor_model_parallel_size: int | None = None
 
 
-_OTHERS = {
-    "stride": 1,
-    "is_expert": False,
-    "disable_grad_reduce": False,
-    "keep_master_weight_for_test": None,
-    "tp_comm_buffer_name": None,
-}
-"""Further arguments of the linear layers -> the only value that is supported; None: any, without effect."""
-
-
 class _Layer(ShardedModule):
     """The base class of the parallel linear layers."""
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        sizes: tuple[int, int],
-        config: Any,
-        skip_bias_add: bool,
-        group: dist.ProcessGroup | None,
-        others: dict[str, Any],
-    ) -> None:
+    def __init__(self, config: Any, group: dist.ProcessGroup | None, others: dict[str, Any]) -> None:
+        ignored = "keep_master_weight_for_test name pg_collection tp_comm_buffer_name"
+        absent = "embedding_activation_buffer grad_output_buffer output_dtype"
+        defaults = {"stride": 1, "is_expert": False, "disable_grad_reduce": False}
+        check_arguments(type(self).__name__, others, ignored, absent, **defaults)
         super().__init__(_shard(self, config, group, getattr(config, "sequence_parallel", False)))
-        self._check_others(others)
-        self.input_size, self.output_size = sizes
-        self.config, self.skip_bias_add, self.group = config, skip_bias_add, group
+        self.config, self.group = config, group
 
     def _weight(self, shape: tuple[int, int], dim: int, init_method: Initialise | None) -> None:
         """Create the matrix, sharded along ``dim``."""
@@ -101,17 +87,6 @@ class _Layer(ShardedModule):
             raise HexadError(
                 f"{type(self).__name__}: found {size}, which does not divide by {ranks} tensor ranks"
             )
-
-    def _check_others(self, given: dict[str, Any]) -> None:
-        """Refuse other arguments than Megatron-LM's, and those that Hexad has no equivalent for, where they
-        are set."""
-        for name, value in given.items():
-            if name not in _OTHERS:
-                raise TypeError(f"{type(self).__name__}: unexpected argument {name!r}")
-            if _OTHERS[name] not in (None, value):
-                raise HexadError(
-                    f"{type(self).__name__}: found {name} {value!r}; it is not supported: leave it out"
-                )
 
 
 def _shard(layer: nn.Module, config: Any, group: dist.ProcessGroup | None, sequence: bool) -> Shard:
@@ -150,8 +125,7 @@ class ColumnParallelLinear(_Layer):
         skip_bias_add: return the bias instead of adding it.
         skip_weight_param_allocation: the weight is an argument of every call.
         tp_group: of :mod:`~hexad.compat.megatron.parallel_state`.
-        others: Megatron-LM's ``stride``, ``is_expert`` and ``disable_grad_reduce``, by default only;
-            ``keep_master_weight_for_test`` and ``tp_comm_buffer_name``, without effect.
+        others: Megatron-LM's, with their defaults or without effect.
 
     Attributes:
         weight: ``[output_size / size, input_size]``; None with ``skip_weight_param_allocation``.
@@ -177,9 +151,10 @@ class ColumnParallelLinear(_Layer):
         tp_group: dist.ProcessGroup | None = None,
         **others: Any,
     ) -> None:
-        super().__init__((input_size, output_size), config, skip_bias_add, tp_group, others)
+        super().__init__(config, tp_group, others)
+        self.input_size, self.output_size = input_size, output_size
         self.output_size_per_partition = output_size // self.shard.tensor.size
-        self.gather_output = gather_output
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         if skip_weight_param_allocation:
             self._divisible(output_size)
             self.register_parameter("weight", None)
@@ -251,11 +226,12 @@ class RowParallelLinear(_Layer):
         tp_group: dist.ProcessGroup | None = None,
         **others: Any,
     ) -> None:
-        super().__init__((input_size, output_size), config, skip_bias_add, tp_group, others)
+        super().__init__(config, tp_group, others)
         if self.shard.sequence and not input_is_parallel:
             raise HexadError("RowParallelLinear: sequence parallel needs input_is_parallel True")
+        self.input_size, self.output_size = input_size, output_size
         self.input_size_per_partition = input_size // self.shard.tensor.size
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self._weight((output_size, input_size), 1, init_method)
         if bias:
             self._bias(output_size, divided=False)

@@ -21,6 +21,7 @@ from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import world
 from ..facade.installed import refused_name
+from .installed import check_arguments
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 
@@ -47,23 +48,36 @@ def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
+    *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     order: str = "tp-cp-ep-dp-pp",
     distributed_timeout_minutes: float = 30,
     device: torch.device | None = None,
     expert_tensor_parallel_size: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> None:
     """Create the mesh of these degrees over torch's default process group; all its ranks call this together.
 
-    ``device`` is where this rank computes; by default the current GPU with NCCL, else the CPU. Other
-    arguments of Megatron-Core have no effect.
+    ``device`` is where this rank computes; by default the current GPU with NCCL, else the CPU. ``others`` are
+    arguments of Megatron-Core, with their defaults or without effect.
 
     Raises:
         ParallelStateError: ``torch.distributed`` or the mesh is not in the right state, or degrees do not fit
             the world.
     """
+    check_arguments(
+        "initialize_model_parallel",
+        others,
+        "create_all_gather_group create_gloo_process_groups get_embedding_ranks get_position_embedding_ranks "
+        "high_priority_stream_groups local_world_size nccl_communicator_config_path use_fp8 use_sharp "
+        "pipeline_model_parallel_comm_backend sharp_enabled_group",
+        "hierarchical_context_parallel_sizes pipeline_model_parallel_split_rank",
+        hybrid_context_parallel=False,
+        num_distributed_optimizer_instances=1,
+        **dict.fromkeys(("expert_gtp_remat_size", "gtp_remat_size"), 1),
+        rank_offset=0,
+    )
     if not dist.is_initialized():
         raise ParallelStateError(
             "initialize_model_parallel: call torch.distributed.init_process_group before"
@@ -267,10 +281,7 @@ def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> dist.ProcessGroup:
     """The process group of the ranks that share scales of 8-bit formats: tensor x data, or tensor alone."""
-    if tp_only_amax_red:
-        name = "tensor-context" if with_context_parallel else "tensor"
-    else:
-        name = "tensor-data-context" if with_context_parallel else "tensor-data"
+    name = f"{'tensor' if tp_only_amax_red else 'tensor-data'}{'-context' if with_context_parallel else ''}"
     return world.group_of(_state().axes[name])
 
 

@@ -20,6 +20,7 @@ from . import parallel_state
 from .datasets import iterators_of
 from .gpt import GPTEngine, resolved_model
 from .initialize import get_args
+from .installed import check_arguments
 
 LossFunction = Callable[[Tensor], tuple[Any, ...]]
 ForwardStep = Callable[[Any, Any], tuple[Tensor, LossFunction]]
@@ -162,6 +163,7 @@ def forward_backward(
     seq_length: int | None = None,
     micro_batch_size: int | None = None,
     forward_only: bool = False,
+    **others: Any,
 ) -> list[Any]:
     """Forward and backward passes of one step.
 
@@ -177,6 +179,7 @@ def forward_backward(
         num_microbatches: of this data rank.
         seq_length, micro_batch_size: those of the flags.
         forward_only: evaluate.
+        others: Megatron-LM's, with their defaults or without effect.
 
     Returns:
         On the rank of the last stage what its loss function has reported, by microbatch; elsewhere nothing.
@@ -184,6 +187,10 @@ def forward_backward(
     Raises:
         HexadError: another ``model``, other shapes than those of the flags, or too few iterators.
     """
+    ignored = "decoder_seq_length first_val_step force_all_reduce p2p_communicator pg_collection"
+    check_arguments(
+        "forward_backward", others, ignored, "adjust_tensor_shapes_fn", collect_non_loss_data=False
+    )
     if not isinstance(model, Engine):
         kind = "None" if model is None else f"a {type(model).__name__}"
         raise HexadError(f"model: found {kind}; pass what setup_model returns")

@@ -12,7 +12,6 @@ NEEDS = [
     ("--rope-scaling-factor 4", "--use-rope-scaling"),
     ("--moe-router-topk 4 --moe-z-loss-coeff 0.1", "--num-experts"),
     ("--data-parallel-sharding-strategy optim", "--use-megatron-fsdp"),
-    ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
     ("--profile-step-start 3 --profile-step-end 4", "--profile"),
     ("--lr-wsd-decay-iters 3", "--lr-decay-style WSD"),
     ("--decoupled-min-lr 1e-5", "--decoupled-lr"),
@@ -132,8 +131,9 @@ def test_refused(more: str, says: str) -> None:
             "optim_grads_params",
             3,
         ),
-        ("--use-megatron-fsdp --use-distributed-optimizer", 1),
-        ("--use-megatron-fsdp", 0),
+        ("--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy no_shard", 1),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 0),
+        ("--use-megatron-fsdp", 3),
     ],
 )
 def test_flags_that_agree(more: str, level: int) -> None:

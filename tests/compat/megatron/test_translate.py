@@ -403,6 +403,9 @@ def test_every_flag_has_one_meaning() -> None:
     """No flag is declared twice, and attributes that several flags share begin alike."""
     declared = [name for group in GROUPS.values() for flag in group for name in (flag.name, *flag.aliases)]
     assert len(declared) == len(set(declared)) == len(FLAGS) > 800
+    for switch, value in (("--rl-skip-bos-token", True), ("--no-rl-skip-bos-token", False)):
+        assert parse([*SMALL, switch]).arguments.rl_skip_bos_token is value
+    assert parse([*SMALL, "--persistent-save-interval", "3"]).arguments.save_interval == 3
     arguments = parse(SMALL).arguments
     assert arguments.dist_ckpt_strictness == "assume_ok_unexpected" and arguments.tp_comm_overlap_ag is True
     assert arguments.moe_router_group_topk is None and arguments.offload_modules is None

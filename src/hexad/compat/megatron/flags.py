@@ -26,7 +26,7 @@ class Flag:
         several: it takes a list of values.
         choices: values that Megatron-LM accepts; empty for any.
         dest: its attribute in ``get_args()``; by default its name.
-        aliases: other names of it.
+        aliases: other names of it; ``--no-NAME`` of a switch turns it off.
         needs: flags of which one must have another value than its default, or the value that follows its
             name; without any of them this flag has no effect.
     """
@@ -85,7 +85,7 @@ def _groups(text: str) -> dict[str, tuple[Flag, ...]]:
             words, rest = re.split(" {2,}", line.strip(), maxsplit=1)
             effect, _, note = rest.partition(" ")
             # A default may have blanks: "969, 30, 1".
-            flags = re.split(" (?=[a-z!])", words)
+            flags = re.split(" (?=[a-z!?])", words)
             groups[title] += [_flag(word, effect, note, needs if indented else ()) for word in flags]
     return {title: tuple(flags) for title, flags in groups.items()}
 
@@ -101,7 +101,9 @@ def _flag(word: str, effect: str, note: str, needs: tuple[str, ...] = ()) -> Fla
     default: Any = kind(text) if given else None
     if kind is bool:
         default = spelled.startswith("!")
-    name, *aliases = (f"--{part}" for part in spelled.removeprefix("!").split("/"))
+    name, *aliases = (f"--{part}" for part in spelled.lstrip("!?").split("/"))
+    if spelled.startswith("?"):
+        aliases.append(name.replace("--", "--no-"))
     if default is True and not dest:
         dest = name.removeprefix("--no-").replace("-", "_")
         aliases.append(name.replace("--no-", "--disable-"))

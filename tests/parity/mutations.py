@@ -14,6 +14,7 @@ from hexad.model.auxiliary import Auxiliary
 from hexad.model.inventory import ModelInventory
 from hexad.model.transformer import Transformer
 from hexad.optim.optimizer import BucketOptimizer
+from hexad.optim.schedule import Rates
 from hexad.parallel.contributions import WeightGradient
 from hexad.parallel.data import buckets, gradients, ordering
 from hexad.parallel.data.buckets import StateSharding
@@ -180,8 +181,8 @@ def _wrong_scale(mesh: Mesh) -> Patches:
 def _stale_weights(mesh: Mesh) -> Patches:
     original = BucketOptimizer.step
 
-    def step(self: BucketOptimizer, lr: float, *rest: Any) -> float:
-        return original(self, 0.0 if mesh.pipeline.rank == 1 else lr, *rest)
+    def step(self: BucketOptimizer, rates: Rates, *rest: Any) -> Any:
+        return original(self, Rates(0.0, 0.0) if mesh.pipeline.rank == 1 else rates, *rest)
 
     return [mock.patch.object(BucketOptimizer, "step", step)]
 

@@ -100,6 +100,16 @@ def test_the_layout_may_change_between_stop_and_resume(make_run: MakeRun, alone:
     assert run.losses != alone.losses[:24]  # other orders of summation: it did run in other layouts
 
 
+def test_a_decoupled_learning_rate_resumes(make_run: MakeRun, pool: Pool) -> None:
+    given = ("optimizer.decoupled_lr=1e-4", "lr_schedule.decoupled_min_lr=5e-5")
+    alone, run = make_run(), make_run()
+    assert alone.train(*given, "run.steps=6", "lr_schedule.decay_steps=6").status == 0
+    layout = ("parallel.zero=3", "parallel.pipeline=2", "run.steps=3", "lr_schedule.decay_steps=6")
+    assert run.world(pool, 4, *given, *layout) == [(0, "")] * 4
+    assert run.train(*given, "run.steps=6", "lr_schedule.decay_steps=6").status == 0
+    np.testing.assert_allclose(run.losses, alone.losses, rtol=1e-9)
+
+
 @pytest.mark.slow
 def test_the_division_of_state_may_change_too(make_run: MakeRun, alone: RunFile, pool: Pool) -> None:
     """A share of a bucket is rectangles of global tensors like everything else."""

@@ -144,6 +144,19 @@ TRAIN = (
     ),
     ("train run.yaml lr_schedule.kind=cosin", "lr_schedule.kind: found 'cosin', expected 'constant'"),
     ("train run.yaml lr_schedule.min_lr=1", "lr_schedule.min_lr: found 1.0, more than optimizer.lr"),
+    ("train run.yaml optimizer.decoupled_lr=0", "optimizer.decoupled_lr: found 0, expected greater than 0"),
+    (
+        "train run.yaml optimizer.decoupled_lr=1e-3 lr_schedule.decoupled_min_lr=1",
+        "lr_schedule.decoupled_min_lr: found 1.0, more than optimizer.decoupled_lr 0.001",
+    ),
+    (
+        "train run.yaml lr_schedule.decoupled_min_lr=1e-4",
+        "lr_schedule.decoupled_min_lr: found 0.0001 without optimizer.decoupled_lr; set that, or remove it",
+    ),
+    (
+        "train run.yaml optimizer.decoupled_lr=1e-3 'model.lora={rank: 2}'",
+        "optimizer.decoupled_lr: found 0.001, but neither embedding nor output head is trained; remove it",
+    ),
     ("train run.yaml lr_schedule.decay_steps=1", "lr_schedule.decay_steps: found 1, expected more than"),
     (
         "train run.yaml lr_schedule.warmup=-1",

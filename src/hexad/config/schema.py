@@ -270,6 +270,8 @@ class OptimizerSettings(Settings):
     """Update rule: AdamW (Loshchilov & Hutter, arXiv 1711.05101)."""
     lr: PositiveFloat = 3.0e-4
     """Peak learning rate."""
+    decoupled_lr: PositiveFloat | None = None
+    """Peak learning rate of the embedding and the output head; null: ``lr``."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1.0e-8
@@ -292,6 +294,8 @@ class LrScheduleSettings(Settings):
     (``wsd``: a fifth of it)."""
     min_lr: NonNegativeFloat = 3.0e-5
     """Learning rate at the end of the decay."""
+    decoupled_min_lr: NonNegativeFloat | None = None
+    """The same for the embedding and the output head, with ``optimizer.decoupled_lr``; null: ``min_lr``."""
 
 
 class CheckpointSettings(Settings):

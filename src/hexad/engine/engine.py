@@ -15,7 +15,7 @@ from hexad.config import Config, HexadError
 from hexad.dataset.load.microbatch import Microbatch
 from hexad.model.recompute import Recompute
 from hexad.model.transformer import build_stages, factored_mesh
-from hexad.optim.schedule import LossScaler, learning_rate
+from hexad.optim.schedule import LossScaler, Rates, learning_rates
 from hexad.parallel.pipeline.executor import Executor
 from hexad.parallel.pipeline.schedule import forward_schedule
 from hexad.parallel.sharding import freeze
@@ -216,13 +216,20 @@ class Engine(State):
         self.gradients.finish()
         self.gatherer.release_frozen()
 
-    def update(self, lr: float | None, veto: Pending | None = None, divisor: float = 1.0) -> float:
+    def update(
+        self,
+        lr: float | None,
+        veto: Pending | None = None,
+        divisor: float = 1.0,
+        decoupled_lr: float | None = None,
+    ) -> float:
         """Clip and update; returns the gradient norm before clipping.
 
         Args:
             lr: learning rate; None with an optimizer of ``torch.optim``, which has its own.
             veto: anything but 0 forbids the update; the same on all ranks.
             divisor: what the losses have not been divided by yet.
+            decoupled_lr: learning rate of the embedding and the output head, with ``optimizer.decoupled_lr``.
 
         A norm that is not finite, or a veto, leaves everything unchanged but the loss scale.
 
@@ -235,15 +242,20 @@ class Engine(State):
         if own != (lr is None) or not (lr is None or 0 <= lr < math.inf):
             expected = "None: the optimizer's groups have rates" if own else "a number that is not negative"
             raise HexadError(f"update: found lr {lr}, expected {expected}")
-        return self._update(lr, veto, divisor)[0]
+        set_apart = self.config.optimizer.decoupled_lr is not None and not own
+        if set_apart != (decoupled_lr is not None) or not 0 <= (decoupled_lr or 0) < math.inf:
+            expected = "a number that is not negative" if set_apart else "None without optimizer.decoupled_lr"
+            raise HexadError(f"update: found decoupled_lr {decoupled_lr}, expected {expected}")
+        rates = None if lr is None else Rates(lr, lr if decoupled_lr is None else decoupled_lr)
+        return self._update(rates, veto, divisor)[0]
 
     def _update(
-        self, lr: float | None, veto: Pending | None, divisor: float, further: Tensor | None = None
+        self, rates: Rates | None, veto: Pending | None, divisor: float, further: Tensor | None = None
     ) -> tuple[float, bool, list[float]]:
         """As :meth:`update`; see :meth:`BucketOptimizer.step` for what is returned."""
         self._reduced = False
         scale = self.scaler.scale * divisor
-        norm, updated, numbers = self.optimizer.step(lr, scale, self.gatherer.publish, veto, further)
+        norm, updated, numbers = self.optimizer.step(rates, scale, self.gatherer.publish, veto, further)
         self.scaler.update(not math.isfinite(norm))
         self.step += 1
         self.updates += updated
@@ -275,18 +287,22 @@ class Engine(State):
         losses = language.start_summing(total, work.auxiliary)
         self.reduce()
         losses = all_reduce_async(losses.wait(), self.mesh.pipeline)
-        schedule, peak = self.config.lr_schedule, self.config.optimizer.lr
-        lr = learning_rate(schedule, peak, self.config.run.steps, self.step + 1)
+        rates = self._rates()
         targets, limit, scale = work.targets, self.guard.limit, self.scaler.scale
         veto = None if limit is None else self._veto(losses, limit * targets)
-        norm, updated, sums = self._update(lr, veto, targets / work.divisor, losses.wait())
+        norm, updated, sums = self._update(rates, veto, targets / work.divisor, losses.wait())
         self.samples += work.sequences * self.mesh.data.size
         loss, auxiliary = sums[0] / targets, language.means(sums[1:], len(work.tasks))
         fault = self._fault(norm, updated)
         self.guard.record(self.step, loss, updated, fault)
         return StepResult(
-            self.step, loss, norm, lr, targets, work.pairs, not updated, scale, fault, limit, auxiliary
+            self.step, loss, norm, rates.lr, targets, work.pairs, not updated, scale, fault, limit, auxiliary
         )
+
+    def _rates(self) -> Rates:
+        """The learning rates of the next step."""
+        config = self.config
+        return learning_rates(config.optimizer, config.lr_schedule, config.run.steps, self.step + 1)
 
     def _fault(self, norm: float, updated: bool) -> Fault | None:
         """What is wrong with a step, given its gradient norm."""

@@ -16,7 +16,7 @@ from hexad.parallel.data.buckets import Bucket, Shardings, pinned
 from hexad.parallel.inventory import Grid
 from hexad.topology.mesh import Axis
 
-from .schedule import MOMENTS
+from .schedule import MOMENTS, Rates
 
 Publish = Callable[[Bucket], None]
 """Called with each bucket after its update, in the order of the forward pass."""
@@ -34,12 +34,14 @@ class Rule(ABC):
     has_rate = False
 
     @abstractmethod
-    def update(self, gradients: Iterator[Tensor], lr: float | None, factor: float, publish: Publish) -> None:
+    def update(
+        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float, publish: Publish
+    ) -> None:
         """Update all buckets and publish each.
 
         Args:
             gradients: of each bucket, like its master; may be overwritten.
-            lr: learning rate; None where the rule has its own.
+            rates: learning rates; None where the rule has its own.
             factor: what gradients are multiplied by.
             publish: called with each bucket after its update.
         """
@@ -125,16 +127,16 @@ class BucketOptimizer:
     @torch.no_grad()
     def step(
         self,
-        lr: float | None,
+        rates: Rates | None,
         scale: float,
         publish: Publish,
         veto: Pending | None = None,
         further: Tensor | None = None,
     ) -> tuple[float, bool, list[float]]:
-        """Clip and update at learning rate ``lr``.
+        """Clip and update.
 
         Args:
-            lr: learning rate; None where the rule has its own.
+            rates: learning rates; None where the rule has its own.
             scale: what the gradients are multiplied by (loss scaling).
             publish: called with each bucket after its update, in the order of the forward pass.
             veto: anything but 0 forbids the update; the same on all ranks.
@@ -152,7 +154,7 @@ class BucketOptimizer:
             return total_norm, False, others
         bound = total_norm + self.clip_epsilon
         factor = (self.clip / bound if self.clip and bound > self.clip else 1.0) / scale
-        self.rule.update(self._on_master(), lr, factor, publish)
+        self.rule.update(self._on_master(), rates, factor, publish)
         return total_norm, True, others
 
     def _on_master(self) -> Iterator[Tensor]:
@@ -182,40 +184,47 @@ class BucketOptimizer:
 class AdamW(Rule):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101) in PyTorch's fused kernel. It is called directly:
     ``torch.optim`` imports the compiler, which takes longer than torch. Buckets whose traits say so get
-    weight decay; ``device`` is that of the update where there is no bucket.
+    weight decay; with ``decoupled_lr`` weights of the vocabulary have a rate of their own. ``device`` is that
+    of the update where there is no bucket.
     """
 
     def __init__(self, buckets: Sequence[Bucket], settings: OptimizerSettings, device: torch.device) -> None:
         self.buckets, self.settings = buckets, settings
         self._moments = [[torch.zeros_like(bucket.master) for _ in MOMENTS] for bucket in buckets]
+        self._runs = [_runs(bucket, settings.decoupled_lr is not None) for bucket in buckets]
         device = buckets[0].master.device if buckets else device
         self._updates = torch.zeros((), dtype=torch.float32, device=device)  # made so far
 
-    def update(self, gradients: Iterator[Tensor], lr: float | None, factor: float, publish: Publish) -> None:
+    def update(
+        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float, publish: Publish
+    ) -> None:
         """Bucket by bucket, so that a bucket can be gathered while the next is updated."""
-        assert lr is not None, "AdamW has no learning rate of its own"
+        assert rates is not None, "AdamW has no learning rate of its own"
         divisor = self._divisor(factor)
         self._updates.add_(1)
         beta1, beta2 = self.settings.betas
-        for bucket, (first, second), gradient in zip(self.buckets, self._moments, gradients):
+        for bucket, (first, second), runs, gradient in zip(
+            self.buckets, self._moments, self._runs, gradients
+        ):
             if factor != 1 and divisor is None:
                 gradient.mul_(factor)
-            torch._fused_adamw_(
-                [bucket.master],
-                [gradient],
-                [first],
-                [second],
-                [],
-                [self._updates],
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=self.settings.weight_decay if bucket.traits.decay else 0.0,
-                eps=self.settings.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-            )
+            for run, decoupled in runs:
+                torch._fused_adamw_(
+                    [bucket.master[run]],
+                    [gradient[run]],
+                    [first[run]],
+                    [second[run]],
+                    [],
+                    [self._updates],
+                    lr=rates.decoupled if decoupled else rates.lr,
+                    beta1=beta1,
+                    beta2=beta2,
+                    weight_decay=self.settings.weight_decay if bucket.traits.decay else 0.0,
+                    eps=self.settings.eps,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=divisor,
+                )
             publish(bucket)
 
     def _divisor(self, factor: float) -> Tensor | None:
@@ -231,3 +240,17 @@ class AdamW(Rule):
     def state(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         for name, values in zip(MOMENTS, self._moments[self.buckets.index(bucket)]):
             yield f"optimizer.{name}", values
+
+
+def _runs(bucket: Bucket, decoupled: bool) -> list[tuple[slice, bool]]:
+    """This rank's shard of a bucket in runs of one learning rate, and whether that is the vocabulary's; one
+    run unless it is ``decoupled``."""
+    size, at = bucket.high - bucket.low, 0
+    runs: list[tuple[slice, bool]] = []
+    for offset, member in zip(bucket.plan.offsets, bucket.members if decoupled else ()):
+        if member.declaration.weights[0].vocabulary:
+            ends = offset - bucket.low, offset + member.parameter.numel() - bucket.low
+            low, high = (min(max(end, 0), size) for end in ends)
+            runs += [(slice(at, low), False), (slice(low, high), True)]
+            at = high
+    return [run for run in (*runs, (slice(at, size), False)) if run[0].stop > run[0].start]

@@ -2,9 +2,9 @@
 what AdamW keeps of every value. No torch."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
-from hexad.config.schema import LrScheduleSettings, PrecisionSettings
+from hexad.config.schema import LrScheduleSettings, OptimizerSettings, PrecisionSettings
 
 
 def decay_steps(schedule: LrScheduleSettings, total_steps: int) -> int:
@@ -19,8 +19,27 @@ def cut_short(schedule: LrScheduleSettings, total_steps: int) -> bool:
     return schedule.kind in ("linear", "cosine") and decay_steps(schedule, total_steps) > total_steps
 
 
+class Rates(NamedTuple):
+    """Learning rates of a step: of most weights, and of the embedding and the output head."""
+
+    lr: float
+    decoupled: float
+
+
+def learning_rates(
+    optimizer: OptimizerSettings, schedule: LrScheduleSettings, total_steps: int, step: int
+) -> Rates:
+    """Learning rates of step ``step``, counted from 1."""
+    lr = learning_rate(schedule, optimizer.lr, total_steps, step)
+    peak, low = optimizer.decoupled_lr, schedule.decoupled_min_lr
+    if peak is None:
+        return Rates(lr, lr)
+    own = schedule if low is None else schedule.model_copy(update={"min_lr": low})
+    return Rates(lr, learning_rate(own, peak, total_steps, step))
+
+
 def learning_rate(schedule: LrScheduleSettings, peak: float, total_steps: int, step: int) -> float:
-    """Learning rate of step ``step``, counted from 1.
+    """Learning rate of step ``step``, counted from 1, of weights whose highest rate is ``peak``.
 
     Linear warm-up from 0 to ``peak`` at step ``warmup``; then, until ``decay_steps``:
     ``constant``; ``linear`` or ``cosine`` (Loshchilov & Hutter, arXiv 1608.03983) to ``min_lr``;

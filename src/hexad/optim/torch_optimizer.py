@@ -12,6 +12,7 @@ from hexad.config import HexadError
 from hexad.parallel.data.buckets import Bucket
 
 from .optimizer import Publish, Rule
+from .schedule import Rates
 
 ELEMENTWISE = tuple("ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split())
 """Optimizers of ``torch.optim`` that treat every element by itself: a shard of a flat bucket is as good as a
@@ -54,10 +55,12 @@ class TorchOptimizer(Rule):
                 group["fused"] = True  # fewer passes over memory; the same numbers but for rounding
 
     @torch.no_grad()
-    def update(self, gradients: Iterator[Tensor], lr: float | None, factor: float, publish: Publish) -> None:
+    def update(
+        self, gradients: Iterator[Tensor], rates: Rates | None, factor: float, publish: Publish
+    ) -> None:
         """Elementwise optimizers bucket by bucket, so that one is gathered while the next is updated; others
         all at once: they may have numbers of their own, which a step advances."""
-        assert lr is None, "the optimizer's groups hold the learning rate"
+        assert rates is None, "the optimizer's groups hold the learning rate"
         waiting = []
         for bucket, held, gradient in zip(self.buckets, self._held, gradients):
             if factor != 1:

@@ -66,6 +66,7 @@ class Weight:
         unit: path of the module it is gathered with (ZeRO 3): weights of one unit are needed together.
         outside_layers: its gradient is complete at another time than those of layers (embedding, output
             head), and backward does not need its values.
+        vocabulary: its rows are those of the vocabulary: the embedding's or the output head's.
         frozen: it is not trained: no gradient, no optimizer state, no values in a wider format.
         adapter: it is part of a low-rank adapter, small enough to stay on every rank in ZeRO 3.
         group: of the optimizer's settings, where the optimizer has several.
@@ -82,6 +83,7 @@ class Weight:
     multiple: int = 0
     unit: str = ""
     outside_layers: bool = False
+    vocabulary: bool = False
     frozen: bool = False
     adapter: bool = False
     group: int = 0

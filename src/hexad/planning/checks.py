@@ -10,7 +10,7 @@ from hexad.config.model import ModelSettings, RopeScaling
 from hexad.config.schema import FaultSettings
 from hexad.model.families import family
 from hexad.model.inventory import ModelInventory
-from hexad.model.trained import check_trained
+from hexad.model.trained import Trained, check_trained
 from hexad.parallel.context.slice import divides_heads, largest_group
 from hexad.topology.layout import Layout, nearest_multiples
 
@@ -344,11 +344,26 @@ def _batch(config: Config, layout: Layout) -> Iterator[ConfigError]:
             "lr_schedule.decay_steps",
             f"found {schedule.decay_steps}, expected more than lr_schedule.warmup {schedule.warmup}",
         )
-    default = type(schedule).model_fields["min_lr"].default
-    if config.optimizer.lr < schedule.min_lr != default:  # the default gives way to a small optimizer.lr
-        yield ConfigError(
-            "lr_schedule.min_lr", f"found {schedule.min_lr}, more than optimizer.lr {config.optimizer.lr}"
-        )
+    yield from _rates(config)
+
+
+def _rates(config: Config) -> Iterator[ConfigError]:
+    rule, schedule = config.optimizer, config.lr_schedule
+    default = type(schedule).model_fields["min_lr"].default  # it gives way to a small peak
+    for peak_name, low_name in (("lr", "min_lr"), ("decoupled_lr", "decoupled_min_lr")):
+        peak, low = getattr(rule, peak_name), getattr(schedule, low_name)
+        name = low_name
+        if low is None:
+            name, low = "min_lr", schedule.min_lr
+        if peak is not None and peak < low != default:
+            yield ConfigError(f"lr_schedule.{name}", f"found {low}, more than optimizer.{peak_name} {peak}")
+    if rule.decoupled_lr is None and schedule.decoupled_min_lr is not None:
+        found = f"found {schedule.decoupled_min_lr} without optimizer.decoupled_lr"
+        yield ConfigError("lr_schedule.decoupled_min_lr", f"{found}; set that, or remove it")
+    trained = Trained.of(config.model)
+    if rule.decoupled_lr is not None and trained.frozen("embedding.weight") and trained.frozen("head.weight"):
+        problem = f"found {rule.decoupled_lr}, but neither embedding nor output head is trained; remove it"
+        yield ConfigError("optimizer.decoupled_lr", problem)
 
 
 def _recompute(config: Config) -> Iterator[ConfigError]:

@@ -12,9 +12,9 @@ NEEDS = [
     ("--rope-scaling-factor 4", "--use-rope-scaling"),
     ("--moe-router-topk 4 --moe-z-loss-coeff 0.1", "--num-experts"),
     ("--data-parallel-sharding-strategy optim", "--use-megatron-fsdp"),
-    ("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
     ("--profile-step-start 3 --profile-step-end 4", "--profile"),
     ("--lr-wsd-decay-iters 3", "--lr-decay-style WSD"),
+    ("--decoupled-min-lr 1e-5", "--decoupled-lr"),
     ("--hierarchical-context-parallel-sizes 2", "--context-parallel-size"),
     ("--sequence-parallel", "--tensor-model-parallel-size"),
     ("--recompute-method uniform", "--recompute-granularity full"),
@@ -78,6 +78,21 @@ REFUSED = [
         "--recompute-activations --recompute-method block",
         "--recompute-method: found block with --recompute-activations",
     ),
+    (
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|ttL "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-virtual-stages-per-pipeline-rank: found beside --pipeline-model-parallel-layout; give one",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--num-virtual-stages-per-pipeline-rank: found beside --num-layers-per-virtual-pipeline-stage; give",
+    ),
+    (
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1 "
+        "--account-for-loss-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split: found beside --decoder-last-pipeline-num-layers; give one",
+    ),
     ("--train-iters 0", "--train-iters: found 0, expected at least 1"),
     ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size: found 0, expected at least 1"),
     ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size: found 0, expected at least 1"),
@@ -116,8 +131,9 @@ def test_refused(more: str, says: str) -> None:
             "optim_grads_params",
             3,
         ),
-        ("--use-megatron-fsdp --use-distributed-optimizer", 1),
-        ("--use-megatron-fsdp", 0),
+        ("--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy no_shard", 1),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy no_shard", 0),
+        ("--use-megatron-fsdp", 3),
     ],
 )
 def test_flags_that_agree(more: str, level: int) -> None:

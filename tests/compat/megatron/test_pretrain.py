@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 from hexad.compat import megatron
 from hexad.compat.facade.installed import refused_name
-from hexad.compat.megatron import datasets, tensor_parallel, transformer
+from hexad.compat.megatron import datasets, tensor_parallel, training, transformer
 from hexad.compat.megatron.installed import UNSUPPORTED, WHERE
+from hexad.compat.megatron.training import Timers
 from hexad.config import HexadError
 
 from ...pool import Pool
@@ -180,8 +182,50 @@ def of_tensor_ranks() -> tuple[list[float], list[float], bool, bool]:
 
     out = tensor_parallel.checkpoint(dropped, False, x)
     out.sum().backward()
+    for keys, found in ((["text"], "text in torch.int64"), (["none"], "none in None")):
+        with pytest.raises(HexadError, match=f"broadcast_data: found {found}, expected torch.int32"):
+            tensor_parallel.broadcast_data(keys, given, torch.int32)  # on all ranks: none waits
     megatron.destroy_megatron()
     return apart, common, torch.equal(x.grad, out.detach()), sent["text"].tolist() == [1, 2, 3, 4]
+
+
+def test_the_tracker_is_of_the_device_that_ranks_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on CPUs, with gloo, of a machine that has GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tensor_parallel.parallel_state, "is_initialized", lambda: True)
+    mesh = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(tensor_parallel.parallel_state, "get_mesh", lambda: mesh)
+    tracker, before = tensor_parallel.RngTracker(), torch.get_rng_state()
+    tracker.add("own", 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    with tracker.fork("own"):
+        first = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(2), first)
+
+
+def test_timers(capsys: pytest.CaptureFixture[str]) -> None:
+    timers = Timers()
+    with pytest.raises(HexadError, match="timer: stopped, but not started"):
+        timers("a").stop()
+    timers("a").start()
+    running = timers("a").elapsed(reset=False)
+    assert 0 < running < timers("a").elapsed(reset=False)
+    timers("a").stop()
+    assert timers("a").active_time() == timers("a").elapsed() > timers("a").elapsed() == 0.0
+    timers("b")._total = 0.5
+    timers.log(["a", "b", "c"], normalizer=10)
+    assert capsys.readouterr().out == "a: 0.00 ms, b: 50.00 ms\n"
+
+
+def test_no_evaluation_without_an_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script", *FLAGS, "--mock-data", "--eval-interval", "0"])
+    megatron.initialize_megatron()
+    try:
+        assert training._samples() == (32, 0, 16) and megatron.get_config().validate_.every == 0
+    finally:
+        megatron.destroy_megatron()
 
 
 def test_random_numbers_and_data_of_tensor_ranks(pool: Pool, tmp_path: Path, monkeypatch: Any) -> None:

@@ -32,7 +32,7 @@ RUNS = {
     "GPT3_345M": ((), "--num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 1"),
     "LLAMA2_7B": (("--wandb-project",), "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1"),
     "LLAMA3_8B": (
-        ("--decoupled-lr", "--decoupled-min-lr", "--tensorboard-dir", "--profile"),
+        ("--tensorboard-dir", "--profile"),
         "--num-query-groups 2",
     ),
     "LLAMA3_70B": (

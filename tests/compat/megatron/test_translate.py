@@ -17,7 +17,7 @@ from hexad.config import ConfigError, setting_names
 from hexad.config.model import RopeScaling
 from hexad.model.configuration import build_config
 from hexad.model.families import preset
-from hexad.optim.schedule import learning_rate
+from hexad.optim.schedule import learning_rate, learning_rates
 from hexad.planning import Resolved, planned_layout, resolve
 
 from . import lines
@@ -114,16 +114,14 @@ def test_llama2_7b() -> None:
 
 
 def test_llama3_8b() -> None:
-    assert problem(*lines.LLAMA3_8B).field == "--decoupled-lr"
-    line = without(lines.LLAMA3_8B, "--decoupled-lr", "--decoupled-min-lr")
-    translation = translate(line, world=16)
-    config = resolved(translation).config
+    config = resolved(translate(lines.LLAMA3_8B, world=16)).config
     shape = preset("llama3-8b")
     names = ("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden")
     assert {name: getattr(config.model, name) for name in names} == {name: shape[name] for name in names}
     assert config.model.vocab == 128257 and config.model.rope_theta == 1e6
     assert (config.parallel.context, config.parallel.context_method) == (2, "ring")
     assert (config.precision.reduce, config.precision.accumulate) == ("bf16", "bf16")
+    assert config.optimizer.decoupled_lr == 5e-4 and config.lr_schedule.decoupled_min_lr == 4.5e-5
     assert config.run.timeout == 3600 and config.log.profile is not None
     assert (config.log.profile.start, config.log.profile.steps) == (5, 2)
     assert config.run.steps == 1953125000 // 128 and not config.parallel.sequence  # one tensor rank
@@ -221,6 +219,7 @@ def test_defaults_are_megatrons() -> None:
             {"kind": "wsd", "decay_steps": 20},
         ),
         ("--lr-warmup-fraction 0.2 --lr-decay-iters 50", "lr_schedule", {"warmup": 10, "decay_steps": 50}),
+        ("--decoupled-lr 1e-4", "optimizer", {"lr": 1e-3, "decoupled_lr": 1e-4}),
         ("--eval-iters 0", "validate", {"every": 0}),
         ("--split 100", "validate", {"every": 0}),
         (
@@ -328,7 +327,7 @@ def test_flags_without_effect_are_reported_once() -> None:
         [*SMALL, "--use-flash-attn", "--no-rope-fusion", "--use-flash-attn", "--log-progress"]
     )
     assert len(translation.notes) == base + 2
-    assert any("--use-flash-attn, --no-rope-fusion: no effect" in note for note in translation.notes)
+    assert any("--no-rope-fusion, --use-flash-attn: no effect" in note for note in translation.notes)
     assert resolved(translation).config == resolved(translate(SMALL)).config
     assert yaml.safe_load(translation.yaml()) == translation.tree and "# --log-progress" in translation.yaml()
 
@@ -405,6 +404,9 @@ def test_every_flag_has_one_meaning() -> None:
     """No flag is declared twice, and attributes that several flags share begin alike."""
     declared = [name for group in GROUPS.values() for flag in group for name in (flag.name, *flag.aliases)]
     assert len(declared) == len(set(declared)) == len(FLAGS) > 800
+    for switch, value in (("--rl-skip-bos-token", True), ("--no-rl-skip-bos-token", False)):
+        assert parse([*SMALL, switch]).arguments.rl_skip_bos_token is value
+    assert parse([*SMALL, "--persistent-save-interval", "3"]).arguments.save_interval == 3
     arguments = parse(SMALL).arguments
     assert arguments.dist_ckpt_strictness == "assume_ok_unexpected" and arguments.tp_comm_overlap_ag is True
     assert arguments.moe_router_group_topk is None and arguments.offload_modules is None
@@ -469,6 +471,9 @@ SCHEDULES = (
     "--lr-decay-style constant --lr-warmup-iters 3",
     "--lr-decay-style inverse-square-root --lr-warmup-iters 10 --min-lr 5e-4",
     "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 30 --lr-warmup-iters 10",
+    "--lr-decay-style cosine --lr-warmup-iters 10 --decoupled-lr 5e-4 --min-lr 1e-5",
+    "--lr-decay-style inverse-square-root --lr-warmup-iters 9 --decoupled-lr 2e-2 --decoupled-min-lr 5e-3",
+    "--lr-decay-style constant --decoupled-lr 5e-4 --decoupled-min-lr 1e-5",
 )
 
 
@@ -485,8 +490,11 @@ def test_learning_rates_are_megatron_cores(more: str) -> None:
     warmup = given.lr_warmup_iters if given.lr_warmup_fraction is None else given.lr_warmup_fraction * decay
 
     class Optimizer:
-        param_groups = [{"lr": 0.0, "weight_decay": 0.0}]
+        param_groups: list[dict[str, float]] = []
 
+    own = {"max_lr": given.decoupled_lr, "min_lr": given.decoupled_min_lr}
+    decoupled = {name: value for name, value in own.items() if value is not None}
+    Optimizer.param_groups = [{"lr": 0.0, "weight_decay": 0.0, **more} for more in ({}, decoupled)]
     theirs = core.OptimizerParamScheduler(
         Optimizer(), 0.0, given.lr, given.min_lr, warmup, decay, given.lr_decay_style, 0.01, 0.01,
         given.train_iters, "constant", wsd_decay_steps=given.lr_wsd_decay_iters,
@@ -495,8 +503,9 @@ def test_learning_rates_are_megatron_cores(more: str) -> None:
     config = resolved(translate([*SMALL, *more.split()])).config
     for step in range(1, 101):
         theirs.step(1)
-        ours = learning_rate(config.lr_schedule, config.optimizer.lr, config.run.steps, step)
-        assert ours == pytest.approx(Optimizer.param_groups[0]["lr"], rel=1e-12, abs=1e-18), step
+        ours = learning_rates(config.optimizer, config.lr_schedule, config.run.steps, step)
+        wanted = [group["lr"] for group in Optimizer.param_groups]
+        assert ours == pytest.approx(wanted, rel=1e-12, abs=1e-18), step
 
 
 def test_facts_about_warm_up() -> None:

@@ -9,46 +9,21 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-_MODULES = (
-    "initialize",
-    "parallel_state",
-    "mappings",
-    "layers",
-    "gpt",
-    "schedules",
-    "tensor_parallel",
-    "training",
-    "transformer",
-)
-"""Where public names are, in the order of the search."""
+_NAMES = {
+    "gpt": "GPTModel",
+    "initialize": "destroy_megatron get_args get_config get_tokenizer initialize_megatron",
+    "layers": "ColumnParallelLinear ModelParallelConfig RowParallelLinear VocabParallelEmbedding",
+    "mappings": "vocab_parallel_cross_entropy",
+    "parallel_state": "get_mesh",
+    "schedules": "get_forward_backward_func get_num_microbatches setup_model",
+    "tensor_parallel": "",
+    "training": "get_timers pretrain print_rank_0",
+    "transformer": "ModelType TransformerConfig core_transformer_config_from_args",
+}
+"""Module -> its names that this package has too."""
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = [
-    "ColumnParallelLinear",
-    "GPTModel",
-    "ModelParallelConfig",
-    "ModelType",
-    "RowParallelLinear",
-    "TransformerConfig",
-    "VocabParallelEmbedding",
-    "core_transformer_config_from_args",
-    "destroy_megatron",
-    "get_args",
-    "get_config",
-    "get_forward_backward_func",
-    "get_mesh",
-    "get_num_microbatches",
-    "get_timers",
-    "get_tokenizer",
-    "initialize_megatron",
-    "install",
-    "mappings",
-    "parallel_state",
-    "pretrain",
-    "print_rank_0",
-    "setup_model",
-    "tensor_parallel",
-    "vocab_parallel_cross_entropy",
-]
+__all__ = ["install", "mappings", "parallel_state", "tensor_parallel", *_WHERE]
 
 if TYPE_CHECKING:
     from . import mappings, parallel_state, tensor_parallel
@@ -64,14 +39,13 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Resolved on first use: the translation of launch lines needs no torch."""
-    if name in _MODULES:
+    if name in _NAMES:
         return import_module(f"{__name__}.{name}")
-    if name not in __all__:
-        from hexad.config import did_you_mean
+    if name in _WHERE:
+        return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    from hexad.config import did_you_mean
 
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, __all__)}")
-    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, __all__)}")
 
 
 def install() -> None:

@@ -94,7 +94,9 @@ def parse(
 def _declare(section: argparse._ArgumentGroup, flag: Flag) -> None:
     names = (flag.name, *flag.aliases)
     rest: dict[str, Any] = {"dest": flag.attribute, "default": argparse.SUPPRESS}
-    if flag.kind is bool:
+    if f"--no-{flag.name.removeprefix('--')}" in flag.aliases:
+        section.add_argument(flag.name, action=argparse.BooleanOptionalAction, **rest)
+    elif flag.kind is bool:
         section.add_argument(*names, action="store_false" if flag.default else "store_true", **rest)
     else:
         rest |= {"nargs": "+"} if flag.several else {}

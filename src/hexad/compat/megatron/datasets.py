@@ -3,7 +3,8 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,8 @@ Batch = dict[str, Tensor]
 """``tokens``, ``labels``, ``loss_mask``, ``position_ids`` ``[b, s]``, perhaps ``attention_mask``."""
 
 
-class GPTDatasetConfig:
+class GPTDatasetConfig(SimpleNamespace):
     """The settings of a data set under Megatron-LM's names."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.__dict__.update(settings)
 
 
 class GPTDataset:
@@ -39,14 +37,8 @@ class MockGPTDataset(GPTDataset):
 
 @dataclass(frozen=True)
 class FlagsData:
-    """The data of the flags, for ``pretrain``: Hexad's loader reads it.
+    """The data of the flags, which Hexad's loader reads for ``pretrain``: a script asked for ``samples``."""
 
-    Attributes:
-        part: which of the three.
-        samples: that the script has asked for.
-    """
-
-    part: Literal["train", "valid", "test"]
     samples: int | None
 
     def __len__(self) -> int:
@@ -85,8 +77,7 @@ class BlendedMegatronDatasetBuilder:
 
     def build(self) -> list[FlagsData]:
         """The data for training, validation and testing."""
-        parts: tuple[Literal["train", "valid", "test"], ...] = ("train", "valid", "test")
-        return [FlagsData(part, size) for part, size in zip(parts, self._sizes)]
+        return [FlagsData(size) for size in self._sizes]
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> tuple[list[str], list[float] | None] | None:
@@ -113,32 +104,35 @@ def batch_of(microbatch: Microbatch) -> Batch:
     """A microbatch of Hexad's loader under Megatron-LM's names."""
     args, tokens = get_args(), microbatch.tokens
     mask = microbatch.labels != IGNORED
-    places = torch.arange(tokens.shape[1]).expand_as(tokens)
-    starts = torch.zeros(tokens.numel(), dtype=torch.bool)
-    if microbatch.documents is not None:  # positions begin again with each document
-        starts[list(microbatch.documents[:-1])] = True
-        first = torch.where(starts.view_as(tokens), places, 0).cummax(1).values
-        places = places - first
+    starts = torch.zeros(tokens.shape, dtype=torch.bool)
+    if microbatch.documents is not None:
+        starts.view(-1)[list(microbatch.documents[:-1])] = True
     batch = {
         "tokens": tokens,
         "labels": microbatch.labels.masked_fill(~mask, 0),
         "loss_mask": mask.float(),
-        "position_ids": places.contiguous(),
+        "position_ids": _positions(starts),
     }
     if args.create_attention_mask_in_dataloader:
-        batch["attention_mask"] = get_ltor_mask(tokens, starts if microbatch.documents is not None else None)
+        batch["attention_mask"] = _ltor_mask(starts, documents=microbatch.documents is not None)
     return batch
 
 
-def get_ltor_mask(tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-    """The causal mask ``[b or 1, 1, s, s]``, true where attention is masked; ``starts``, flat, marks the
-    first tokens of documents, beyond which nothing attends."""
-    length = tokens.shape[1]
-    mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-    if starts is None:
+def _positions(starts: Tensor) -> Tensor:
+    """Positions ``[b, s]`` that begin again where ``starts`` is true."""
+    places = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return places - torch.where(starts, places, 0).cummax(1).values
+
+
+def _ltor_mask(starts: Tensor, documents: bool) -> Tensor:
+    """The causal mask ``[b or 1, 1, s, s]``, true where attention is masked; with ``documents`` also between
+    them, whose first tokens ``starts`` marks."""
+    length = starts.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool, device=starts.device).triu(1)[None, None]
+    if not documents:
         return mask
-    documents = starts.view_as(tokens).cumsum(1)
-    return mask | (documents[:, None, :, None] != documents[:, None, None, :])
+    numbers = starts.cumsum(1)
+    return mask | (numbers[:, None, :, None] != numbers[:, None, None, :])
 
 
 def get_ltor_masks_and_position_ids(
@@ -155,15 +149,13 @@ def get_ltor_masks_and_position_ids(
     ends = torch.zeros_like(data, dtype=torch.bool) if eod_token is None else data == eod_token
     starts = torch.zeros_like(ends)
     starts[:, 1:] = ends[:, :-1]
-    places = torch.arange(data.shape[1], device=data.device).expand_as(data)
-    position_ids = places - torch.where(starts, places, 0).cummax(1).values if reset_position_ids else places
     loss_mask = torch.ones_like(data, dtype=torch.float32)
     if eod_mask_loss:
         loss_mask[ends] = 0.0
     if pad_mask_loss and pad_token is not None:
         loss_mask[data == pad_token] = 0.0
-    attention_mask = get_ltor_mask(data, starts if reset_attention_mask else None)
-    return attention_mask, loss_mask, position_ids.contiguous()
+    position_ids = _positions(starts if reset_position_ids else torch.zeros_like(starts))
+    return _ltor_mask(starts, reset_attention_mask), loss_mask, position_ids
 
 
 class ScriptData:

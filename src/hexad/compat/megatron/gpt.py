@@ -20,6 +20,7 @@ from hexad.planning import Resolved, resolve
 from . import parallel_state
 from .arguments import naming_flags
 from .initialize import get_args, get_config
+from .installed import check_arguments
 from .mappings import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 from .transformer import check_agrees, check_config, check_spec
 
@@ -62,6 +63,7 @@ def _of_flags() -> dict[str, Any]:
         "rotary_percent": args.rotary_percent,
         "rotary_base": args.rotary_base,
         "rope_scaling": args.use_rope_scaling,
+        "rope_scaling_factor": args.rope_scaling_factor,
     }
 
 
@@ -73,12 +75,12 @@ class GPTModel(Transformer):
     Args:
         config, transformer_layer_spec: of Megatron-LM; the model is that of the flags, with which they agree.
         vocab_size, max_sequence_length, share_embeddings_and_output_weights, position_embedding_type,
-            rotary_percent, rotary_base, rope_scaling: those of the flags.
+            rotary_percent, rotary_base, rope_scaling, rope_scaling_factor: those of the flags.
         pre_process: this stage has the embedding; None: as the layout has it.
         post_process: this stage has the output head; None: as the layout has it.
         fp16_lm_cross_entropy: False.
         parallel_output: return this rank's columns of the logits; otherwise all.
-        num_tokentypes: 0.
+        others: Megatron-LM's, with their defaults or without effect.
 
     Attributes:
         passes: training passes so far, which dropout is keyed by.
@@ -103,11 +105,12 @@ class GPTModel(Transformer):
         rotary_percent: float | None = None,
         rotary_base: int | None = None,
         rope_scaling: bool | None = None,
-        num_tokentypes: int = 0,
-        **_: Any,
+        rope_scaling_factor: float | None = None,
+        **others: Any,
     ) -> None:
-        if num_tokentypes:
-            raise HexadError(f"GPTModel: found num_tokentypes {num_tokentypes}; use 0")
+        ignored, absent = "pg_collection vp_stage", "logit_dtype mtp_block_spec seq_len_interpolation_factor"
+        only = {"num_tokentypes": 0, "scatter_embedding_sequence_parallel": True}
+        check_arguments("GPTModel", others, ignored, absent, **only)
         check_spec(transformer_layer_spec)
         if config is not None:
             check_config(config)
@@ -120,6 +123,7 @@ class GPTModel(Transformer):
             "rotary_percent": rotary_percent,
             "rotary_base": rotary_base,
             "rope_scaling": rope_scaling,
+            "rope_scaling_factor": rope_scaling_factor,
         }
         check_agrees("GPTModel", given, _of_flags())
         resolved, mesh = resolved_model(), parallel_state.get_mesh()
@@ -173,8 +177,10 @@ class GPTModel(Transformer):
         input_ids: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        decoder_input: None = None,
         labels: Tensor | None = None,
-        **_: Any,
+        runtime_gather_output: bool | None = None,
+        **others: Any,
     ) -> Tensor:
         """Losses, logits or hidden states.
 
@@ -185,15 +191,20 @@ class GPTModel(Transformer):
             attention_mask: bool, true where attention is masked, causal; None for the same. Documents are
                 isolated by ``position_ids``.
             labels: int64 ``[b, s]``; -100 for no loss.
+            runtime_gather_output: return all columns of the logits; None: unless ``parallel_output``.
+            decoder_input, others: Megatron-LM's, None or without effect.
 
         Returns:
             On the last stage with ``labels``: the losses of all tokens, ``[b, s]``, in at least float32.
-            Without: logits, ``[b, s, padded vocab / size]``, or of all columns without ``parallel_output``.
+            Without: logits, ``[b, s, padded vocab / size]``, or of all columns.
             On other stages: hidden states for the next one.
 
         Raises:
             HexadError: positions or a mask that Hexad does not compute; checked in the first pass only.
         """
+        absent = "decoder_input extra_block_kwargs inference_context inference_params output_processor "
+        absent += "output_processor_context packed_seq_params padding_mask"
+        check_arguments("GPTModel", {"decoder_input": decoder_input, **others}, "loss_mask", absent)
         tokens = input_ids.contiguous()
         self._check(tokens, position_ids, attention_mask)
         hidden = super().forward(
@@ -204,7 +215,8 @@ class GPTModel(Transformer):
         logits = self.logits(hidden).unflatten(0, tuple(tokens.shape))
         if labels is not None:
             return vocab_parallel_cross_entropy(logits, labels)
-        return logits if self.parallel_output else gather_from_tensor_model_parallel_region(logits)
+        whole = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
+        return gather_from_tensor_model_parallel_region(logits) if whole else logits
 
     def _spans(self, tokens: Tensor, position_ids: Tensor | None) -> Spans | None:
         """The documents of ``[batch, sequence]``; None: one in each row."""

@@ -24,21 +24,16 @@ from ..facade.imported import ForeignTensor, ImportResult, model_directory, publ
 from ..facade.inert import Inert, load_inert, unpickle_inert
 
 METADATA, COMMON = ".metadata", "common.pt"
-_DCP = "torch.distributed.checkpoint"
 _METADATA_CLASSES = (
-    f"{_DCP}.filesystem._StorageInfo",
-    f"{_DCP}.metadata.BytesStorageMetadata",
-    f"{_DCP}.metadata.ChunkStorageMetadata",
-    f"{_DCP}.metadata.Metadata",
-    f"{_DCP}.metadata.MetadataIndex",
-    f"{_DCP}.metadata.StorageMeta",
-    f"{_DCP}.metadata.TensorProperties",
-    f"{_DCP}.metadata.TensorStorageMetadata",
-    f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
-    f"{_DCP}.planner.SavePlan",
-    f"{_DCP}.planner.TensorWriteData",
-    f"{_DCP}.planner.WriteItem",
-    f"{_DCP}.planner.WriteItemType",
+    *(
+        f"torch.distributed.checkpoint.{name}"
+        for name in """
+        filesystem._StorageInfo metadata.BytesStorageMetadata metadata.ChunkStorageMetadata metadata.Metadata
+        metadata.MetadataIndex metadata.StorageMeta metadata.TensorProperties metadata.TensorStorageMetadata
+        metadata._MEM_FORMAT_ENCODING planner.SavePlan planner.TensorWriteData planner.WriteItem
+        planner.WriteItemType
+        """.split()
+    ),
     "torch.serialization._get_layout",
 )
 _COMMON_CLASSES = tuple(

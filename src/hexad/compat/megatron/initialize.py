@@ -192,7 +192,7 @@ def _start(arguments: Namespace, common: dict[str, Any]) -> None:
         arguments.tensor_model_parallel_size,
         arguments.pipeline_model_parallel_size,
         arguments.virtual_pipeline_model_parallel_size,
-        arguments.context_parallel_size,
+        context_parallel_size=arguments.context_parallel_size,
         order="tp-cp-ep-pp-dp" if arguments.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
         distributed_timeout_minutes=arguments.distributed_timeout_minutes,
         device=device,

@@ -21,6 +21,7 @@ from hexad.parallel.tensor.embedding_inventory import EmbeddingSpec
 from hexad.parallel.tensor.linear import column_linear, row_linear
 
 from . import parallel_state
+from .installed import check_arguments
 from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
 
 Initialise = Callable[[Tensor], object]
@@ -55,9 +56,13 @@ class _Layer(ShardedModule):
 
     weight: nn.Parameter
 
-    def __init__(self, config: Any, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: Any, group: dist.ProcessGroup | None, others: dict[str, Any]) -> None:
+        ignored = "keep_master_weight_for_test name pg_collection tp_comm_buffer_name"
+        absent = "embedding_activation_buffer grad_output_buffer output_dtype"
+        defaults = {"stride": 1, "is_expert": False, "disable_grad_reduce": False}
+        check_arguments(type(self).__name__, others, ignored, absent, **defaults)
         super().__init__(_shard(self, config, group, getattr(config, "sequence_parallel", False)))
-        self.config = config
+        self.config, self.group = config, group
 
     def _weight(self, shape: tuple[int, int], dim: int, init_method: Initialise | None) -> None:
         """Create the matrix, sharded along ``dim``."""
@@ -82,14 +87,6 @@ class _Layer(ShardedModule):
             raise HexadError(
                 f"{type(self).__name__}: found {size}, which does not divide by {ranks} tensor ranks"
             )
-
-    def _refuse(self, **unsupported: Any) -> None:
-        """Refuse arguments that Hexad has no equivalent for, where they are set."""
-        for name, value in unsupported.items():
-            if value:
-                raise HexadError(
-                    f"{type(self).__name__}: found {name} {value!r}; it is not supported: leave it out"
-                )
 
 
 def _shard(layer: nn.Module, config: Any, group: dist.ProcessGroup | None, sequence: bool) -> Shard:
@@ -127,9 +124,8 @@ class ColumnParallelLinear(_Layer):
         gather_output: return all outputs on every rank.
         skip_bias_add: return the bias instead of adding it.
         skip_weight_param_allocation: the weight is an argument of every call.
-        stride, is_expert, disable_grad_reduce: defaults only.
-        keep_master_weight_for_test, tp_comm_buffer_name: have no effect.
         tp_group: of :mod:`~hexad.compat.megatron.parallel_state`.
+        others: Megatron-LM's, with their defaults or without effect.
 
     Attributes:
         weight: ``[output_size / size, input_size]``; None with ``skip_weight_param_allocation``.
@@ -150,20 +146,15 @@ class ColumnParallelLinear(_Layer):
         init_method: Initialise | None = None,
         bias: bool = True,
         gather_output: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
-        disable_grad_reduce: bool = False,
         tp_group: dist.ProcessGroup | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(config, tp_group)
-        self._refuse(stride=stride - 1, is_expert=is_expert, disable_grad_reduce=disable_grad_reduce)
+        super().__init__(config, tp_group, others)
         self.input_size, self.output_size = input_size, output_size
         self.output_size_per_partition = output_size // self.shard.tensor.size
-        self.gather_output, self.skip_bias_add, self.group = gather_output, skip_bias_add, tp_group
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         if skip_weight_param_allocation:
             self._divisible(output_size)
             self.register_parameter("weight", None)
@@ -209,8 +200,7 @@ class RowParallelLinear(_Layer):
         config: as of :class:`ColumnParallelLinear`; in sequence parallel the output is sharded over tokens.
         bias: whether there is one; it is added after the sum.
         input_is_parallel: the input is this rank's features; otherwise all, of which it takes its own.
-        init_method, skip_bias_add, stride, keep_master_weight_for_test, is_expert, tp_comm_buffer_name,
-            tp_group: as of :class:`ColumnParallelLinear`.
+        init_method, skip_bias_add, tp_group, others: as of :class:`ColumnParallelLinear`.
 
     Attributes:
         weight: ``[output_size, input_size / size]``.
@@ -233,19 +223,15 @@ class RowParallelLinear(_Layer):
         bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
-        stride: int = 1,
-        keep_master_weight_for_test: bool = False,
-        is_expert: bool = False,
-        tp_comm_buffer_name: str | None = None,
         tp_group: dist.ProcessGroup | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(config, tp_group)
-        self._refuse(stride=stride - 1, is_expert=is_expert)
+        super().__init__(config, tp_group, others)
         if self.shard.sequence and not input_is_parallel:
             raise HexadError("RowParallelLinear: sequence parallel needs input_is_parallel True")
         self.input_size, self.output_size = input_size, output_size
         self.input_size_per_partition = input_size // self.shard.tensor.size
-        self.input_is_parallel, self.skip_bias_add, self.group = input_is_parallel, skip_bias_add, tp_group
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self._weight((output_size, input_size), 1, init_method)
         if bias:
             self._bias(output_size, divided=False)

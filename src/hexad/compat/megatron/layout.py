@@ -2,6 +2,7 @@
 
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 from hexad.config import ConfigError
@@ -12,14 +13,14 @@ _CONTEXT = {"p2p": "ring", "a2a": "ulysses", "allgather": "all_gather", "a2a+p2p
 """``--cp-comm-type`` -> ``parallel.context_method``."""
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """``--data-parallel-sharding-strategy``, by level of ZeRO."""
-_OF_PIPELINES = (
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
+_VIRTUAL = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_DIVISIONS = (
+    ("pipeline_model_parallel_layout",),
+    ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    ("pp_partition_method",),
 )
-"""Attributes of flags that divide layers among pipeline ranks."""
+"""Attributes of flags that divide layers among pipeline ranks, of which one way is given."""
 
 
 def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
@@ -40,7 +41,7 @@ def layout_settings(arguments: Namespace) -> dict[str, dict[str, Any]]:
     if arguments.pipeline_model_parallel_size > 1:
         parallel |= _stages(arguments)
     else:
-        for name in _OF_PIPELINES:
+        for name in (*_VIRTUAL, *_DIVISIONS[0], *_DIVISIONS[1]):
             value = getattr(arguments, name)
             if value is not None:
                 problem = f"found {value} with --pipeline-model-parallel-size 1; leave it out"
@@ -104,6 +105,8 @@ def _context(arguments: Namespace) -> dict[str, Any]:
 
 def _stages(arguments: Namespace) -> dict[str, Any]:
     """``virtual_stages``, ``schedule`` and ``split``."""
+    _one_way(arguments, *_DIVISIONS)
+    _one_way(arguments, _DIVISIONS[0], *((name,) for name in _VIRTUAL))
     pipeline = arguments.pipeline_model_parallel_size
     if arguments.pipeline_model_parallel_layout is not None:
         sizes = _from_text(arguments.pipeline_model_parallel_layout, arguments.num_layers, pipeline)
@@ -121,6 +124,13 @@ def _stages(arguments: Namespace) -> dict[str, Any]:
     if group is not None and virtual > 1:
         settings["schedule_group"] = group
     return {**settings, "split": split}
+
+
+def _one_way(arguments: Namespace, *ways: Sequence[str]) -> None:
+    """Refuse flags of two ways."""
+    given = [name for names in ways for name in [n for n in names if getattr(arguments, n)][:1]]
+    if len(given) > 1:
+        raise ConfigError(flag_of(given[1]), f"found beside {flag_of(given[0])}; give one of them")
 
 
 def _virtual(arguments: Namespace, pipeline: int) -> int:

@@ -7,7 +7,8 @@ one.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,21 +21,20 @@ from hexad.topology.mesh import Axis, Mesh
 
 from ..facade import world
 from ..facade.installed import refused_name
+from .installed import check_arguments
 
 _AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 
 
 @dataclass
 class _State:
-    """The current mesh and the groups made from it."""
+    """The current mesh, its axes, and what setters have set."""
 
     mesh: Mesh
-    alone: dist.ProcessGroup  # this rank
-    together: dict[str, Axis]  # combined axes, and those of the expert grid, by name
-    embedding: Axis  # the first and the last pipeline rank; of size 1 on others
+    axes: dict[str, Axis]  # the mesh's by name, combined ones, and those of the expert grid
     virtual: int | None = None
     virtual_rank: int | None = None
-    set_values: dict[str, int] = field(default_factory=dict)  # by the setters, by the getter's name
+    set_values: dict[tuple[str, str], int] = field(default_factory=dict)  # by axis and fact
 
 
 class ParallelStateError(HexadError, RuntimeError, AssertionError):
@@ -48,23 +48,36 @@ def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
+    *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     order: str = "tp-cp-ep-dp-pp",
     distributed_timeout_minutes: float = 30,
     device: torch.device | None = None,
     expert_tensor_parallel_size: int | None = None,
-    **_: Any,
+    **others: Any,
 ) -> None:
     """Create the mesh of these degrees over torch's default process group; all its ranks call this together.
 
-    ``device`` is where this rank computes; by default the current GPU with NCCL, else the CPU. Other
-    arguments of Megatron-Core have no effect.
+    ``device`` is where this rank computes; by default the current GPU with NCCL, else the CPU. ``others`` are
+    arguments of Megatron-Core, with their defaults or without effect.
 
     Raises:
         ParallelStateError: ``torch.distributed`` or the mesh is not in the right state, or degrees do not fit
             the world.
     """
+    check_arguments(
+        "initialize_model_parallel",
+        others,
+        "create_all_gather_group create_gloo_process_groups get_embedding_ranks get_position_embedding_ranks "
+        "high_priority_stream_groups local_world_size nccl_communicator_config_path use_fp8 use_sharp "
+        "pipeline_model_parallel_comm_backend sharp_enabled_group",
+        "hierarchical_context_parallel_sizes pipeline_model_parallel_split_rank",
+        hybrid_context_parallel=False,
+        num_distributed_optimizer_instances=1,
+        **dict.fromkeys(("expert_gtp_remat_size", "gtp_remat_size"), 1),
+        rank_offset=0,
+    )
     if not dist.is_initialized():
         raise ParallelStateError(
             "initialize_model_parallel: call torch.distributed.init_process_group before"
@@ -119,22 +132,23 @@ def use_mesh(mesh: Mesh, virtual_pipeline_model_parallel_size: int | None = None
     """
     global _current
     world.join(mesh.timeout, None if mesh.device.type == "cuda" else "gloo")
-    alone = dist.new_group([dist.get_rank()], timeout=mesh.timeout, use_local_synchronization=True)
     pairs = (("data", "context"), ("tensor", "pipeline"), ("tensor", "context"), ("tensor", "data"))
-    together = {"-".join(pair): mesh.combined(*pair) for pair in (*pairs, ("tensor", "data", "context"))}
-    together |= _expert_axes(mesh, together)
-    embedding = mesh.some(mesh.pipeline, 0, mesh.pipeline.size - 1)
+    combined = {"-".join(names): mesh.combined(*names) for names in (*pairs, ("tensor", "data", "context"))}
+    axes = {**mesh.axes, **combined, **_expert_axes(mesh, combined)}
+    # Of size 1 on other ranks than the first and the last.
+    axes["embedding"] = mesh.some(mesh.pipeline, 0, mesh.pipeline.size - 1)
+    axes["alone"] = Axis("alone", (mesh.rank,))
+    world.group_of(axes["alone"])  # made now: all ranks make the same groups
     world.use(mesh)
-    _current = _State(mesh, alone, together, embedding, virtual_pipeline_model_parallel_size)
-    if virtual_pipeline_model_parallel_size is not None:
-        _current.virtual_rank = 0
+    virtual = virtual_pipeline_model_parallel_size
+    _current = _State(mesh, axes, virtual, None if virtual is None else 0)
 
 
-def _expert_axes(mesh: Mesh, together: dict[str, Axis]) -> dict[str, Axis]:
+def _expert_axes(mesh: Mesh, combined: dict[str, Axis]) -> dict[str, Axis]:
     """The axes of the expert grid; without experts those of the dense grid, as in Megatron-Core."""
     names = ("expert_tensor", "expert_data", "expert_tensor-expert", "expert_tensor-expert-pipeline")
     if mesh.layout.expert * mesh.layout.expert_tensor == 1:
-        dense = mesh.tensor, together["data-context"], mesh.tensor, together["tensor-pipeline"]
+        dense = mesh.tensor, combined["data-context"], mesh.tensor, combined["tensor-pipeline"]
         return dict(zip(names, dense))
     tensor, expert = mesh.model_axes("expert")
     both = mesh.combined("expert_tensor", "expert")
@@ -178,174 +192,97 @@ def axis_of(group: dist.ProcessGroup | None) -> Axis:
     Raises:
         HexadError: a group that is not of the mesh.
     """
-    state = _state()
+    axes = _state().axes
     if group is None:
-        return state.mesh.tensor
-    if group is state.alone:
-        return Axis("tensor", (state.mesh.rank,))
-    for axis in (*state.mesh.axes.values(), *state.together.values(), state.embedding):
-        if axis.group is group:
+        return axes["tensor"]
+    for axis in axes.values():
+        if world.group_of(axis) is group:
             return axis
     raise HexadError("group: found a process group that parallel_state has not returned; pass one of these")
 
 
-def _axis(name: str) -> Axis:
-    """An axis, or a combined one, of the current mesh."""
-    state = _state()
-    if name == "alone":
-        return Axis("data", (state.mesh.rank,))
-    return state.together.get(name) or state.mesh.axes[name]
+# Facts of axes
 
-
-def _group(axis: Axis) -> dist.ProcessGroup:
-    return _state().alone if axis.group is None else axis.group
-
-
-_RANKS = {
-    "tensor": "this rank's tensor ranks",
-    "pipeline": "this rank's pipeline ranks",
-    "context": "this rank's context ranks",
-    "data": "this rank's data ranks",
-    "tensor-pipeline": "the ranks that hold this copy of the model (tensor x pipeline)",
-    "tensor-context": "this rank's tensor x context ranks",
-    "tensor-data": "this rank's tensor x data ranks",
-    "expert": "this rank's expert ranks",
-    "expert_tensor": "this rank's tensor ranks in expert layers",
-    "expert_data": "this rank's data ranks in expert layers",
-    "expert_tensor-expert": "the ranks that hold this copy of the expert layers of a stage",
-    "expert_tensor-expert-pipeline": "the ranks that hold this copy of all expert layers",
-    "alone": "the copies of this rank's optimizer state: itself",
-    "tensor-data-context": "this rank's tensor x data x context ranks",
-    "data-context": "this rank's data x context ranks",
+_AXES_OF = {
+    "tensor_model_parallel": "tensor",
+    "pipeline_model_parallel": "pipeline",
+    "context_parallel": "context",
+    "data_parallel": "data",
+    "model_parallel": "tensor-pipeline",
+    "tensor_and_context_parallel": "tensor-context",
+    "tensor_and_data_parallel": "tensor-data",
+    "expert_model_parallel": "expert",
+    "expert_tensor_parallel": "expert_tensor",
+    "expert_data_parallel": "expert_data",
+    "expert_tensor_and_model_parallel": "expert_tensor-expert",
+    "expert_tensor_model_pipeline_parallel": "expert_tensor-expert-pipeline",
+    "intra_distributed_optimizer_instance": "data-context",
+    "inter_distributed_optimizer_instance": "alone",
 }
-"""The ranks of an axis, for docstrings."""
+"""Megatron-Core's words for an axis."""
 
 _FACTS: dict[str, tuple[str, Callable[[Axis], Any]]] = {
-    "group": ("The process group of", _group),
-    "ranks": ("The global ranks of", lambda axis: list(axis.ranks)),
-    "size": ("The number of", lambda axis: axis.size),
+    "group": ("The process group of", world.group_of),
+    "group_gloo": ("The process group of", world.group_of),
+    "global_ranks": ("The global ranks of", lambda axis: list(axis.ranks)),
+    "world_size": ("The number of", lambda axis: axis.size),
     "rank": ("This rank's place among", lambda axis: axis.rank),
-    "first": ("The global rank of the first of", lambda axis: axis.ranks[0]),
-    "last": ("The global rank of the last of", lambda axis: axis.ranks[-1]),
-    "next": ("The global rank after this one, in a ring of", lambda a: a.ranks[(a.rank + 1) % a.size]),
-    "previous": ("The global rank before this one, in a ring of", lambda a: a.ranks[(a.rank - 1) % a.size]),
+    "src_rank": ("The global rank of the first of", lambda axis: axis.ranks[0]),
+    "first_rank": ("The global rank of the first of", lambda axis: axis.ranks[0]),
+    "last_rank": ("The global rank of the last of", lambda axis: axis.ranks[-1]),
+    "next_rank": ("The global rank after this one, in a ring of", lambda a: a.ranks[(a.rank + 1) % a.size]),
+    "prev_rank": ("The global rank before this one, in a ring of", lambda a: a.ranks[(a.rank - 1) % a.size]),
 }
 """Facts of an axis: what they are, for docstrings, and how they are read."""
 
 
-def _accessor(axis: str, fact: str) -> Callable[..., Any]:
-    """A function that returns a fact of an axis; of the data axis, with the context ranks if asked for. What
-    its setter has set comes first."""
+def _getter(axis: str, fact: str) -> Callable[..., Any]:
+    """A function that returns a fact of an axis; of data ranks, with the context ranks if asked for. What its
+    setter has set comes first."""
     what, read = _FACTS[fact]
+    has_context = axis in ("data", "tensor-data")
 
-    def accessor(*_: Any, **__: Any) -> Any:
-        given = _state().set_values.get(f"{axis} {fact}")
-        return read(_axis(axis)) if given is None else given
+    def getter(with_context_parallel: bool = False, *_: Any, **__: Any) -> Any:
+        given, axes = _state().set_values.get((axis, fact)), _state().axes
+        if given is not None:
+            return given
+        return read(axes[f"{axis}-context" if has_context and with_context_parallel else axis])
 
-    def accessor_with_context(with_context_parallel: bool = False, **__: Any) -> Any:
-        given = _state().set_values.get(f"{axis} {fact}")
-        name = f"{axis}-context" if with_context_parallel else axis
-        return read(_axis(name)) if given is None else given
-
-    data = axis in ("data", "tensor-data")
-    function: Callable[..., Any] = accessor_with_context if data else accessor
-    function.__doc__ = f"{what} {_RANKS[axis]}{', with their context ranks if asked for' if data else ''}."
-    return function
+    getter.__doc__ = f"{what} the {axis.replace('-', ' x ')} ranks."
+    return getter
 
 
 def _setter(axis: str, fact: str) -> Callable[[int | None], None]:
-    """A function that sets what the accessor returns, for tests; None: what is so."""
+    """A function that sets what the getter returns, for tests; None: what is so."""
 
     def setter(value: int | None) -> None:
         values = _state().set_values
-        values.pop(f"{axis} {fact}", None)
+        values.pop((axis, fact), None)
         if value is not None:
-            values[f"{axis} {fact}"] = value
+            values[axis, fact] = value
 
-    setter.__doc__ = f"Set {_FACTS[fact][0].lower()} {_RANKS[axis]}, for tests; None: as it is."
+    setter.__doc__ = f"Set the {fact} that the getter returns, for tests; None: of the mesh again."
     return setter
 
 
-get_tensor_model_parallel_group = _accessor("tensor", "group")
-get_tensor_model_parallel_world_size = _accessor("tensor", "size")
-get_tensor_model_parallel_rank = _accessor("tensor", "rank")
-get_tensor_model_parallel_src_rank = _accessor("tensor", "first")
+for (_words, _name), _fact in product(_AXES_OF.items(), _FACTS):
+    for _kind, _make in (("get", _getter), ("set", _setter)):
+        if _kind == "get" or _fact in ("world_size", "rank"):
+            _function = _make(_name, _fact)
+            _function.__name__ = _function.__qualname__ = f"{_kind}_{_words}_{_fact}"
+            globals()[_function.__name__] = _function
 
-get_pipeline_model_parallel_group = _accessor("pipeline", "group")
-get_pipeline_model_parallel_world_size = _accessor("pipeline", "size")
-get_pipeline_model_parallel_rank = _accessor("pipeline", "rank")
-get_pipeline_model_parallel_first_rank = _accessor("pipeline", "first")
-get_pipeline_model_parallel_last_rank = _accessor("pipeline", "last")
-get_pipeline_model_parallel_next_rank = _accessor("pipeline", "next")
-get_pipeline_model_parallel_prev_rank = _accessor("pipeline", "previous")
+if TYPE_CHECKING:
 
-get_context_parallel_group = _accessor("context", "group")
-get_context_parallel_world_size = _accessor("context", "size")
-get_context_parallel_rank = _accessor("context", "rank")
-get_context_parallel_global_ranks = _accessor("context", "ranks")
-
-get_data_parallel_group = _accessor("data", "group")
-get_data_parallel_world_size = _accessor("data", "size")
-get_data_parallel_rank = _accessor("data", "rank")
-get_data_parallel_src_rank = _accessor("data", "first")
-get_tensor_and_data_parallel_group = _accessor("tensor-data", "group")
-
-get_model_parallel_group = _accessor("tensor-pipeline", "group")
-get_model_parallel_world_size = _accessor("tensor-pipeline", "size")
-get_model_parallel_rank = _accessor("tensor-pipeline", "rank")
-get_model_parallel_src_rank = _accessor("tensor-pipeline", "first")
-
-get_tensor_and_context_parallel_group = _accessor("tensor-context", "group")
-get_tensor_and_context_parallel_world_size = _accessor("tensor-context", "size")
-get_tensor_and_context_parallel_rank = _accessor("tensor-context", "rank")
-
-get_expert_model_parallel_group = _accessor("expert", "group")
-get_expert_model_parallel_world_size = _accessor("expert", "size")
-get_expert_model_parallel_rank = _accessor("expert", "rank")
-get_expert_model_parallel_src_rank = _accessor("expert", "first")
-
-get_expert_tensor_parallel_group = _accessor("expert_tensor", "group")
-get_expert_tensor_parallel_world_size = _accessor("expert_tensor", "size")
-get_expert_tensor_parallel_rank = _accessor("expert_tensor", "rank")
-
-get_expert_data_parallel_group = _accessor("expert_data", "group")
-get_expert_data_parallel_world_size = _accessor("expert_data", "size")
-get_expert_data_parallel_rank = _accessor("expert_data", "rank")
-
-get_expert_tensor_and_model_parallel_group = _accessor("expert_tensor-expert", "group")
-get_expert_tensor_and_model_parallel_world_size = _accessor("expert_tensor-expert", "size")
-get_expert_tensor_and_model_parallel_rank = _accessor("expert_tensor-expert", "rank")
-get_expert_tensor_model_pipeline_parallel_group = _accessor("expert_tensor-expert-pipeline", "group")
-
-get_data_parallel_group_gloo = _accessor("data", "group")
-get_expert_data_parallel_group_gloo = _accessor("expert_data", "group")
-get_intra_distributed_optimizer_instance_group = _accessor("data-context", "group")
-get_inter_distributed_optimizer_instance_group = _accessor("alone", "group")
-
-set_tensor_model_parallel_world_size = _setter("tensor", "size")
-set_tensor_model_parallel_rank = _setter("tensor", "rank")
-set_pipeline_model_parallel_world_size = _setter("pipeline", "size")
-set_pipeline_model_parallel_rank = _setter("pipeline", "rank")
-set_data_parallel_rank = _setter("data", "rank")
-set_expert_model_parallel_world_size = _setter("expert", "size")
-set_expert_model_parallel_rank = _setter("expert", "rank")
-set_expert_tensor_parallel_world_size = _setter("expert_tensor", "size")
-set_expert_tensor_parallel_rank = _setter("expert_tensor", "rank")
-
-for _name, _function in list(globals().items()):
-    if getattr(_function, "__name__", "").startswith(("accessor", "setter")):
-        _function.__name__ = _function.__qualname__ = _name
+    def __getattr__(name: str) -> Any: ...
 
 
 def get_amax_reduction_group(
     with_context_parallel: bool = False, tp_only_amax_red: bool = False
 ) -> dist.ProcessGroup:
     """The process group of the ranks that share scales of 8-bit formats: tensor x data, or tensor alone."""
-    if tp_only_amax_red:
-        name = "tensor-context" if with_context_parallel else "tensor"
-    else:
-        name = "tensor-data-context" if with_context_parallel else "tensor-data"
-    return _group(_axis(name))
+    name = f"{'tensor' if tp_only_amax_red else 'tensor-data'}{'-context' if with_context_parallel else ''}"
+    return world.group_of(_state().axes[name])
 
 
 def default_embedding_ranks(pp_ranks: list[int], *_: Any, **__: Any) -> list[int]:
@@ -371,7 +308,7 @@ def has_separate_all_gather_group() -> bool:
 def get_all_ranks() -> str:
     """This rank's places along the axes, joined by ``_``."""
     mesh = _state().mesh
-    axes = mesh.tensor, mesh.data, mesh.context, mesh.pipeline, _axis("expert")
+    axes = mesh.tensor, mesh.data, mesh.context, mesh.pipeline, _state().axes["expert"]
     return "_".join(str(axis.rank) for axis in axes)
 
 
@@ -410,7 +347,7 @@ def get_embedding_group() -> dist.ProcessGroup:
     """
     if not is_rank_in_embedding_group():
         raise HexadError("get_embedding_group: this rank holds neither the first nor the last stage")
-    return _group(_state().embedding)
+    return world.group_of(_state().axes["embedding"])
 
 
 def get_position_embedding_group() -> dist.ProcessGroup:
@@ -421,7 +358,7 @@ def get_position_embedding_group() -> dist.ProcessGroup:
     """
     if not is_rank_in_position_embedding_group():
         raise HexadError("get_position_embedding_group: this rank does not hold the first stage")
-    return _state().alone
+    return world.group_of(_state().axes["alone"])
 
 
 # Pipeline stages

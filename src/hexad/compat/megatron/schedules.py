@@ -14,13 +14,13 @@ from hexad.config.schema import MemorySettings
 from hexad.engine.engine import Engine
 from hexad.engine.faults import StepResult
 from hexad.model.transformer import DTYPES
-from hexad.optim.schedule import learning_rate
 from hexad.topology.mesh import Mesh
 
 from . import parallel_state
 from .datasets import iterators_of
 from .gpt import GPTEngine, resolved_model
 from .initialize import get_args
+from .installed import check_arguments
 
 LossFunction = Callable[[Tensor], tuple[Any, ...]]
 ForwardStep = Callable[[Any, Any], tuple[Tensor, LossFunction]]
@@ -130,14 +130,14 @@ class ScriptEngine(GPTEngine):
         loss = loss if total is None else loss + total
         loss = all_reduce(all_reduce(loss, axis), self.mesh.pipeline) / (count * axis.size)
         config, scale = self.config, self.scaler.scale
-        lr = learning_rate(config.lr_schedule, config.optimizer.lr, config.run.steps, self.step + 1)
-        norm, updated, sums = self._update(lr, None, 1.0, loss)
+        rates = self._rates()
+        norm, updated, sums = self._update(rates, None, 1.0, loss)
         self.samples += config.batch.global_
         fault = self._fault(norm, updated)
         self.guard.record(self.step, sums[0], updated, fault)
         targets = config.batch.global_ * config.data.sequence
         pairs = targets * config.data.sequence
-        return StepResult(self.step, sums[0], norm, lr, targets, pairs, not updated, scale, fault)
+        return StepResult(self.step, sums[0], norm, rates.lr, targets, pairs, not updated, scale, fault)
 
     def evaluate(self, microbatches: Sequence[Any]) -> tuple[float, int]:
         """(sum of losses, what they are divided by) over data ranks; changes nothing."""
@@ -163,6 +163,7 @@ def forward_backward(
     seq_length: int | None = None,
     micro_batch_size: int | None = None,
     forward_only: bool = False,
+    **others: Any,
 ) -> list[Any]:
     """Forward and backward passes of one step.
 
@@ -178,6 +179,7 @@ def forward_backward(
         num_microbatches: of this data rank.
         seq_length, micro_batch_size: those of the flags.
         forward_only: evaluate.
+        others: Megatron-LM's, with their defaults or without effect.
 
     Returns:
         On the rank of the last stage what its loss function has reported, by microbatch; elsewhere nothing.
@@ -185,6 +187,10 @@ def forward_backward(
     Raises:
         HexadError: another ``model``, other shapes than those of the flags, or too few iterators.
     """
+    ignored = "decoder_seq_length first_val_step force_all_reduce p2p_communicator pg_collection"
+    check_arguments(
+        "forward_backward", others, ignored, "adjust_tensor_shapes_fn", collect_non_loss_data=False
+    )
     if not isinstance(model, Engine):
         kind = "None" if model is None else f"a {type(model).__name__}"
         raise HexadError(f"model: found {kind}; pass what setup_model returns")

@@ -12,8 +12,8 @@ from hexad.comm import broadcast, gather_objects
 from hexad.config import HexadError
 
 from . import parallel_state
-from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .mappings import (
+from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding  # noqa: F401
+from .mappings import (  # noqa: F401
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -23,25 +23,6 @@ from .mappings import (
     scatter_to_tensor_model_parallel_region,
     vocab_parallel_cross_entropy,
 )
-
-__all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "broadcast_data",
-    "checkpoint",
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "get_cuda_rng_tracker",
-    "model_parallel_cuda_manual_seed",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-    "split_tensor_along_last_dim",
-    "vocab_parallel_cross_entropy",
-]
 
 MODEL_PARALLEL, DATA_PARALLEL = "model-parallel-rng", "data-parallel-rng"
 """Names of states, as Megatron-LM's."""
@@ -77,10 +58,11 @@ class RngTracker:
         """
         if name in self._states:
             raise HexadError(f"rng tracker: found the state {name!r} already; use another name")
-        before = _state()
-        _device().manual_seed(seed)
-        self._states[name] = _state()
-        _set_state(before)
+        generator = _device()
+        before = generator.get_rng_state()
+        generator.manual_seed(seed)
+        self._states[name] = generator.get_rng_state()
+        generator.set_rng_state(before)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
@@ -92,26 +74,21 @@ class RngTracker:
         if name not in self._states:
             known = ", ".join(self._states) or "none: call model_parallel_cuda_manual_seed"
             raise HexadError(f"rng tracker: found no state {name!r}; known: {known}")
-        before = _state()
-        _set_state(self._states[name])
+        generator = _device()
+        before = generator.get_rng_state()
+        generator.set_rng_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _state()
-            _set_state(before)
+            self._states[name] = generator.get_rng_state()
+            generator.set_rng_state(before)
 
 
 def _device() -> Any:
+    """The module of the generator that ranks compute with."""
+    if parallel_state.is_initialized():
+        return torch.cuda if parallel_state.get_mesh().device.type == "cuda" else torch
     return torch.cuda if torch.cuda.is_available() else torch
-
-
-def _state() -> Tensor:
-    state: Tensor = _device().get_rng_state()
-    return state
-
-
-def _set_state(state: Tensor) -> None:
-    _device().set_rng_state(state)
 
 
 _tracker = RngTracker()
@@ -158,24 +135,20 @@ def broadcast_data(
     """Tensors of the first tensor rank on all tensor ranks; others may pass None.
 
     Raises:
-        HexadError: a tensor of another format.
+        HexadError: a tensor is missing or has another format; on all tensor ranks.
     """
-    mesh = parallel_state.get_mesh()
+    mesh, given = parallel_state.get_mesh(), data or {}
     axis = mesh.tensor
-    first = axis.rank == 0
-    for key in keys if first else ():
-        assert data is not None
-        if data[key].dtype != datatype:
-            raise HexadError(f"broadcast_data: found {key} in {data[key].dtype}, expected {datatype}")
-    shapes = {key: tuple(data[key].shape) for key in keys} if first and data is not None else None
-    if axis.size > 1:
-        shapes = gather_objects(shapes, axis)[0]
-    assert shapes is not None
+    formats = {key: (tensor.dtype, tensor.shape) for key, tensor in given.items() if key in keys}
+    formats = gather_objects(formats, axis)[0]  # of the first rank
     result = {}
     for key in keys:
-        given = data[key].to(mesh.device).contiguous() if first and data is not None else None
-        tensor = torch.empty(shapes[key], dtype=datatype, device=mesh.device) if given is None else given
-        result[key] = broadcast(tensor, axis, 0) if axis.size > 1 else tensor
+        dtype, shape = formats.get(key, (None, ()))
+        if dtype != datatype:
+            raise HexadError(f"broadcast_data: found {key} in {dtype}, expected {datatype}")
+        own = given[key].to(mesh.device).contiguous() if axis.rank == 0 else None
+        tensor = torch.empty(shape, dtype=datatype, device=mesh.device) if own is None else own
+        result[key] = broadcast(tensor, axis)
     return result
 
 

@@ -22,34 +22,17 @@ from hexad.training.rundir import open_run_directory
 
 from . import parallel_state
 from .arguments import ExtraArguments
-from .datasets import FlagsData, ScriptData, ScriptValidation, get_ltor_masks_and_position_ids
-from .datasets import get_blend_and_blend_per_split as get_blend_and_blend_per_split
+from .datasets import (  # noqa: F401
+    FlagsData,
+    ScriptData,
+    ScriptValidation,
+    get_blend_and_blend_per_split,
+    get_ltor_masks_and_position_ids,
+)
 from .gpt import resolved_model
-from .initialize import get_args, get_tokenizer, initialize_megatron
-from .schedules import ForwardStep, ScriptEngine, get_num_microbatches, setup_model
-from .transformer import ModelType, core_transformer_config_from_args
-
-__all__ = [
-    "StragglerDetector",
-    "core_transformer_config_from_args",
-    "get_args",
-    "get_attr_wrapped_model",
-    "get_batch_on_this_cp_rank",
-    "get_batch_on_this_tp_rank",
-    "get_blend_and_blend_per_split",
-    "get_ltor_masks_and_position_ids",
-    "get_num_microbatches",
-    "get_rerun_state_machine",
-    "get_timers",
-    "get_tokenizer",
-    "initialize_megatron",
-    "is_first_or_last_pipeline_stage",
-    "pretrain",
-    "print_rank_0",
-    "print_rank_last",
-    "set_startup_timestamps",
-    "unwrap_model",
-]
+from .initialize import get_args, get_tokenizer, initialize_megatron  # noqa: F401
+from .schedules import ForwardStep, ScriptEngine, get_num_microbatches, setup_model  # noqa: F401
+from .transformer import ModelType, core_transformer_config_from_args  # noqa: F401
 
 Provider = Callable[[Sequence[int]], Sequence[Any]]
 
@@ -103,13 +86,10 @@ def pretrain(
 def _samples() -> tuple[int, int, int]:
     """Samples for training, validation and testing, as Megatron-LM counts them."""
     args = get_args()
-    evaluations = args.train_iters // args.eval_interval + 1
-    size, evaluated = args.global_batch_size, args.eval_iters
-    return (
-        args.train_samples or args.train_iters * size,
-        evaluations * evaluated * size,
-        evaluated * size,
-    )
+    size = args.global_batch_size
+    evaluations = args.train_iters // args.eval_interval + 1 if args.eval_interval else 0
+    evaluated = args.eval_iters * size
+    return args.train_samples or args.train_iters * size, evaluations * evaluated, evaluated
 
 
 def _validating(resolved: Resolved, given: Sequence[Any]) -> Resolved:
@@ -201,28 +181,43 @@ class Timer:
     """Seconds between starts and stops."""
 
     def __init__(self) -> None:
-        self._total, self._began = 0.0, 0.0
+        self._total = 0.0
+        self._began: float | None = None
 
     def start(self, barrier: bool = False) -> None:
         """Start it."""
         self._began = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """Stop it and add the time since :meth:`start`."""
+        """Stop it and add the time since :meth:`start`.
+
+        Raises:
+            HexadError: it has not been started.
+        """
+        if self._began is None:
+            raise HexadError("timer: stopped, but not started; call start() before")
         self._total += time.perf_counter() - self._began
+        self._began = None
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Seconds so far."""
+        """Seconds so far; it runs on if it runs."""
+        runs = self._began is not None
+        if runs:
+            self.stop()
         total = self._total
         if reset:
-            self._total = 0.0
+            self.reset()
+        if runs:
+            self.start()
         return total
 
-    active_time = elapsed
+    def active_time(self) -> float:
+        """Seconds so far, without a reset."""
+        return self.elapsed(reset=False)
 
     def reset(self) -> None:
         """Begin again with zero."""
-        self._total = 0.0
+        self._total, self._began = 0.0, None
 
 
 class Timers:
@@ -234,10 +229,18 @@ class Timers:
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         return self._timers.setdefault(name, Timer())
 
-    def log(self, names: Sequence[str] | None = None, *_: Any, **__: Any) -> None:
-        """Print what some timers have measured, on the first rank."""
-        chosen = self._timers if names is None else {name: self(name) for name in names}
-        print_rank_0(", ".join(f"{name}: {1000 * t.elapsed():.2f} ms" for name, t in chosen.items()))
+    def log(
+        self,
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Print what some timers have measured, divided by ``normalizer``, on the first rank."""
+        chosen = [name for name in names or self._timers if name in self._timers]
+        times = {name: 1000 * self(name).elapsed(reset) / normalizer for name in chosen}
+        print_rank_0(", ".join(f"{name}: {milliseconds:.2f} ms" for name, milliseconds in times.items()))
 
     def write(self, *_: Any, **__: Any) -> None:
         """No effect: ``metrics.jsonl`` has the times of steps."""

@@ -2,7 +2,9 @@
 model is the one that the flags describe, and what a script passes has to agree with it."""
 
 from argparse import Namespace
+from dataclasses import dataclass
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 from hexad.config import HexadError
@@ -19,28 +21,11 @@ class ModelType(Enum):
     retro_decoder = 4
 
 
-class TransformerConfig:
-    """The settings of a transformer under Megatron-LM's names, which have to agree with the flags.
-
-    Args:
-        settings: any of Megatron-LM's.
-
-    Raises:
-        AttributeError: for a setting that was not given.
-    """
-
-    def __init__(self, **settings: Any) -> None:
-        self.__dict__.update(settings)
-
-    def __repr__(self) -> str:
-        return f"TransformerConfig({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+class TransformerConfig(SimpleNamespace):
+    """Any settings of a transformer under Megatron-LM's names, which have to agree with the flags."""
 
 
-_OTHER_NAMES = {
-    "layernorm_epsilon": "norm_epsilon",
-    "num_moe_experts": "num_experts",
-    "rotary_interleaved": "rotary_interleaved",
-}
+_OTHER_NAMES = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
 """Setting of a ``TransformerConfig`` -> attribute of ``get_args()``, where they differ."""
 
 _COMPARED = (
@@ -69,7 +54,6 @@ def core_transformer_config_from_args(args: Namespace, config_class: Any = None)
     settings |= {
         "gated_linear_unit": args.swiglu,
         "pipeline_dtype": args.params_dtype,
-        "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
         "mtp_num_layers": None,
         "init_method": None,
         "output_layer_init_method": None,
@@ -102,15 +86,13 @@ def check_config(config: Any) -> None:
     check_agrees("config", {name: getattr(config, name, None) for name in _COMPARED}, known)
 
 
+@dataclass(eq=False)
 class ModuleSpec:
-    """Which modules a layer is made of: those of the flags.
+    """Which modules a layer is made of; accepted where a function of this module has made it."""
 
-    Args:
-        module, params, submodules: accepted where a function of this module has made them.
-    """
-
-    def __init__(self, module: Any = None, params: Any = None, submodules: Any = None) -> None:
-        self.module, self.params, self.submodules = module, params, submodules
+    module: Any = None
+    params: Any = None
+    submodules: Any = None
 
 
 _OF_FLAGS = ModuleSpec("the layer of the flags")

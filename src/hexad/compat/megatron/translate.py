@@ -177,6 +177,8 @@ def schedule_settings(arguments: Namespace, notes: list[str]) -> dict[str, Any]:
         settings["decay_steps"] = rounded(f"--lr-wsd-decay-{unit}", length)
     elif kind != "inverse_sqrt":
         settings["decay_steps"] = end
+    if arguments.decoupled_lr is not None and arguments.decoupled_min_lr is not None:
+        settings["decoupled_min_lr"] = arguments.decoupled_min_lr
     return {**settings, "min_lr": arguments.min_lr}
 
 
@@ -374,6 +376,7 @@ def _optimizer(arguments: Namespace) -> dict[str, Any]:
     return {
         "name": "adamw",
         "lr": arguments.lr,
+        **({} if arguments.decoupled_lr is None else {"decoupled_lr": arguments.decoupled_lr}),
         "betas": [arguments.adam_beta1, arguments.adam_beta2],
         "eps": arguments.adam_eps,
         "weight_decay": arguments.weight_decay,

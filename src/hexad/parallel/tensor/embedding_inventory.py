@@ -122,4 +122,5 @@ class HeadSpec:
 def _table(name: str, spec: EmbeddingSpec | HeadSpec, unit: str) -> Weight:
     """Rows divided over the tensor axis, padded."""
     table = Weight(name, (spec.vocab, spec.hidden), {"tensor": 0}, decay=True, std=spec.std, unit=unit)
-    return replace(table, multiple=_ROWS_MULTIPLE, outside_layers=True, frozen=spec.frozen)
+    table = replace(table, outside_layers=True, vocabulary=True, frozen=spec.frozen)
+    return replace(table, multiple=_ROWS_MULTIPLE)

@@ -207,7 +207,7 @@ USE = (
         "run.yaml: neither a checkpoint nor a run directory with a complete checkpoint",
     ),
     ("generate hf --prompt a", "hf: neither a checkpoint nor a run directory with a complete checkpoint"),
-    ("generate hf:no/such --prompt a", "no/such: no such directory"),
+    ("generate hf:no-such --prompt a", "no-such: no such directory"),
     (
         "generate hf:hf-no-config --prompt a",
         "model.load: hf-no-config: not a Hugging Face model: config.json is missing",
@@ -318,7 +318,7 @@ USE = (
         "evaluate trained --data data parallel.zero=9",
         "parallel.zero: found 9, expected less than or equal to 3",
     ),
-    ("evaluate hf:no/such --data data", "model.load: no/such: no such directory"),
+    ("evaluate hf:no-such --data data", "model.load: no-such: no such directory"),
     ("evaluate hf:hf --data data", "tokenizer"),
     ("evaluate cut-tensors --data data", "checkpoint cut-tensors: damaged: rank-00000.safetensors has"),
     (
@@ -407,8 +407,8 @@ USE = (
         "--base: checkpoint trained/checkpoints/step-00000002 has no adapters (model.lora)",
     ),
     (
-        "checkpoint export --from lora --to out --base hf:no/such",
-        "--base: no/such: neither model.safetensors nor model.safetensors.index.json exists",
+        "checkpoint export --from lora --to out --base hf:no-such",
+        "--base: no-such: neither model.safetensors nor model.safetensors.index.json exists",
     ),
     (
         "checkpoint export --from lora --to out --base hf:hf",

@@ -415,8 +415,8 @@ TRAIN = (
         "model.load: no/such: neither a run nor a checkpoint: config.yaml is missing (a Hugging Face model",
     ),
     (
-        "train run.yaml model.load=hf:no/such",
-        "model.load: no/such: no such directory; expected a Hugging Face model with config.json",
+        "train run.yaml model.load=hf:no-such",
+        "model.load: no-such: no such directory; expected a Hugging Face model with config.json",
     ),
     (
         "train run.yaml model.load=hf",
@@ -586,8 +586,8 @@ CONFIG = (
         "model.lora.targets: found 'q_prj', which matches no name (did you mean 'q_proj'?)",
     ),
     (
-        "config check run.yaml model.load=hf:no/such",
-        "model.load: no/such: no such directory; expected a Hugging Face model with config.json",
+        "config check run.yaml model.load=hf:no-such",
+        "model.load: no-such: no such directory; expected a Hugging Face model with config.json",
     ),
     ("config show no.yaml", "no.yaml: no such configuration file"),
     ("config show run.yaml modle.layers=2", "modle: unknown key"),

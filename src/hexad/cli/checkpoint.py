@@ -115,9 +115,10 @@ def verify(directory: str, as_json: bool) -> int:
 @click.option(
     "--from",
     "source",
-    metavar="HF_DIR|ds:DIR|megatron:DIR",
+    metavar="HF_DIR|hf:ORG/NAME|ds:DIR|megatron:DIR",
     required=True,
-    help="A Hugging Face model's directory, or that of a DeepSpeed or Megatron-Core (torch_dist) checkpoint.",
+    help="A Hugging Face model's directory or name, or that of a DeepSpeed or Megatron-Core (torch_dist) "
+    "checkpoint.",
 )
 @click.option("--to", "target", metavar="DIR", required=True, help="The checkpoint to write.")
 @click.option(
@@ -142,14 +143,15 @@ def import_command(source: str, target: str, model: str | None, weights_only: bo
             raise HexadError(
                 f"{option}: found with --from {source}; it is for --from ds:DIR and --from megatron:DIR"
             )
-    if kind and not Path(source).exists():
+    if kind not in ("", "hf") and not Path(source).exists():
         raise HexadError(
             f"--from: found the prefix {kind!r} in {source}; use ds:DIR, megatron:DIR, or a Hugging Face "
             "model's directory without a prefix"
         )
     from hexad.checkpoint.hugging_face.importing import import_model
+    from hexad.config.hub import PREFIX, local
 
-    imported = import_model(Path(source), Path(target), _resolved)
+    imported = import_model(Path(local(source).removeprefix(PREFIX)), Path(target), _resolved)
     config, where = imported.config, Path(target).resolve()
     family, dtype, tokenizer = config.model.family, config.precision.dtype, config.data.tokenizer
     text = f"{where}: {family}, {imported.parameters:,} parameters in {dtype}, tokenizer {tokenizer}"

@@ -117,8 +117,9 @@ class ModelSettings(Settings):
     """A published model (``llama3-8b``, ``gpt2-xl``, ...) that fills in all that follows; keys that are also
     given override it."""
     load: Name | None = None
-    """Initial weights if ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, or a run or
-    checkpoint of Hexad. Only the weights are loaded; the settings that follow are filled in from there."""
+    """Initial weights if ``run.dir`` has no checkpoint: ``hf:DIR``, a Hugging Face model, ``hf:ORG/NAME`` (or
+    ``hf:ORG/NAME@REVISION``), one on the hub, or a run or checkpoint of Hexad. Only the weights are loaded;
+    the settings that follow are filled in from there."""
     family: Family = "llama"
     """Architecture family; it also sets the defaults of the variant switches below."""
     layers: Layers = 4

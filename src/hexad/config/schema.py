@@ -75,7 +75,7 @@ class DataSettings(Settings):
     evaluated. Of a blend each data set is split. null: all are trained on."""
     tokenizer: Name = "byte"
     """``byte``, or a directory or file: Hugging Face ``tokenizer.json``, SentencePiece ``.model``, or
-    ``.tiktoken``."""
+    ``.tiktoken``; or ``hf:ORG/NAME``, that of a model on the hub."""
     sequence: Width = 512
     """Tokens per sample."""
     bos: Literal["auto", "no"] = "auto"

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hexad.config import Config, ConfigError, parse_config, read_tree
+from hexad.config import Config, ConfigError, blaming, parse_config, read_tree
+from hexad.config.hub import PREFIX, local
 from hexad.config.model import ModelSettings
 
 from .families import family, preset
@@ -38,9 +39,24 @@ def build_config(tree: Mapping[str, Any]) -> Config:
             f"found {config.model.load!r} beside checkpoint.load {config.checkpoint.load!r}, which brings "
             "weights too; remove one of the two",
         )
+    config = _with_local_sources(config)
     model = complete_model(config.model, config.data.sequence)
     _check_used(config.model, model)
     return config.model_copy(update={"model": model})
+
+
+def _with_local_sources(config: Config) -> Config:
+    """The configuration with directories in place of the names of published models."""
+    for group, name in (("model", "load"), ("data", "tokenizer")):
+        settings = getattr(config, group)
+        given = getattr(settings, name)
+        with blaming(f"{group}.{name}"):
+            found = None if given is None else local(given)
+        if found is not None and name == "tokenizer":
+            found = found.removeprefix(PREFIX)
+        if found != given:
+            config = config.model_copy(update={group: settings.model_copy(update={name: found})})
+    return config
 
 
 def complete_model(model: ModelSettings, sequence: int | None = None) -> ModelSettings:

@@ -8,13 +8,11 @@ import yaml
 from pydantic import ValidationError
 
 from hexad.config import ConfigError, HexadError, blaming, one_line
+from hexad.config.hub import PREFIX as HUGGING_FACE
 from hexad.config.model import ModelSettings
 
 from .families import family
 from .hugging_face import CONFIG_FILE, OPTIONS, model_settings, read_config
-
-HUGGING_FACE = "hf:"
-"""What ``model.load`` begins with where it names a Hugging Face directory."""
 
 TRAINED = ("train", "lora")
 """Settings of what is trained, which weights neither depend on nor bring along."""

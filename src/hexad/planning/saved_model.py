@@ -12,6 +12,7 @@ from hexad.checkpoint.directory import check_same_model, find_checkpoint
 from hexad.checkpoint.kept_tokenizer import model_files, tokenizer_of_checkpoint
 from hexad.checkpoint.manifest import read_manifest
 from hexad.config import Config, ConfigError, HexadError, apply_overrides, blaming
+from hexad.config.hub import local
 from hexad.config.schema import prefixes
 from hexad.dataset.build.records import check_messages
 from hexad.dataset.indexed import IndexedDataset
@@ -70,12 +71,12 @@ class SavedModel:
 
 
 def find_model(source: str) -> str:
-    """``hf:DIR`` as it is; else the checkpoint that a path means.
+    """``hf:DIR`` as it is, or that of ``hf:ORG/NAME``; else the checkpoint that a path means.
 
     Raises:
         HexadError: there is none.
     """
-    return source if hugging_face_directory(source) is not None else str(find_checkpoint(source))
+    return local(source) if hugging_face_directory(source) is not None else str(find_checkpoint(source))
 
 
 def saved_model(

@@ -1,0 +1,58 @@
+"""Published models by their names, downloaded by ``huggingface_hub`` into its cache."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from .errors import HexadError, one_line
+
+PREFIX = "hf:"
+"""What names of published models, and directories in their format, begin with."""
+
+_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken")
+_UNUSED = ("consolidated*", "original/*", "onnx/*")
+"""Copies of the weights in other formats."""
+
+
+def local(source: str) -> str:
+    """``hf:DIR`` for ``hf:ORG/NAME`` or ``hf:ORG/NAME@REVISION``, whose files are downloaded unless the cache
+    has them; anything else, and what is a directory here, as it is.
+
+    Cache and token are those of ``huggingface_hub``: ``HF_HOME``, ``HF_TOKEN`` or ``hf auth login``.
+
+    Raises:
+        HexadError: there is no network, no such model, or no access to it.
+    """
+    name = source.removeprefix(PREFIX)
+    if not source.startswith(PREFIX) or Path(name).exists() or not _NAME.fullmatch(name):
+        return source
+    return PREFIX + _downloaded(name)
+
+
+@cache
+def _downloaded(name: str) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    repository, _, revision = name.partition("@")
+    try:
+        return snapshot_download(
+            repository, revision=revision or None, allow_patterns=[*_FILES], ignore_patterns=[*_UNUSED]
+        )
+    except GatedRepoError:
+        problem = "its owner gives access to accounts; ask for it on its page, then set HF_TOKEN"
+    except RepositoryNotFoundError:
+        problem = "the hub has no such model, or a private one: set HF_TOKEN"
+    except RevisionNotFoundError:
+        problem = f"the model has no revision {revision}"
+    except LocalEntryNotFoundError:
+        problem = "it is not in the cache (HF_HOME), and the hub cannot be reached"
+    except Exception as error:  # of the network, the disk, or what the hub answers
+        problem = one_line(error)
+    raise HexadError(f"{name}: no such directory, and no model to download: {problem}")

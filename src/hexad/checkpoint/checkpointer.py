@@ -210,7 +210,9 @@ class Checkpointer:
                 shutil.rmtree(directory, ignore_errors=True)  # it must not fill the disk
                 raise
             try:
-                self.directory.tidy(self.config.checkpoint.keep)
+                best = progress.get("validation", {}).get("best", [])
+                keep = self.config.checkpoint.keep
+                self.directory.tidy(keep, [at for _, at in best[: self.config.checkpoint.keep_best]])
             except OSError as error:
                 log.warning("checkpoint of step %d: saved, but older ones cannot be removed: %s", step, error)
 

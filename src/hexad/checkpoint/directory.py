@@ -1,13 +1,14 @@
 """Checkpoint directories of a run: names, atomic creation, retention. No torch.
 
 ``checkpoints/step-00000100/`` is created by one rename after everything in it is on disk, so that every
-directory with such a name is complete. ``checkpoints/latest`` names the newest.
+directory with such a name is complete. ``checkpoints/latest`` names the newest, and ``checkpoints/best`` the
+one with the lowest validation loss, if those are kept.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from hexad.config import Config, HexadError, blaming, dump_config
 from hexad.config.schema import CheckpointSettings
-from hexad.dataset.files import sync_directory, write_durably
+from hexad.dataset.files import reporting, sync_directory, write_durably
 from hexad.model.pretrained import FREE, TRAINED
 
 from .index import FileRecord, Index
@@ -86,25 +87,33 @@ class CheckpointDirectory:
         make_visible(partial, final)
         return final
 
-    def tidy(self, keep: int) -> None:
-        """Let ``latest`` name the newest checkpoint, and remove those it replaced and all but the newest
-        ``keep`` of those that are complete according to manifest and sizes: a damaged one does not count and
-        is kept for inspection."""
+    def tidy(self, keep: int, best: Sequence[int] = ()) -> None:
+        """Let ``latest`` name the newest checkpoint and ``best`` the first of ``best``, steps that are kept
+        whatever their age, and remove those they replaced and all others but the newest ``keep`` of those
+        that are complete according to manifest and sizes: a damaged one does not count and is kept for
+        inspection."""
         self._name_latest()
+        names = [f"step-{step:08d}" for step in best]
+        if names and (self.path / names[0]).is_dir():
+            self._name("best", names[0])
         for replaced in self.path.glob("step-*.replaced"):
             if replaced.with_suffix("").exists():
                 _remove(replaced)
         whole = [path for _, path in self.complete() if _looks_whole(path)]
         for path in whole[:-keep]:
-            _remove(path)
+            if path.name not in names:
+                _remove(path)
 
     def _name_latest(self) -> None:
         newest = self.newest()
         if newest is not None:
-            temporary = self.path / ".latest.partial"
-            write_durably(temporary, newest.name + "\n")
-            os.replace(temporary, self.path / "latest")
-            sync_directory(self.path)
+            self._name("latest", newest.name)
+
+    def _name(self, file: str, checkpoint: str) -> None:
+        temporary = self.path / f".{file}.partial"
+        write_durably(temporary, checkpoint + "\n")
+        os.replace(temporary, self.path / file)
+        sync_directory(self.path)
 
     def set_aside(self, checkpoint: Path) -> Path:
         """Rename a damaged checkpoint so that it is no longer found; returns its new path."""
@@ -241,12 +250,16 @@ def changed_settings(saved: dict[str, Any], config: Config) -> list[str]:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint at ``path``: the path itself, or the newest one of a run directory.
+    """The checkpoint at ``path``: the path itself, the newest one of a run directory, or the one that a run's
+    ``checkpoints/best`` or ``checkpoints/latest`` names.
 
     Raises:
-        HexadError: neither.
+        HexadError: none of them.
     """
     given = Path(path)
+    if given.name in ("best", "latest") and given.is_file():
+        with reporting(given):
+            given = given.parent / given.read_text(encoding="utf-8", errors="replace").strip()
     if (given / MANIFEST_FILE).is_file() or (STEP_NAME.fullmatch(given.name) and given.is_dir()):
         return given
     newest = CheckpointDirectory(given).newest()

@@ -80,7 +80,7 @@ def _ending(config: Config, outcome: Outcome) -> dict[str, Any]:
 
     newest = CheckpointDirectory(directory).newest()
     return {
-        "finished": outcome.stopped_by is None,
+        "finished": outcome.stopped_by in (None, "patience"),
         "stopped_by": outcome.stopped_by,
         "step": outcome.step,
         "steps": config.run.steps,

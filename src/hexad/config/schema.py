@@ -305,6 +305,9 @@ class CheckpointSettings(Settings):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: Positive = 3
     """Newest checkpoints to keep."""
+    keep_best: Count = 0
+    """Checkpoints with the lowest validation loss to keep besides. An evaluation (``validate.every``) among
+    the best so many is followed by a checkpoint; ``checkpoints/best`` names the best one."""
     asynchronous: bool = True
     """Write in the background; training waits only for the copy to memory."""
     resume: Literal["auto", "never", "must"] = "auto"
@@ -382,6 +385,9 @@ class ValidateSettings(Settings):
     """Steps between evaluations; 0 turns them off."""
     batches: Positive = 10
     """Global batches per evaluation."""
+    patience: Count = 0
+    """End the run, with a checkpoint, when so many evaluations in a row have not lowered the validation loss
+    (early stopping); 0: never."""
 
 
 class Config(Settings):

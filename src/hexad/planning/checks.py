@@ -186,6 +186,12 @@ def _language_model(config: Config, layout: Layout) -> Iterator[ConfigError]:
     yield from context_problems(config)
     yield from _batch(config, layout)
     yield from _recompute(config)
+    for field, value in (
+        ("checkpoint.keep_best", config.checkpoint.keep_best),
+        ("validate.patience", config.validate_.patience),
+    ):
+        if value and not config.validate_.every:
+            yield ConfigError(field, f"found {value}, but nothing is evaluated; set validate.every")
     if config.validate_.every and not config.data.validation_sets:
         yield ConfigError(
             "data.validation",

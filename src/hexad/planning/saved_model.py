@@ -133,7 +133,7 @@ def generating_model(source: str, overrides: Iterable[str], ranks: int) -> Saved
         HexadError: it cannot be read, or the overrides do not fit it or the ranks.
     """
     overrides = overrides if isinstance(overrides, str) else tuple(overrides)
-    groups: dict[str, dict[str, Any]] = {name: {} for name in ("memory", "validate")}
+    groups: dict[str, dict[str, Any]] = {name: {} for name in ("memory", "validate", "checkpoint")}
     groups |= {"parallel": {"sequence": False}, "batch": {"micro": 1, "global": 1}}
     model = saved_model(source, overrides, groups)
     if model.config.precision.dtype == "fp8":
@@ -179,7 +179,9 @@ def evaluated_model(
     Raises:
         HexadError: it cannot be read, or something does not fit.
     """
-    groups: dict[str, dict[str, Any]] = {"parallel": {}, "memory": {}, "validate": {}}
+    groups: dict[str, dict[str, Any]] = {
+        name: {} for name in ("parallel", "memory", "validate", "checkpoint")
+    }
     model = saved_model(source, overrides, groups, {"validation": dict(data)} if data else {})
     config = _divisible(model.config, ranks)
     model = replace(model, config=config)

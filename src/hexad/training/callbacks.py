@@ -16,8 +16,8 @@ Metrics = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its last step, and what ended it early, if anything: the name of a signal, or
-    ``callback``."""
+    """How a run ended: its last step, and what ended it early, if anything: the name of a signal,
+    ``callback``, or ``patience`` (``validate.patience``)."""
 
     step: int
     stopped_by: str | None

@@ -162,20 +162,23 @@ class Trainer:
                 log.info("log.%s %d is after run.steps %d", name, step, steps)
         if engine.step >= steps:
             log.info("nothing to do: run.steps is %d; set a larger number to continue", steps)
+        elif self._impatient():
+            text = "nothing to do: validate.patience is %d; set a larger number to continue"
+            log.info(text, config.validate_.patience)
         with recorder as sink, self._stopping as stop, collected_by_step() as collect:
             self._notify("on_start")
-            while engine.step < steps:
+            while engine.step < steps and not self._impatient():
                 collect(engine.step)
                 # While the step runs; callbacks may ask to stop after it.
                 asking = None if self._callbacks else stop.ask(self.saves.checkpointer.failed())
                 result, metrics = self._step()
-                action = self._action(result, metrics)
+                action, best = self._action(result, metrics), False
                 if action == "roll_back":
                     self._roll_back(metrics)
                     if sink is not None:
                         sink.rewind(engine.step)
                 else:
-                    self._validate(metrics)
+                    best = self._validate(metrics)
                     if sink is not None and self._log_due(metrics):
                         sink.write(metrics)
                     self._notify("on_step", metrics)
@@ -188,9 +191,9 @@ class Trainer:
                 if signal == SAVE_FAILED:
                     self.saves.checkpointer.wait()
                     signal = None  # one that arrived meanwhile is handled after the next step
-                last = bool(signal) or engine.step == steps
+                last = bool(signal) or engine.step == steps or self._impatient()
                 interval = config.checkpoint.every
-                if action != "roll_back" and (last or (interval and engine.step % interval == 0)):
+                if action != "roll_back" and (last or best or (interval and engine.step % interval == 0)):
                     self.saves.save("signal" if signal else "schedule", last)
                     self._notify("on_checkpoint", engine.step)
                 if signal:
@@ -201,6 +204,11 @@ class Trainer:
             self.saves.checkpointer.wait()  # a signal must not cut the last save short
         if signal:  # after the progress bar has ended
             log.info("%s: saved step %d and stopped; the same command resumes", signal, engine.step)
+        elif self._impatient() and engine.step < steps:
+            signal = "patience"
+            lowest = "".join(f", {loss:.4f} after step {at}" for loss, at in self.saves.evaluations.best[:1])
+            text = "validate.patience: ended after step %d, %d evaluations without a lower loss%s"
+            log.info(text, engine.step, self.saves.evaluations.since, lowest)
         outcome = Outcome(engine.step, signal)
         self._notify("on_end", outcome)
         return outcome
@@ -304,16 +312,23 @@ class Trainer:
             **({"auxiliary": dict(result.auxiliary)} if result.auxiliary else {}),
         }
 
-    def _validate(self, metrics: Metrics) -> None:
+    def _impatient(self) -> bool:
+        """Whether ``validate.patience`` evaluations have not lowered the loss."""
+        patience = self.config.validate_.patience
+        return bool(patience) and self.saves.evaluations.since >= patience
+
+    def _validate(self, metrics: Metrics) -> bool:
         """Add ``validation_loss`` to the metrics of a step after which evaluation is due, and of several sets
-        each one's."""
+        each one's; returns whether the checkpoint of this step is one of the best, which are kept."""
         if self.validation is None or self.engine.step % self.config.validate_.every:
-            return
+            return False
         scores = self.validation.scores(self.engine, self.config.validate_.batches)
         metrics["validation_loss"] = total(scores).loss
         self._notify("on_evaluation", scores)
         if isinstance(self.config.data.validation, dict):
             metrics["validation_losses"] = {name: score.loss for name, score in scores.items()}
+        best = self.saves.evaluations.add(metrics["validation_loss"], self.engine.step)
+        return best and bool(self.config.checkpoint.keep_best)
 
 
 def _open_data(config: Config, mesh: Mesh) -> tuple[DataLoader, ValidationSets | None]:

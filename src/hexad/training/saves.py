@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from hexad.checkpoint.base import Base, base_of, load_base, load_weights, recorded, removal_notice
 from hexad.checkpoint.checkpointer import Checkpointer
@@ -20,6 +22,39 @@ from hexad.planning.costs import parameter_count, trained_count
 log = logging.getLogger("hexad")
 
 
+class Evaluations:
+    """What a run remembers of its evaluations, to keep the best checkpoints and to stop early.
+
+    Attributes:
+        best: (loss, step) of the lowest losses, ascending; one, or as many as are kept.
+        since: evaluations after the lowest one.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._most = max(1, keep)
+        self.best: list[tuple[float, int]] = []
+        self.since = 0
+
+    def add(self, loss: float, step: int) -> bool:
+        """Add an evaluation; returns whether it is among the best."""
+        others = [(other, at) for other, at in self.best if at != step]  # repeated after a roll back
+        lowest = isfinite(loss) and (not others or loss < others[0][0])
+        self.since = 0 if lowest else self.since + 1
+        self.best = sorted([*others, (loss, step)] if isfinite(loss) else others)[: self._most]
+        return (loss, step) in self.best
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint keeps; nothing before the first evaluation."""
+        known = bool(self.best or self.since)
+        return {"validation": {"best": self.best, "since": self.since}} if known else {}
+
+    def restored(self, progress: Mapping[str, Any]) -> None:
+        """Continue from :meth:`progress`."""
+        state = progress.get("validation", {"best": [], "since": 0})
+        self.best = [(loss, step) for loss, step in state["best"]][: self._most]
+        self.since = state["since"]
+
+
 class Saves:
     """The checkpoints of a run, on one rank; all ranks call the same methods together.
 
@@ -31,6 +66,7 @@ class Saves:
     Attributes:
         checkpointer: writes and finds the files.
         base: the weights that adapters (``model.lora``) belong to; None without adapters.
+        evaluations: of the run, in every checkpoint.
     """
 
     def __init__(self, run: Run, engine: Engine) -> None:
@@ -38,6 +74,7 @@ class Saves:
         self.config = run.resolved.config
         self.checkpointer = Checkpointer(self.config, run.mesh)
         self.base: Base | None = None
+        self.evaluations = Evaluations(self.config.checkpoint.keep_best)
         self._adapters = engine.language is not None and self.config.model.lora is not None
         self._begun = False
 
@@ -69,6 +106,8 @@ class Saves:
             self.base = self.run.agreed(lambda: base_of(path, manifest))
             load_base(self.base, self.config, self.engine.frozen(), self.run.mesh.world)
         self.engine.restored(manifest.progress)
+        if path.parent == self.checkpointer.directory.path:  # not of the run that checkpoint.load names
+            self.evaluations.restored(manifest.progress)
         log.info("resuming from %s: step %d, %d samples", path, manifest.step, manifest.samples)
         for change in changed_settings(manifest.config, saved_form(self.config)):
             log.info("changed since: %s", change)
@@ -86,7 +125,7 @@ class Saves:
         """
         if not self._begun:
             raise HexadError("Saves.save: call begin first, which loads what the run begins with")
-        progress = {**self.engine.progress(), **recorded(self.base)}
+        progress = {**self.engine.progress(), **recorded(self.base), **self.evaluations.progress()}
         self.checkpointer.save(self.engine.chunks(), progress, reason, last)
 
     def roll_back(self) -> Manifest | None:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ class TagDirectory(CheckpointDirectory):
         self._remove(replaced)
         return final
 
-    def tidy(self, keep: int) -> None:
+    def tidy(self, keep: int, best: Sequence[int] = ()) -> None:
         """Name the checkpoint as the latest."""
         if self._latest:
             temporary = self.path / ".latest.partial"

@@ -1,8 +1,11 @@
 """Names that scripts import from DeepSpeed, with the package's own topologies and partitions as oracles."""
 
+import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -11,8 +14,8 @@ from torch import nn
 
 from hexad.compat import deepspeed
 from hexad.compat.deepspeed import groups
+from hexad.compat.deepspeed.installed import UNSUPPORTED
 from hexad.compat.deepspeed.pipe import balanced, uniform
-from hexad.compat.deepspeed.unsupported import UNSUPPORTED
 from hexad.compat.facade.installed import refused_name
 from hexad.config import HexadError
 
@@ -34,7 +37,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import RepeatingLoader, groups, logger, safe_get_full_fp32_param
 from deepspeed.utils.logging import logger as other
 import deepspeed.utils.groups as module
-from hexad.compat.deepspeed.unsupported import UNSUPPORTED
+from hexad.compat.deepspeed.installed import UNSUPPORTED
 import torch
 assert same is get_accelerator and other is logger and module is groups
 model = torch.nn.Sequential(torch.nn.Linear(2, 2))
@@ -144,11 +147,10 @@ def test_assigned_gradients_replace_a_backward_pass() -> None:
         engine.step()
 
 
-def test_copies_of_a_module_have_their_own_zero_grad() -> None:
-    from copy import deepcopy
-
+@pytest.mark.parametrize("copied", [deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_a_module_have_their_own_zero_grad(copied: Callable[[nn.Module], nn.Module]) -> None:
     engine = engine_of()
-    copy = deepcopy(engine.module)
+    copy: Any = copied(engine.module)
     engine.backward(engine(torch.ones(2, 2)).sum())
     copy.weight.grad = torch.ones(1, 2)
     copy.zero_grad()

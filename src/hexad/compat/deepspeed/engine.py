@@ -18,17 +18,17 @@ from hexad.engine.engine import Engine
 from hexad.launching.environment import environment
 from hexad.model.transformer import DTYPES
 
-from ..facade import gathered, world
+from ..facade import world
 from ..facade.accumulation import Accumulation
-from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, OptimizerCalls, Parameters, refused, trained
+from ..facade.optimizer import EngineOptimizer, ModuleZeroGrad, Parameters, refused, trained
 from .config import Batch, CheckedConfig, without_effect
 from .data import Loader, cast_tensors, loader_of
 from .engine_checkpoints import EngineCheckpoints
 from .groups import PipelineGrid
-from .helpers import ThroughputTimer
 from .optimizers import client_optimizer, client_scheduler
 from .translate import engine_config
-from .zero import mark_partitioned, read_empty
+from .utils import ThroughputTimer
+from .zero import mark_partitioned, read_empty, register
 
 log = logging.getLogger("hexad")
 
@@ -100,22 +100,18 @@ class DeepSpeedEngine(EngineCheckpoints):
         self._engine.gatherer.absent = read_empty
         self._engine.optimizer.clip_epsilon = CLIP_EPSILON
         self._engine.scaler.delayed(1)
-        gathered.register(self._engine)
+        register(self._engine)
         if self._keeps_groups or self._engine.mesh.pipeline.size == 1:
             groups = self._engine.optimizer.rule.numbers()["groups"]
             identical("optimizer.param_groups", dict(enumerate(groups)), self._engine.mesh.world)
-        # With ZeRO 3 the optimizer's zero_grad discards more than the engine's, as in DeepSpeed.
-        discard = None if self.zero_optimization_stage() == 2 else self._discard
-        calls = OptimizerCalls(self._update_alone, discard)
-        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, calls)
+        methods = self._update_alone, self._optimizer_zero_grad
+        self.optimizer = None if basic is None else EngineOptimizer(basic, self._engine, *methods)
         self.basic_optimizer = basic
         self.lr_scheduler = client_scheduler(scheduler, basic, config.keys)
         self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=collate)
         self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
         self.gradient_average = True
-        self._engine.gradients.extends = (
-            True  # losses of other engines may be differentiated through this one
-        )
+        self._engine.gradients.extends = True  # losses of other engines may be differentiated through it
         object.__setattr__(module, "zero_grad", ModuleZeroGrad(module, self.zero_grad))
         self.tput_timer, self.grid = ThroughputTimer(), PipelineGrid(self._engine.mesh)
         self._accumulation = Accumulation(self._engine)
@@ -230,6 +226,10 @@ class DeepSpeedEngine(EngineCheckpoints):
         """Discard the gradients accumulated for the next step, all ranks together; no effect with ZeRO 2 and
         3, as in DeepSpeed. Not needed otherwise: a step begins without gradients."""
         if self.zero_optimization_stage() < 2:
+            self._discard()
+
+    def _optimizer_zero_grad(self) -> None:
+        if self.zero_optimization_stage() != 2:  # it discards more than the engine's, as in DeepSpeed
             self._discard()
 
     def _discard(self) -> None:

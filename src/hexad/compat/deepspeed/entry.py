@@ -17,24 +17,22 @@ from hexad.topology.mesh import Mesh
 
 from ..facade import world
 from .config import CheckedConfig, effective, read_config
-from .constants import ADAM_OPTIMIZER, LAMB_OPTIMIZER, ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER
 from .engine import DeepSpeedEngine
 from .keys import Keys
 from .pipe import PipelineModule
 from .pipe_engine import PipelineEngine
 
-__all__ = [
-    "ADAM_OPTIMIZER",
-    "LAMB_OPTIMIZER",
-    "ONEBIT_ADAM_OPTIMIZER",
-    "ONEBIT_LAMB_OPTIMIZER",
-    "DeepSpeedConfig",
-    "add_config_arguments",
-    "init_distributed",
-    "initialize",
-]
-
 log = logging.getLogger("hexad")
+
+# Constants of ``constants``, ``launcher.runner`` and ``runtime.config``
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=10)
+CROSS_RANK, CROSS_SIZE, LOCAL_RANK = "CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK"
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER = "adam", "adamw", "adagrad"
+LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "onebitadam", "onebitlamb"
+ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
 
 
 def initialize(

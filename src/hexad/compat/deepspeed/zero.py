@@ -1,6 +1,7 @@
-"""``deepspeed.zero``: creating and reading modules whose parameters are sharded."""
+"""``deepspeed.zero``: creating, reading and changing modules whose parameters are sharded."""
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, StrEnum
 from functools import cache
@@ -10,14 +11,82 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from hexad.comm import broadcast
+from hexad.config import HexadError
+from hexad.engine.engine import Engine
+from hexad.parallel.data.buckets import Bucket
 from hexad.parallel.sharding import Guarded
 
-from ..facade.gathered import gathered_parameters as GatheredParameters
-from ..facade.gathered import owner_of
 from .config import read_json
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
+_owners: Any = WeakTensorKeyDictionary()
+"""Parameter -> weak references to its engine and its bucket."""
+
+
+def register(engine: Engine) -> None:
+    """Record an engine as that of its parameters."""
+    for bucket in engine.buckets:
+        for declared in bucket.members:
+            _owners[declared.parameter] = weakref.ref(engine), weakref.ref(bucket)
+
+
+def owner_of(parameter: Tensor) -> tuple[Engine, Bucket] | None:
+    """The engine and the bucket that a parameter belongs to; None if there are none."""
+    references = _owners.get(parameter)
+    if references is None or references[0]() is None:
+        return None
+    return references[0](), references[1]()
+
+
+@contextmanager
+def GatheredParameters(
+    params: Tensor | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Complete values of parameters while inside; all ranks together.
+
+    Args:
+        params: of an engine; others are complete anyway.
+        modifier_rank: the rank whose changes are kept; None if there are none.
+        fwd_module: accepted without effect.
+        enabled: False does nothing.
+    """
+    if isinstance(params, nn.Module):
+        raise HexadError("GatheredParameters: found a module; pass module.parameters()")
+    wanted = [params] if isinstance(params, Tensor) else params
+    found = dict.fromkeys(owner for p in wanted if (owner := owner_of(p)) is not None) if enabled else {}
+    owners = sorted(found, key=lambda owner: owner[0].buckets.index(owner[1]))  # the same on all ranks
+    for engine, _ in owners if modifier_rank is not None else ():
+        mesh = engine.mesh
+        if mesh.tensor.size * mesh.pipeline.size > 1 or modifier_rank not in range(mesh.layout.world):
+            raise HexadError(
+                f"GatheredParameters: found modifier_rank {modifier_rank} in a world of {mesh.layout.world} "
+                "ranks; use one of them, and without tensor and pipeline ranks, which have other values"
+            )
+    for engine, bucket in owners:
+        engine.gatherer.acquire(bucket)
+    try:
+        yield
+    finally:
+        for engine, bucket in owners:
+            if modifier_rank is not None:
+                _adopt(bucket, engine, modifier_rank)
+            engine.gatherer.release(bucket)
+
+
+@torch.no_grad()
+def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
+    """Take over a rank's changes on all ranks."""
+    assert bucket.whole is not None
+    axis = engine.mesh.gradient_axis()
+    if axis.size > 1:
+        broadcast(bucket.whole, axis, axis.ranks.index(rank))
+    bucket.adopt()
+    bucket.publish()
 
 
 class ZeroParamStatus(Enum):

@@ -1,8 +1,9 @@
 """``import SYSTEM`` in scripts and libraries that cannot be changed: the modules that they import, and the
-package that they look for, by Python's import and metadata protocols."""
+package that they look for, by Python's import and metadata protocols; and the run of such a script."""
 
+import runpy
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, metadata
 from pathlib import Path
@@ -110,3 +111,21 @@ def _parent(package: ModuleType, system: str, name: str) -> tuple[ModuleType, st
             setattr(parent, part, sys.modules[path])
         parent = sys.modules[path]
     return parent, f"{path}.{last}"
+
+
+def run_script(install: Callable[[], None], command: Sequence[str], as_module: bool = False) -> None:
+    """Run a script, or a module by name, as Python's command line does, after ``install()``.
+
+    Args:
+        install: makes ``import`` find the interface of another system.
+        command: the script or module, and its arguments.
+        as_module: it is a module.
+    """
+    install()
+    sys.argv = list(command)
+    if as_module:
+        sys.path.insert(0, "")
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    runpy.run_path(command[0], run_name="__main__")

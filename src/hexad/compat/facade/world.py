@@ -5,6 +5,7 @@ call a function that does so. Process groups are created once per layout.
 """
 
 import atexit
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -94,3 +95,13 @@ def group_of(axis: Axis) -> dist.ProcessGroup:
         _alone.clear()  # of process groups that no longer exist
         _alone[default] = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return _alone[default]
+
+
+FACTS: dict[str, Callable[[Axis], Any]] = {
+    "group": group_of,
+    "ranks": lambda axis: list(axis.ranks),
+    "size": lambda axis: axis.size,
+    "rank": lambda axis: axis.rank,
+    "first": lambda axis: axis.ranks[0],
+}
+"""What scripts ask about an axis, under the names of their system."""

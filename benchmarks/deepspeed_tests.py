@@ -164,9 +164,9 @@ def replace_names() -> None:
     import deepspeed
 
     from hexad.compat import deepspeed as interface
-    from hexad.compat.deepspeed.installed import _WHERE
+    from hexad.compat.deepspeed.installed import WHERE
 
-    for theirs, ours in _WHERE.items():
+    for theirs, ours in WHERE.items():
         if theirs in PACKAGES_OWN:
             continue
         try:

@@ -16,6 +16,7 @@ from hexad.compat import deepspeed
 from hexad.compat.deepspeed import groups
 from hexad.compat.deepspeed.installed import UNSUPPORTED
 from hexad.compat.deepspeed.pipe import balanced, uniform
+from hexad.compat.facade import world
 from hexad.compat.facade.installed import refused_name
 from hexad.config import HexadError
 
@@ -80,6 +81,13 @@ def test_missing_names_are_refused() -> None:
         groups.get_data_parallel_size  # noqa: B018
     with pytest.raises(AttributeError, match=r"cpu.*has no 'memory'"):
         deepspeed.get_accelerator().memory  # noqa: B018
+
+
+def test_the_mesh_of_a_former_process_group_is_forgotten() -> None:
+    mesh = engine_of()._engine.mesh
+    assert world.current_mesh() is mesh
+    torch.distributed.destroy_process_group()
+    assert world.current_mesh() is not mesh and groups._get_data_parallel_group().size() == 1
 
 
 def test_topologies_are_those_of_the_package() -> None:

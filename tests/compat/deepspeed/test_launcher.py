@@ -60,6 +60,7 @@ def test_options_of_the_launcher_become_those_of_torchrun() -> None:
         ("--hostfile hosts train.py", "--hostfile: not supported; start this command on every host"),
         ("--include node1:0 {0}", "argument -i/--include: found node1:0, expected GPUs of this host"),
         ("--num_nodes 2 {0}", "--num_nodes: found 2 without --master_addr"),
+        ("--num_gpus 1 -i localhost:0,1 {0}", "--num_gpus: found 1 with --include; give one of them"),
         ("missing.py", "missing.py: no such script"),
         ("--num_gpu 2 {0}", "unrecognized arguments: --num_gpu"),
         ("--autotuning run {0}", "--autotuning: not supported"),

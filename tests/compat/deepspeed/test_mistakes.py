@@ -85,6 +85,10 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
     "client_state": lambda engine: engine.save_checkpoint("unused", client_state=[1]),
     "save_filename": lambda engine: engine.save_16bit_model("unused", "a/b.bin"),
     "load_dir": lambda engine: engine.load_checkpoint(None),
+    "group": lambda engine: engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    "recompute": lambda _: deepspeed.checkpointing.configure(
+        deepspeed_config={"activation_checkpointing": {"cpu_checkpoint": True}}
+    ),
 }
 
 
@@ -119,6 +123,11 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
         ("client_state", "client_state: found a list, expected a dictionary"),
         ("save_filename", "save_filename: found 'a/b.bin', expected a name without a directory"),
         ("load_dir", "load_checkpoint: found load_dir None"),
+        ("group", "optimizer.add_param_group: found after initialize"),
+        (
+            "recompute",
+            "activation_checkpointing.cpu_checkpoint: unknown key .did you mean 'cpu_checkpointing'",
+        ),
         ("parallel", "tensor_parallel.autotp_size: found 2, but a user-defined module is not divided"),
     ],
 )

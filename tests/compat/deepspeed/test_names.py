@@ -143,6 +143,14 @@ def test_an_engine_has_what_scripts_ask_for() -> None:
         engine.offload_states()
 
 
+def test_messages_are_logged_on_the_ranks_that_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "hexad")
+    engine_of()
+    for ranks in ([0], [-1], [1], [], None):
+        deepspeed.utils.log_dist(f"on {ranks}", ranks)
+    assert [text for text in caplog.messages if " on " in text] == ["[Rank 0] on [0]", "[Rank 0] on [-1]"]
+
+
 def test_assigned_gradients_replace_a_backward_pass() -> None:
     engine = engine_of(2)
     before = engine.module.weight.detach().clone()

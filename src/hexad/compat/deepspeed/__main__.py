@@ -72,6 +72,8 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     add("script", help="the script, or module")
     add("arguments", nargs=argparse.REMAINDER, help="of the script")
     options = parser.parse_args(arguments)
+    if options.include and options.num_gpus > 0:
+        parser.error(f"--num_gpus: found {options.num_gpus} with --include; give one of them")
     if options.num_nodes > 1 and options.master_addr is None:
         parser.error(f"--num_nodes: found {options.num_nodes} without --master_addr; add it")
     if not options.module and not Path(options.script).is_file():

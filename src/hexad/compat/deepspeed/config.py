@@ -114,11 +114,7 @@ def read_json(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_hjson(text: str, hook: Callable[[Any], Any], problem: HexadError) -> Any:
-    """The keys of a file with comments or trailing commas, as DeepSpeed reads it: Hjson.
-
-    Raises:
-        HexadError: it is no Hjson either, or the package that reads it is not installed.
-    """
+    """The keys of a file with comments or trailing commas, as DeepSpeed reads it: Hjson."""
     try:
         import hjson
     except ImportError:

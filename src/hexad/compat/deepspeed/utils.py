@@ -36,9 +36,9 @@ def is_initialized() -> bool:
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on some ranks: -1, or none named, is all of them."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if not ranks or -1 in ranks or rank in ranks:
+    """Log on some ranks; -1 in place of the first is all of them."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if rank < 0 or (ranks and (ranks[0] == -1 or rank in ranks)):
         logger.log(level, "[Rank %d] %s", rank, message)
 
 

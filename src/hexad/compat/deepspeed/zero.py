@@ -92,9 +92,7 @@ def _adopt(bucket: Bucket, engine: Engine, rank: int) -> None:
 class ZeroParamStatus(Enum):
     """Whether a parameter's values are complete on this rank."""
 
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+    AVAILABLE, NOT_AVAILABLE, INFLIGHT = 1, 2, 3
 
 
 class Partitioned(nn.Parameter):
@@ -132,17 +130,11 @@ class Partitioned(nn.Parameter):
         return values[max(begin, 0) : max(begin + self.ds_numel, 0)]
 
 
-class OffloadDeviceEnum(StrEnum):
-    """Where state is offloaded to."""
-
-    none, cpu, nvme = "none", "cpu", "nvme"
-
-
-class OffloadStateTypeEnum(StrEnum):
-    """Kinds of state of ``engine.offload_states``, which is refused."""
-
-    optim_states, hp_params, lp_params = "optim_states", "hp_params", "lp_params"
-    lp_grads, contiguous_grad_buffer = "lp_grads", "contiguous_grad_buffer"
+# Where state is offloaded to, and kinds of state of ``engine.offload_states``, which is refused
+OffloadDeviceEnum = StrEnum("OffloadDeviceEnum", "none cpu nvme")
+OffloadStateTypeEnum = StrEnum(
+    "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
+)
 
 
 _numbers = count()
@@ -214,9 +206,9 @@ def Init(
     source = config_dict_or_path if config_dict_or_path is not None else config
     if dtype is None and source is not None:
         tree = read_json(source)
-        for names, kind in ((("fp16",), torch.float16), (("bf16", "bfloat16"), torch.bfloat16)):
-            if any((tree.get(name) or {}).get("enabled") is True for name in names):
-                dtype = kind
+        kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
+        formats = (kind for name, kind in kinds.items() if (tree.get(name) or {}).get("enabled") is True)
+        dtype = next(formats, None)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

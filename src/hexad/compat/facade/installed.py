@@ -33,8 +33,7 @@ class Finder(DistributionFinder):
     def __init__(self, name: str, version: str) -> None:
         self._name, self._version = name, version
 
-    @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Find no module: see the class."""
 
     def find_distributions(
@@ -54,13 +53,8 @@ def announce(name: str, version: str) -> None:
 
 
 def refused_name(full: str, why: str) -> type:
-    """A class in place of a name that Hexad lacks, whose call is an error; ``isinstance``, annotations and
-    base classes can name it.
-
-    Args:
-        full: the name, with the system's.
-        why: what to do instead.
-    """
+    """A class in place of a name that Hexad lacks, whose call is an error that says what to do instead;
+    ``isinstance``, annotations and base classes can name it."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise HexadError(f"{full}: not supported: {why}")
@@ -114,13 +108,8 @@ def _parent(package: ModuleType, system: str, name: str) -> tuple[ModuleType, st
 
 
 def run_script(install: Callable[[], None], command: Sequence[str], as_module: bool = False) -> None:
-    """Run a script, or a module by name, as Python's command line does, after ``install()``.
-
-    Args:
-        install: makes ``import`` find the interface of another system.
-        command: the script or module, and its arguments.
-        as_module: it is a module.
-    """
+    """Run a script, or a module by name, as Python's command line does, after ``install()``; ``command`` has
+    its arguments too."""
     install()
     sys.argv = list(command)
     if as_module:

@@ -22,12 +22,7 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 def refused(call: str, why: str) -> Callable[..., Any]:
-    """A method of another system that an engine cannot have.
-
-    Args:
-        call: as scripts write it.
-        why: what to call instead.
-    """
+    """A method ``call`` of another system that an engine cannot have; ``why`` says what to call instead."""
 
     def method(self: Any, *_: Any, **__: Any) -> Any:
         raise HexadError(f"{call}: {why}")
@@ -86,11 +81,7 @@ def adopted_optimizer(
 
 
 def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """A script's learning-rate schedule of an adopted optimizer.
-
-    Args:
-        given: a scheduler, or a function of the optimizer that returns one.
-        optimizer: the inner one, whose steps torch's schedulers count.
+    """A script's learning-rate schedule of an adopted optimizer, or what its function returns for that.
 
     Raises:
         HexadError: it is neither, or would set the rates of another optimizer.
@@ -176,6 +167,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     load_state_dict = refused("optimizer.load_state_dict", "state is sharded; use engine.load_checkpoint")
+    add_param_group = refused(
+        "optimizer.add_param_group", "found after initialize, which shards the state; call it before"
+    )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Reduce the gradients accumulated so far and update, without a learning-rate schedule; all ranks

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from hexad.engine.engine import Engine
 
 log = logging.getLogger("hexad")
-
-Explain = Callable[[Path], str | None]
 
 
 class TagDirectory(CheckpointDirectory):
@@ -106,16 +105,13 @@ def save(
     checkpointer.close()
 
 
-def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str) -> dict[str, Any]:
-    """Load weights and, if wanted, optimizer state from one checkpoint; all ranks together.
+def load(engine: Engine, path: Path, optimizer: bool, strict: bool) -> dict[str, Any]:
+    """Load weights and, if wanted, optimizer state from one checkpoint, all ranks together; returns its
+    progress.
 
     Args:
         strict: refuse a checkpoint that lacks tensors of the module, or has others. Otherwise these are
             unchanged or ignored, and a warning names them.
-        lenient: how a script turns ``strict`` off, for the message.
-
-    Returns:
-        its progress.
 
     Raises:
         AgreedError: it is damaged, or of another module.
@@ -126,7 +122,7 @@ def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str
     resumes = optimizer and (not manifest.weights_only or "optimizer" in manifest.progress)
     if resumes and isinstance(engine.optimizer.rule, TorchOptimizer):
         engine.optimizer.rule.check(manifest.progress.get("optimizer", {}))
-    lacking = _lacking(engine, path, manifest, strict, lenient)
+    lacking = _lacking(engine, path, manifest, strict)
     load_chunks(path, _chunks(engine, manifest, resumes, lacking), axis)
     if resumes:
         engine.restored(manifest.progress)
@@ -136,7 +132,7 @@ def load(engine: Engine, path: Path, optimizer: bool, strict: bool, lenient: str
 
 
 def find(
-    directory: str | os.PathLike[str], tag: str | None, explain: Explain = lambda path: None
+    directory: str | os.PathLike[str], tag: str | None, explain: Callable[[Path], str | None]
 ) -> Path | None:
     """The checkpoint of a tag, or the latest; None without a file ``latest``.
 
@@ -184,7 +180,7 @@ def common(tag: str, axis: Axis, validation: str) -> str:
     return first
 
 
-def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool, lenient: str) -> set[str]:
+def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool) -> set[str]:
     """Names of the module's tensors that a checkpoint does not have, the same on all ranks."""
     own = {chunk.name for chunk in engine.chunks() if chunk.name.startswith("model.")}
     held = merged(own, engine.mesh.world, set.union)
@@ -196,7 +192,7 @@ def _lacking(engine: Engine, path: Path, manifest: Manifest, strict: bool, lenie
     ]
     text = f"{path}: found a checkpoint of another module ({'; '.join(problems)})"
     if problems and strict:
-        raise AgreedError(f"{text}; load it into the same module, or with {lenient}")
+        raise AgreedError(f"{text}; load it into the same module, or with load_module_strict=False")
     if problems and not engine.mesh.rank:
         log.warning("%s; what is missing stays as it is, what is unexpected is ignored", text)
     return {name.removeprefix("model.") for name in held - stored}
@@ -212,13 +208,12 @@ def _chunks(engine: Engine, manifest: Manifest, optimizer: bool, lacking: set[st
     if optimizer and isinstance(engine.optimizer.rule, TorchOptimizer):
         names = (name for name in manifest.tensors if name.startswith("optimizer."))
         engine.optimizer.rule.prepare(sorted({".".join(name.split(".")[:2]) for name in names}))
-    wanted = []
-    for chunk in engine.chunks():
-        weight = chunk.name.startswith("model.")
-        name = chunk.name.split(".", 1 if weight else 2)[-1]
-        if name not in lacking and (optimizer or weight):
-            wanted.append(chunk)
-    return wanted
+
+    def wanted(name: str) -> bool:
+        weight = name.startswith("model.")
+        return (optimizer or weight) and name.split(".", 1 if weight else 2)[-1] not in lacking
+
+    return [chunk for chunk in engine.chunks() if wanted(chunk.name)]
 
 
 def encoded(state: Any, what: str) -> dict[str, Any]:
@@ -227,11 +222,9 @@ def encoded(state: Any, what: str) -> dict[str, Any]:
     Raises:
         HexadError: it holds objects other than numbers, texts, tensors and containers of these.
     """
-    try:
+    with suppress(TypeError, ValueError):
         if json.loads(json.dumps(state)) == state:
             return {"json": state}
-    except (TypeError, ValueError):
-        pass
     file = io.BytesIO()
     try:
         torch.save(state, file)

@@ -126,7 +126,7 @@ WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
         ("group", "optimizer.add_param_group: found after initialize"),
         (
             "recompute",
-            "activation_checkpointing.cpu_checkpoint: unknown key .did you mean 'cpu_checkpointing'",
+            "activation_checkpointing.cpu_checkpoint: unknown key .did you mean 'cpu_",
         ),
         ("parallel", "tensor_parallel.autotp_size: found 2, but a user-defined module is not divided"),
     ],

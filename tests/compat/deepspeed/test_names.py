@@ -90,6 +90,21 @@ def test_the_mesh_of_a_former_process_group_is_forgotten() -> None:
     assert world.current_mesh() is not mesh and groups._get_data_parallel_group().size() == 1
 
 
+@pytest.mark.parametrize(("selected", "expected"), [(0, 3), (2, 2)])
+def test_a_gpu_is_selected_where_the_script_has_not(
+    monkeypatch: pytest.MonkeyPatch, selected: int, expected: int
+) -> None:
+    current = [selected]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.insert(0, device))
+    for name, value in {"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert world.join() == torch.device("cuda", expected)
+
+
 def test_topologies_are_those_of_the_package() -> None:
     theirs = pytest.importorskip("deepspeed.runtime.pipe.topology")
     for kind, sizes in (("PipeDataParallelTopology", (3, 2)), ("PipeModelDataParallelTopology", (2, 3, 2))):

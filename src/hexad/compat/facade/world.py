@@ -45,10 +45,13 @@ def join(timeout: timedelta | None = None, backend: str | None = None) -> torch.
     Raises:
         HexadError: the rendezvous failed.
     """
-    if dist.is_initialized():
-        gpu = "nccl" in dist.get_backend()
-        return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     here = environment()
+    if dist.is_initialized():
+        if "nccl" not in dist.get_backend():
+            return torch.device("cpu")
+        if torch.cuda.current_device() == 0 and here.local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(here.local_rank)  # the script has not selected one
+        return torch.device("cuda", torch.cuda.current_device())
     device = torch.device("cpu") if backend == "gloo" else pick_device("auto", here)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -188,3 +188,17 @@ def test_copies_of_a_module_have_their_own_zero_grad(copied: Callable[[nn.Module
     assert copy.weight.grad is None and engine._accumulation.pending
     engine.module.zero_grad()
     assert not engine._accumulation.pending
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"bfloat16": {"enabled": True}}, torch.bfloat16),
+        ({"fp16": {"enabled": "auto"}}, torch.float32),
+        ({"bf16": True}, torch.float32),  # which initialize refuses
+    ],
+)
+def test_modules_are_created_in_the_format_of_the_configuration(config: Any, dtype: torch.dtype) -> None:
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        assert nn.Linear(1, 1).weight.dtype == dtype
+    assert nn.Linear(1, 1).weight.dtype == torch.float32

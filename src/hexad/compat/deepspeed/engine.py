@@ -489,8 +489,7 @@ class DeepSpeedEngine(EngineCheckpoints):
         "offload_states", "state stays where it is; use zero_optimization.offload_optimizer"
     )
 
-    def empty_partition_cache(self) -> None:
-        """No effect: complete values of sharded parameters are released after use."""
-
     def destroy(self) -> None:
-        """No effect: an engine is freed when nothing refers to it."""
+        """No effect: an engine is freed when nothing refers to it, and complete values after use."""
+
+    empty_partition_cache = destroy

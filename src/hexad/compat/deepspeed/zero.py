@@ -207,8 +207,10 @@ def Init(
     if dtype is None and source is not None:
         tree = read_json(source)
         kinds = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16}
-        formats = (kind for name, kind in kinds.items() if (tree.get(name) or {}).get("enabled") is True)
-        dtype = next(formats, None)
+        for name, kind in kinds.items():
+            section = tree.get(name)
+            if isinstance(section, Mapping) and section.get("enabled") is True:
+                dtype = kind  # what is wrong in the configuration is reported by initialize
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]]
 """What ``torch.optim`` takes: parameters, or groups of them."""
+Method = Callable[[], None]
 
 
 def refused(call: str, why: str) -> Callable[..., Any]:
@@ -101,14 +102,9 @@ def adopted_scheduler(given: Any, optimizer: torch.optim.Optimizer | None) -> An
 
 
 class ModuleZeroGrad:
-    """``zero_grad`` of a script's module: its gradients are in an engine.
+    """``zero_grad`` of a script's module, whose accumulated gradients an engine's method discards."""
 
-    Args:
-        module: the script's.
-        discard: a method that discards the gradients accumulated so far.
-    """
-
-    def __init__(self, module: nn.Module, discard: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, discard: Method) -> None:
         self._module, self._discard = weakref.ref(module), weakref.WeakMethod(discard)
 
     def __call__(self, set_to_none: bool = True) -> None:
@@ -124,7 +120,7 @@ class ModuleZeroGrad:
         return partial, (type(module).zero_grad, module)
 
 
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+def _call(method: weakref.WeakMethod[Method]) -> None:
     """Call a method of an engine that still exists: references to it would be cycles."""
     bound = method()
     if bound is not None:
@@ -146,11 +142,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        engine: Engine,
-        step: Callable[[], None],
-        discard: Callable[[], None],
+        self, optimizer: torch.optim.Optimizer, engine: Engine, step: Method, discard: Method
     ) -> None:
         # Not the base class's: groups and state are those of the inner optimizer.
         self.optimizer, self._engine, self.defaults = optimizer, engine, optimizer.defaults

@@ -85,12 +85,8 @@ def save(
     name_latest: bool = True,
     exclude_frozen: bool = False,
 ) -> None:
-    """Write weights and optimizer state to ``directory/tag``, all ranks together.
-
-    Args:
-        progress: the engine's, and what an interface adds to it.
-        name_latest: write the tag to ``latest``.
-        exclude_frozen: leave out parameters that are not trained.
+    """Write weights, optimizer state and progress to ``directory/tag``, all ranks together; with
+    ``exclude_frozen`` no parameters that are not trained.
 
     Raises:
         AgreedError: it cannot be written.
@@ -134,12 +130,8 @@ def load(engine: Engine, path: Path, optimizer: bool, strict: bool) -> dict[str,
 def find(
     directory: str | os.PathLike[str], tag: str | None, explain: Callable[[Path], str | None]
 ) -> Path | None:
-    """The checkpoint of a tag, or the latest; None without a file ``latest``.
-
-    Args:
-        directory: that was saved to.
-        tag: of the checkpoint; None: the latest.
-        explain: what a directory without a manifest holds instead, and what to do with it, if it is known.
+    """The checkpoint of a tag, by default the latest; None without a file ``latest``. ``explain`` says what a
+    directory without a manifest holds instead, and what to do with it, if it knows.
 
     Raises:
         HexadError: it is a file, or there is none of that tag.
@@ -160,14 +152,8 @@ def find(
 
 
 def common(tag: str, axis: Axis, validation: str) -> str:
-    """The first rank's tag; all ranks together.
-
-    Args:
-        validation: what happens where another rank's differs: ``Ignore``, ``Warn`` or ``Fail``.
-
-    Raises:
-        AgreedError: it differs.
-    """
+    """The first rank's tag; all ranks together. Where another rank's differs, ``validation`` says whether to
+    ``Ignore`` that, to ``Warn`` or to ``Fail``."""
     first = from_first(lambda: tag, axis)
     difference = first_difference(tag, axis) if validation != "Ignore" else None
     if difference is not None:

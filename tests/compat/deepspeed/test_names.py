@@ -178,6 +178,20 @@ def test_assigned_gradients_replace_a_backward_pass() -> None:
         engine.step()
 
 
+def test_the_smallest_loss_scale_is_kept_at_stage_0_and_an_error_with_zero() -> None:
+    def skips(stage: int) -> Any:
+        engine = engine_of(stage, fp16={"enabled": True, "initial_scale_power": 1, "hysteresis": 1})
+        for _ in range(3):
+            engine.module.weight.grad = torch.full((1, 2), torch.inf, dtype=torch.float16)
+            engine.step()
+        return engine
+
+    engine = skips(0)
+    assert (engine.skipped_steps, engine.loss_scale()) == (3, 1)
+    with pytest.raises(HexadError, match="not finite at the smallest loss scale, 1"):
+        skips(1)
+
+
 @pytest.mark.parametrize("copied", [deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_of_a_module_have_their_own_zero_grad(copied: Callable[[nn.Module], nn.Module]) -> None:
     engine = engine_of()

@@ -295,7 +295,7 @@ class DeepSpeedEngine(EngineCheckpoints):
         """Reduce, clip and update, at the boundary of accumulation; otherwise count.
 
         Raises:
-            HexadError: without a backward pass before, inside :meth:`no_sync`, or in fp16 if the
+            HexadError: without a backward pass before, inside :meth:`no_sync`, or in fp16 with ZeRO if the
                 smallest loss scale overflows.
         """
         self._needs_optimizer("step")
@@ -353,8 +353,9 @@ class DeepSpeedEngine(EngineCheckpoints):
 
     def _skipped(self) -> None:
         self.skipped_steps += 1
-        scaler = self._engine.scaler
-        if scaler.active and scaler.exhausted and not self._config.keys.fp16.loss_scale:
+        scaler, dynamic = self._engine.scaler, not self._config.keys.fp16.loss_scale
+        # Stage 0 of DeepSpeed keeps the smallest scale.
+        if scaler.active and dynamic and scaler.exhausted and self.zero_optimization():
             raise HexadError(
                 f"fp16: found gradients that are not finite at the smallest loss scale, {scaler.scale:g}; "
                 "check the data, lower the learning rate, or use bf16"

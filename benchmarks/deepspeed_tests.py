@@ -516,7 +516,10 @@ def main() -> None:
 
 def version_of(source: Path) -> str:
     """Of a checkout."""
-    return (source / "version.txt").read_text(encoding="utf-8").strip()
+    commit = subprocess.run(
+        ["git", "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
+    return f"{(source / 'version.txt').read_text(encoding='utf-8').strip()}, commit {commit.stdout.strip()}"
 
 
 if __name__ == "__main__":

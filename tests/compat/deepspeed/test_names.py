@@ -192,6 +192,39 @@ def test_the_smallest_loss_scale_is_kept_at_stage_0_and_an_error_with_zero() -> 
         skips(1)
 
 
+class Outside(nn.Module):
+    """A model that reads a weight of another module."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if registered:
+            deepspeed.zero.register_external_parameter(self, self.first.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.second(self.first(x)), self.first.weight).sum()
+
+
+def test_a_weight_that_another_module_reads_is_registered() -> None:
+    def engine(stage: int, registered: bool) -> Any:
+        keys = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+        torch.manual_seed(3)
+        return deepspeed.initialize(model=Outside(registered), config={"train_batch_size": 2, **keys})[0]
+
+    def losses(engine: Any) -> Any:
+        for _ in range(3):
+            loss = engine(torch.ones(2, 4))
+            engine.backward(loss)
+            engine.step()
+            yield loss.item()
+
+    assert list(losses(engine(3, True))) == list(losses(engine(0, False)))
+    broken = engine(3, False)
+    with pytest.raises(HexadError, match=r"by a module that does not hold it .*register_external"):
+        broken(torch.ones(2, 4))
+    assert broken.module.first.weight.detach().numel() == 0
+
+
 @pytest.mark.parametrize("copied", [deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_of_a_module_have_their_own_zero_grad(copied: Callable[[nn.Module], nn.Module]) -> None:
     engine = engine_of()

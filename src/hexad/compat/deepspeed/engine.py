@@ -28,7 +28,7 @@ from .groups import PipelineGrid
 from .optimizers import client_optimizer, client_scheduler
 from .translate import engine_config
 from .utils import ThroughputTimer
-from .zero import mark_partitioned, read_empty, register
+from .zero import mark_partitioned, read_empty, refuse_external, register
 
 log = logging.getLogger("hexad")
 
@@ -191,8 +191,12 @@ class DeepSpeedEngine(EngineCheckpoints):
         if keys.fp16.enabled and keys.fp16.auto_cast:
             inputs, named = cast_tensors(inputs, torch.float16), cast_tensors(named, torch.float16)
         kind = getattr(torch, keys.torch_autocast.dtype)
-        with torch.autocast(self.device.type, kind) if keys.torch_autocast.enabled else nullcontext():
-            return self._module(*inputs, **named)
+        self._engine.gatherer.absent = refuse_external
+        try:
+            with torch.autocast(self.device.type, kind) if keys.torch_autocast.enabled else nullcontext():
+                return self._module(*inputs, **named)
+        finally:
+            self._engine.gatherer.absent = read_empty
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add this microbatch's gradients to those of the step.

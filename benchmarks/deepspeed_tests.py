@@ -85,7 +85,6 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
         PRIVATE,
     ),
     (r"", r"'ThroughputTimer' object has no attribute", "internal", PRIVATE),
-    (r"", r"SimpleNamespace' object has no attribute '_engine'", "internal", PRIVATE),
     (r"test_zero_grad_clip|TestBf16ZeRO0Unfused", r"isinstance\(EngineOptimizer", "internal", PRIVATE),
     (r"MiCS", r"MiCS_Init", "refused", "MiCS is not part of the interface"),
     (r"TestFP16OptimizerForMoE", r"AttributeError: EngineOptimizer", "internal", PRIVATE),
@@ -99,7 +98,6 @@ REASONS: tuple[tuple[str, str, str, str], ...] = (
     (r"rejects_zenflow", r"zenflow: found it enabled", "refused", "ZenFlow"),
     (r"quantized_eigenvalue|compression_training", r"is not supported", "refused", "compression"),
     (r"test_checkpoint_shared_weights|frozen_weights", r"FileNotFound", "differs", LAYOUT),
-    (r"TestCheckpointInterval|TestPipeModule", r"non_reentrant_checkpoint", "internal", PRIVATE),
     (r"", r"torch.cpu' has no|Invalid device string|device_ids and output", "gpu", "the test needs a GPU"),
     (r"", r"fixture|line \d+ / def", "harness", "its fixture is not found by this release of pytest"),
     # Differences
